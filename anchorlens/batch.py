@@ -1,0 +1,263 @@
+"""The record of one batch of prompts: tokens, and where everything in them stands."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from .errors import PromptError
+
+GROUPS = ("other", "text", "label", "format", "query", "target")
+"""Names of the token groups, in the order of their numbers in ``PromptBatch.groups``:
+demonstration texts, label words, the template and separators around them, the query with its
+format, the target position, and everything else (BOS, instructions). Padding is -1."""
+
+OTHER, TEXT, LABEL, FORMAT, QUERY, TARGET = range(len(GROUPS))
+PADDING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Prompts of one batch, with the positions that the analyses need.
+
+    Positions count from 0 in the padded rows. Build it with ``build_prompts`` or, for tokens of
+    your own, with :meth:`from_positions`.
+
+    Attributes:
+        tokens: Token ids.
+        attention_mask: True where a token stands, False under padding.
+        label_positions: Position of each label word of the demonstrations (the paper's p_k), in
+            order of appearance; the first token of a word that has several.
+        label_ends: Position of the last token of each label word.
+        label_classes: Class of each anchor.
+        target_positions: The last token, where the label is predicted (the paper's q).
+        label_token_ids: First token of each class's label word.
+        gold: True class of each query, or None.
+        groups: Group of each token, a number into ``GROUPS``; -1 under padding.
+        query_start: Position of the query's first token.
+        demonstrations_id: Names the set of demonstrations: equal for prompts that share one.
+        index: Place of each prompt in the list of queries; undoes grouping by length.
+        labels: The label words, by class, where they are known.
+        begins_with_bos: Whether the tokenizer put a BOS before each prompt.
+        first_query: Position of the first query row of a pattern, where a prefix is cached.
+    """
+
+    tokens: Int[Tensor, "batch position"]
+    attention_mask: Bool[Tensor, "batch position"]
+    label_positions: Int[Tensor, "batch anchor"]
+    label_ends: Int[Tensor, "batch anchor"]
+    label_classes: Int[Tensor, "batch anchor"]
+    target_positions: Int[Tensor, " batch"]
+    label_token_ids: Int[Tensor, " class"]
+    gold: Int[Tensor, " batch"] | None
+    groups: Int[Tensor, "batch position"]
+    query_start: Int[Tensor, " batch"]
+    demonstrations_id: Int[Tensor, " batch"]
+    index: Int[Tensor, " batch"]
+    labels: tuple[str, ...] = ()
+    begins_with_bos: bool = False
+    first_query: int = 0
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def shared_prefix(self) -> int:
+        """Number of leading tokens that all prompts of the batch have in common."""
+        rows = [
+            row[mask]
+            for row, mask in zip(self.tokens.cpu(), self.attention_mask.cpu(), strict=True)
+        ]
+        shortest = min(len(row) for row in rows)
+        same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
+        return int(same.long().cumprod(0).sum())
+
+    def prompt(self, number: int) -> "PromptBatch":
+        """One prompt as a batch of its own, without padding.
+
+        Example:
+            >>> saliency(model, batch.prompt(0))                                 # doctest: +SKIP
+        """
+        rows = {
+            name: value[number : number + 1]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "label_token_ids"
+        }
+        keep = self.attention_mask[number].nonzero()
+        start, stop = int(keep[0]), int(keep[-1]) + 1
+        for name in ("tokens", "attention_mask", "groups"):
+            rows[name] = rows[name][:, start:stop]
+        for name in ("label_positions", "label_ends", "target_positions", "query_start"):
+            rows[name] = rows[name] - start
+        return replace(self, **rows)
+
+    def to(self, device: torch.device | str) -> "PromptBatch":
+        """The same batch with its tensors on ``device``."""
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    @classmethod
+    def from_positions(
+        cls,
+        tokens: Int[Tensor, "batch position"],
+        *,
+        label_positions: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
+        label_classes: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
+        label_token_ids: Int[Tensor, " class"] | Sequence[int],
+        gold: Int[Tensor, " batch"] | Sequence[int] | None = None,
+        attention_mask: Int[Tensor, "batch position"]
+        | Bool[Tensor, "batch position"]
+        | None = None,
+        target_positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
+    ) -> "PromptBatch":
+        """A batch from tokens and positions of your own.
+
+        Args:
+            tokens: Token ids, padded on either side.
+            label_positions: Position of each label word, in order of appearance.
+            label_classes: Class of each label word.
+            label_token_ids: First token of each class's label word, all different.
+            gold: True class of each prompt.
+            attention_mask: 1 or True where a token stands; all, by default.
+            target_positions: Where the label is predicted; each row's last token, by default.
+
+        Returns:
+            A batch. Tokens after the last label word are in the group "query", those before that
+            are no label words in "other".
+
+        Raises:
+            PromptError: A position lies outside the prompt, under padding, or not before the
+                target; classes or gold labels are out of range; label tokens are not distinct;
+                or the shapes do not fit together. The message says which.
+
+        Example:
+            >>> batch = PromptBatch.from_positions(
+            ...     torch.tensor([[5, 1, 6, 2, 7, 8]]),
+            ...     label_positions=[[1, 3]], label_classes=[[0, 1]], label_token_ids=[1, 2])
+            >>> batch.target_positions.tolist()
+            [5]
+        """
+        if tokens.ndim != 2 or tokens.numel() == 0:
+            raise PromptError(
+                f"tokens must have the shape (batch, position); got {tuple(tokens.shape)}"
+            )
+        device, (size, length) = tokens.device, tokens.shape
+        mask = torch.ones(size, length) if attention_mask is None else attention_mask
+        mask = mask.to(device).bool()
+        if mask.shape != tokens.shape:
+            raise PromptError(
+                f"attention_mask must have the shape of tokens, {tuple(tokens.shape)}; "
+                f"got {tuple(mask.shape)}"
+            )
+        if not mask.any(1).all():
+            raise PromptError(f"prompt {int((~mask.any(1)).nonzero()[0])} is padding only")
+        last = length - 1 - mask.flip(1).long().argmax(1)
+
+        def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
+            tensor = torch.as_tensor(value, device=device).long()
+            fits = tensor.ndim == len(shape) and all(
+                want in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+            )
+            if not fits:
+                raise PromptError(f"{name} must have the shape {shape}; got {tuple(tensor.shape)}")
+            return tensor
+
+        anchors = row_of_ints("label_positions", label_positions, (size, None))
+        classes = row_of_ints("label_classes", label_classes, (size, anchors.shape[1]))
+        ids = row_of_ints("label_token_ids", label_token_ids, (None,))
+        target = (
+            last
+            if target_positions is None
+            else row_of_ints("target_positions", target_positions, (size,))
+        )
+        golds = None if gold is None else row_of_ints("gold", gold, (size,))
+        query_start = anchors.max(1).values + 1
+        groups = torch.full_like(tokens, QUERY, dtype=torch.long)
+        where = torch.arange(length, device=device)
+        groups[where < query_start[:, None]] = OTHER
+        batch = cls(
+            tokens=tokens,
+            attention_mask=mask,
+            label_positions=anchors,
+            label_ends=anchors,
+            label_classes=classes,
+            target_positions=target,
+            label_token_ids=ids,
+            gold=golds,
+            groups=groups,
+            query_start=query_start,
+            demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
+            index=torch.arange(size, device=device),
+        )
+        _check(batch)
+        groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
+        groups[~mask] = PADDING
+        return replace(batch, demonstrations_id=_demonstrations_ids(batch))
+
+
+def digest(tokens: Sequence[int]) -> int:
+    """A number that names a list of tokens: the same in every process and on every machine."""
+    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def _demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    inside = batch.attention_mask & (where <= batch.label_ends.max(1, keepdim=True).values)
+    rows = zip(batch.tokens, inside, strict=True)
+    ids = [digest(tokens[keep].tolist()) for tokens, keep in rows]
+    return torch.tensor(ids, device=batch.tokens.device)
+
+
+def _check(batch: PromptBatch) -> None:
+    """Every position inside its prompt and before the target, every class in range."""
+    length = batch.tokens.shape[1]
+    classes = len(batch.label_token_ids)
+    for name, positions in (
+        ("label_positions", batch.label_positions),
+        ("target_positions", batch.target_positions[:, None]),
+    ):
+        outside = (positions < 0) | (positions >= length)
+        padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))
+        for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
+            if wrong.any():
+                row = int(wrong.any(1).nonzero()[0])
+                raise PromptError(
+                    f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
+                    f"its tokens stand at {_range(batch.attention_mask[row])}"
+                )
+    ordered = batch.label_positions.sort(1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise PromptError(
+            f"label_positions of one prompt must be different; got {batch.label_positions.tolist()}"
+        )
+    late = batch.label_positions >= batch.target_positions[:, None]
+    if late.any():
+        row = int(late.any(1).nonzero()[0])
+        raise PromptError(
+            f"label words must stand before the target position; prompt {row} has label words at "
+            f"{batch.label_positions[row].tolist()} and its target at "
+            f"{int(batch.target_positions[row])}"
+        )
+    for name, values in (("label_classes", batch.label_classes), ("gold", batch.gold)):
+        if values is not None and not ((values >= 0) & (values < classes)).all():
+            raise PromptError(
+                f"{name} must be classes from 0 to {classes - 1}, one for each of the {classes} "
+                f"label_token_ids; got {sorted(set(values.flatten().tolist()))}"
+            )
+    ids = batch.label_token_ids.tolist()
+    if len(set(ids)) < len(ids):
+        raise PromptError(f"label_token_ids must be different; got {ids}")
+
+
+def _range(mask: Bool[Tensor, " position"]) -> str:
+    where = mask.nonzero().flatten().tolist()
+    return f"{where[0]} to {where[-1]}"

@@ -1,0 +1,1 @@
+"""Experiments: several runs of one model, compared."""

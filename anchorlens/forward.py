@@ -1,0 +1,181 @@
+"""One pass of a model over one batch: hooks in, target logits out, no trace left.
+
+The only file that runs a model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .batch import PromptBatch
+from .errors import MetricError, ModelError, PromptError
+from .hooks import Hook, HookedModel, HookFunction, require_prepared
+
+Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
+
+
+def label_cross_entropy(
+    logits: Float[Tensor, "batch vocab"], batch: PromptBatch
+) -> Float[Tensor, " batch"]:
+    """Cross entropy of the true label over the label words' logits only, in nats.
+
+    ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1.
+
+    Raises:
+        MetricError: The prompts have no true labels.
+    """
+    if batch.gold is None:
+        raise MetricError(
+            "the label cross entropy needs the true label of each query; give queries with labels "
+            "(gold=...), or a loss of your own: (logits, batch) to one number a prompt"
+        )
+    log_probs = logits[:, batch.label_token_ids].log_softmax(-1)
+    return -log_probs.gather(1, batch.gold[:, None])[:, 0]
+
+
+def run_pass(
+    model: HookedModel,
+    batch: PromptBatch,
+    *,
+    hooks: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
+    backward_hooks: Sequence[Hook] = (),
+    loss: Loss | None = None,
+) -> Float[Tensor, "batch vocab"]:
+    """Run the model over a batch; with a loss, also backward from its sum.
+
+    Args:
+        model: A prepared model.
+        batch: Prompts on the model's device.
+        hooks: Interventions, which act first.
+        observers: Hooks that look; they see what the interventions left.
+        backward_hooks: Hooks on the gradient of a hook point's output.
+        loss: Function of (logits, batch) to one number a prompt. With None nothing is
+            differentiated.
+
+    Returns:
+        Logits at the target positions, detached, in float32 or the model's wider type.
+
+    Raises:
+        ModelError: The model was not prepared, or its logits are not finite.
+        PromptError: The prompts do not fit the model.
+    """
+    require_prepared(model)
+    check_fits(model, batch)
+    own = [] if loss is None else [_leaf_hook()]
+    narrowed = all(_stands_in_a_block(name) for name, _ in hooks)
+    last = [_target_hook(model, batch)] if narrowed else []
+    forward_hooks = [*own, *hooks, *observers, *last]
+    # inference_mode outside would make tensors that autograd refuses.
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(loss is not None),
+        model.hooks(fwd_hooks=forward_hooks, bwd_hooks=list(backward_hooks)),
+    ):
+        outputs = model(batch.tokens, attention_mask=batch.attention_mask.long())
+        logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        if loss is not None:
+            _backward(loss(logits, batch), batch)
+    logits = logits.detach()
+    if not logits.isfinite().all():
+        raise ModelError(
+            "the model's logits are not finite (NaN or infinite) at the target position; try "
+            "dtype=torch.float32, and check the hooks that act on it"
+        )
+    return logits
+
+
+@contextmanager
+def undisturbed(model: HookedModel) -> Iterator[None]:
+    """Parameters frozen and dropout off inside; both as they were afterwards, whatever happens."""
+    assert isinstance(model, torch.nn.Module)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        model.eval()
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module, training in modes:
+            module.training = training
+
+
+def device_of(model: HookedModel) -> torch.device:
+    """Where the tokens must lie."""
+    assert isinstance(model, torch.nn.Module)
+    return next(iter(model.parameters())).device
+
+
+def vocabulary_of(model: HookedModel) -> int:
+    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
+    return int(model.W_E.shape[0])
+
+
+def check_fits(model: HookedModel, batch: PromptBatch) -> None:
+    """Refuse prompts that are longer than the context or hold tokens that the model lacks."""
+    longest = int(batch.attention_mask.sum(1).max())
+    if longest > model.cfg.n_ctx:
+        raise PromptError(
+            f"a prompt has {longest} tokens, but the model's context is {model.cfg.n_ctx}; use "
+            "fewer or shorter demonstrations, or build_prompts(..., max_length=..., "
+            "drop_too_long=True)"
+        )
+    largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
+    if largest >= vocabulary_of(model):
+        raise PromptError(
+            f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
+            "prompts were built with the tokenizer of another model"
+        )
+
+
+def _backward(losses: Float[Tensor, " batch"], batch: PromptBatch) -> None:
+    if losses.shape != (len(batch),):
+        raise MetricError(
+            f"a loss must give one number a prompt, shape ({len(batch)},); "
+            f"got {tuple(losses.shape)}"
+        )
+    losses.sum().backward()
+
+
+def _at_target(
+    values: Float[Tensor, "batch query channel"], batch: PromptBatch
+) -> Float[Tensor, "batch channel"]:
+    rows = torch.arange(len(batch), device=values.device)
+    return values[rows, batch.target_positions.to(values.device) - batch.first_query]
+
+
+def _leaf_hook() -> Hook:
+    """With every parameter frozen something must require a gradient: the input of block 0."""
+
+    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
+        return resid.detach().requires_grad_()
+
+    return "blocks.0.hook_resid_pre", make_leaf
+
+
+def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
+    """Only the target position goes through the unembedding.
+
+    On a bridge its input, because some transformers models fix the shape after the last block; a
+    HookedTransformer has no such hook point, and takes the cut before its final norm.
+    """
+
+    def keep_target(resid: Tensor, hook: Any) -> Tensor:
+        return _at_target(resid, batch)[:, None]
+
+    name = "unembed.hook_in"
+    last_block = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+    return name if name in model.hook_dict else last_block, keep_target
+
+
+def _stands_in_a_block(name: str | HookFunction) -> bool:
+    """Whether a hook surely sees all positions; one behind the last block would see only one."""
+    return isinstance(name, str) and name.startswith(("blocks.", "hook_embed"))

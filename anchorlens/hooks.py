@@ -1,0 +1,346 @@
+"""Positions and edges -> plain TransformerLens hooks: block, isolate, re-weight.
+
+Each builder returns a list of ``(hook name, function)`` pairs for ``run_with_hooks``; lists join
+with ``+``. A builder checks what it was given against the model before anything runs.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from . import edges as edge_sets
+from .batch import PromptBatch
+from .errors import HookError, ModelError
+
+HookFunction = Callable[..., Tensor | None]
+Hook = tuple[str, HookFunction]
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """What a hooked model offers: TransformerBridge and HookedTransformer alike."""
+
+    cfg: Any
+    hook_dict: Any
+    W_E: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+# Models whose hooks prepare_model has proven. Weak, so that nothing keeps a model alive.
+proven: WeakSet[Any] = WeakSet()
+
+
+def pattern_name(layer: int) -> str:
+    """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
+    return f"blocks.{layer}.attn.hook_pattern"
+
+
+def scores_name(layer: int) -> str:
+    """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
+    return f"blocks.{layer}.attn.hook_attn_scores"
+
+
+def block_edges(
+    model: HookedModel,
+    edges: Bool[Tensor, "batch query key"],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None = None,
+    *,
+    renormalize: bool = True,
+    first_query: int = 0,
+) -> list[Hook]:
+    """Hooks that cut edges of the attention.
+
+    Args:
+        model: The hooked model that the hooks are for.
+        edges: True where the query must not attend to the key; a batch of 1 serves all prompts.
+        layers: Layers to act in; negative ones count from the end, ``range(-5, 0)`` is the last 5.
+        heads: Heads to act in; all by default.
+        renormalize: True cuts before the softmax, so that the rest of each row still sums to 1
+            (the published code). False sets the pattern to 0 after it (the paper's equation).
+        first_query: Position of the first query row, where a prefix is cached.
+
+    Returns:
+        Hooks for ``run_with_hooks``.
+
+    Raises:
+        HookError: A layer or head does not exist, or ``renormalize`` would cut a position off from
+            itself, which can leave a row nothing to attend to.
+        ModelError: The model was not prepared.
+
+    Example:
+        >>> cut = block_edges(model, edges.pq(batch), layers=range(3))           # doctest: +SKIP
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)           # doctest: +SKIP
+    """
+    if renormalize and edges.diagonal(dim1=1, dim2=2).any():
+        raise HookError(
+            "edges from a position to itself cannot be cut before the softmax: the row may be left "
+            "with nothing to attend to. Leave the diagonal out (edges & ~torch.eye(n, dtype=bool)) "
+            "or pass renormalize=False"
+        )
+
+    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
+        if keys != edges.shape[2] or first_query + queries > edges.shape[1]:
+            raise HookError(
+                f"edges are for {edges.shape[1]} query and {edges.shape[2]} key positions, but the "
+                f"model runs {queries} queries (from {first_query}) over {keys} keys"
+            )
+        return edges[:, first_query : first_query + queries]
+
+    return _blocking_hooks(model, rows, layers, heads, renormalize)
+
+
+def isolate(
+    model: HookedModel,
+    positions: Int[Tensor, "batch anchor"],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None = None,
+    *,
+    renormalize: bool = True,
+    first_query: int = 0,
+) -> list[Hook]:
+    """Hooks that cut ``positions`` off from everything before them: the edges (p, j), j < p.
+
+    Args:
+        model: The hooked model that the hooks are for.
+        positions: Positions to isolate, in each prompt.
+        layers: Layers to act in, negative ones from the end.
+        heads: Heads to act in; all by default.
+        renormalize: See :func:`block_edges`. With it an isolated position attends only to itself,
+            except where the model has attention sinks, which keep their share.
+        first_query: Position of the first query row, where a prefix is cached.
+
+    Raises:
+        HookError: A position is negative or beyond the prompt, or a layer or head does not exist.
+        ModelError: The model was not prepared.
+
+    Example:
+        >>> isolate(model, torch.tensor([[12, 27]]), layers=range(5))            # doctest: +SKIP
+    """
+    if (positions < 0).any():
+        raise HookError(f"positions count from 0; got {positions.tolist()}")
+
+    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
+        if (positions >= keys).any():
+            raise HookError(
+                f"positions reach to {int(positions.max())}, but the prompt has {keys} tokens"
+            )
+        shape = (positions.shape[0], keys)
+        receivers = torch.zeros(shape, dtype=torch.bool, device=positions.device)
+        receivers = receivers.scatter(1, positions, True)
+        cut = edge_sets.between(receivers, torch.ones_like(receivers))
+        return cut[:, first_query : first_query + queries]
+
+    return _blocking_hooks(model, rows, layers, heads, renormalize)
+
+
+def isolate_labels(
+    model: HookedModel,
+    batch: PromptBatch,
+    layers: Iterable[int] | int,
+    *,
+    whole_words: bool = False,
+    keep_bos: bool = False,
+    renormalize: bool = True,
+) -> list[Hook]:
+    """Hooks that isolate the label words, so that they gather nothing (the paper's section 2.2).
+
+    Args:
+        model: The hooked model that the hooks are for.
+        batch: Prompts with known label words.
+        layers: Layers to act in, negative ones from the end.
+        whole_words: Cut all tokens of a label word that has several; by default the first, as the
+            published code does.
+        keep_bos: Keep the edge to BOS. The paper's prompts have none; where a prompt begins with
+            one, that edge alone does much of the damage, so that both are worth reporting.
+        renormalize: See :func:`block_edges`.
+
+    Raises:
+        HookError: ``keep_bos`` for prompts without a BOS, or a layer that does not exist.
+        ModelError: The model was not prepared.
+
+    Example:
+        >>> hooks = isolate_labels(model, batch, layers=range(5))                # doctest: +SKIP
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)         # doctest: +SKIP
+    """
+    receivers = edge_sets.group(batch, "label") if whole_words else edge_sets.anchors(batch)
+    return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
+
+
+def isolate_random(
+    model: HookedModel,
+    batch: PromptBatch,
+    layers: Iterable[int] | int,
+    seed: int,
+    *,
+    keep_bos: bool = False,
+    renormalize: bool = True,
+) -> list[Hook]:
+    """The control of :func:`isolate_labels`: as many other positions of the demonstrations.
+
+    The draw depends on ``seed`` and the demonstrations alone: it is the same in all layers, and
+    for every batch, process and padding side. The first token of a prompt, BOS and label words are
+    never drawn.
+
+    Args:
+        model: The hooked model that the hooks are for.
+        batch: Prompts with known label words.
+        layers: Layers to act in, negative ones from the end.
+        seed: Number of the draw. One draw is no control: use about 10.
+        keep_bos: See :func:`isolate_labels`.
+        renormalize: See :func:`block_edges`.
+
+    Raises:
+        HookError: The demonstrations have fewer other positions than label words.
+        ModelError: The model was not prepared.
+    """
+    positions = random_positions(batch, seed)
+    receivers = torch.zeros_like(batch.attention_mask).scatter(1, positions, True)
+    return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
+
+
+def random_positions(batch: PromptBatch, seed: int) -> Int[Tensor, "batch anchor"]:
+    """As many positions as there are label words, drawn from the rest of the demonstrations."""
+    last = batch.label_ends.max(1, keepdim=True).values
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    first = batch.attention_mask.long().argmax(1, keepdim=True)
+    allowed = batch.attention_mask & (where < last) & (where != first)
+    allowed &= ~edge_sets.group(batch, "label") & ~edge_sets.anchors(batch)
+    count = batch.label_positions.shape[1]
+    drawn = []
+    for row, name in zip(allowed.cpu(), batch.demonstrations_id.tolist(), strict=True):
+        candidates = row.nonzero().flatten()
+        if len(candidates) < count:
+            raise HookError(
+                f"the demonstrations have {len(candidates)} tokens besides their {count} label "
+                "words, too few for a random control; use longer demonstrations"
+            )
+        # The order of the candidates is that of the demonstrations, whatever the padding.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + name) % 2**63)
+        drawn.append(candidates[torch.randperm(len(candidates), generator=generator)[:count]])
+    return torch.stack(drawn).to(batch.tokens.device)
+
+
+def reweight_anchors(
+    model: HookedModel, batch: PromptBatch, beta: Float[Tensor, "layer head anchor"]
+) -> list[Hook]:
+    """Hooks that multiply the target's attention to anchor i by ``exp(beta_i)`` (section 3.1).
+
+    After the softmax, and not renormalised. Gradients flow into ``beta``.
+
+    Args:
+        model: The hooked model that the hooks are for.
+        batch: Prompts with known label words and target.
+        beta: Logarithm of the factor for each layer, head and anchor in order of appearance; 0
+            changes nothing.
+
+    Raises:
+        HookError: The shape of ``beta`` does not fit the model and the prompts.
+        ModelError: The model was not prepared.
+
+    Example:
+        >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)         # doctest: +SKIP
+        >>> hooks = reweight_anchors(model, batch, beta)                         # doctest: +SKIP
+    """
+    require_prepared(model)
+    expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
+    if tuple(beta.shape) != expected:
+        raise HookError(
+            f"beta must have the shape (layer, head, anchor) = {expected}; got {tuple(beta.shape)}"
+        )
+    rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+    queries = batch.target_positions[:, None] - batch.first_query
+
+    def hook_of(layer: int) -> Hook:
+        def reweight(pattern: Tensor, hook: Any) -> Tensor:
+            device = pattern.device
+            place = (rows.to(device), queries.to(device), batch.label_positions.to(device))
+            heads_last = pattern.movedim(1, -1).clone()  # advanced indices stand together
+            factor = beta[layer].to(device, pattern.dtype).exp().T
+            heads_last[place] = heads_last[place] * factor
+            return heads_last.movedim(-1, 1)
+
+        return pattern_name(layer), reweight
+
+    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+
+
+def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
+    """Layers as numbers from 0, each once, in order; negative ones count from the end.
+
+    Raises:
+        HookError: A layer does not exist, or none is named.
+    """
+    return _numbers("layer", layers, model.cfg.n_layers)
+
+
+def require_prepared(model: HookedModel) -> None:
+    """Refuse a model whose attention hooks have not been proven to act."""
+    if model not in proven:
+        raise ModelError(
+            "the attention hooks of this model have not been proven to act; call "
+            "al.prepare_model(model) once (al.load_model does it)"
+        )
+
+
+def _numbers(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
+    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+    wrong = [number for number in numbers if not -count <= number < count]
+    if wrong or not numbers:
+        raise HookError(
+            f"{kind}s must be numbers from 0 to {count - 1}, or -{count} to -1 from the end; "
+            f"got {wrong or 'none'}"
+        )
+    return sorted({number % count for number in numbers})
+
+
+def _isolate_in_batch(
+    model: HookedModel,
+    batch: PromptBatch,
+    receivers: Bool[Tensor, "batch position"],
+    layers: Iterable[int] | int,
+    keep_bos: bool,
+    renormalize: bool,
+) -> list[Hook]:
+    cut = edge_sets.between(receivers, batch.attention_mask)
+    if keep_bos:
+        if not batch.begins_with_bos:
+            raise HookError(
+                "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
+            )
+        cut &= ~edge_sets.from_first(batch)
+    return block_edges(model, cut, layers, renormalize=renormalize, first_query=batch.first_query)
+
+
+def _blocking_hooks(
+    model: HookedModel,
+    rows: Callable[[int, int], Bool[Tensor, "batch query key"]],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None,
+    renormalize: bool,
+) -> list[Hook]:
+    require_prepared(model)
+    count = model.cfg.n_heads
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[_numbers("head", range(count) if heads is None else heads, count)] = True
+    name = scores_name if renormalize else pattern_name
+
+    def block(attention: Tensor, hook: Any) -> Tensor:
+        device = attention.device
+        cut = rows(attention.shape[2], attention.shape[3]).to(device)
+        if cut.shape[0] not in (1, attention.shape[0]):
+            raise HookError(
+                f"edges are for {cut.shape[0]} prompts, but the model runs {attention.shape[0]}"
+            )
+        # Not -inf: a row that is nothing but padding would turn into NaN.
+        value = torch.finfo(attention.dtype).min if renormalize else 0.0
+        return attention.masked_fill(cut[:, None] & chosen.to(device)[:, None, None], value)
+
+    return [(name(layer), block) for layer in layer_numbers(model, layers)]

@@ -1,0 +1,179 @@
+"""How well the attention from target to label words tells the model's own prediction."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .. import figures
+from ..batch import PromptBatch
+from ..hooks import HookedModel, pattern_name
+from ..results import Record, Rows, by_set
+from .metric import Observation, hooks_by_layer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionAUCROCRecord(Record):
+    """AUCROC of the attention to label words as a classifier of the prediction (section 2.3).
+
+    Attributes:
+        aucroc: AUCROC_l, from 0 to 1: 0.5 is chance, 1 says that the layer's attention to the
+            label words tells the predicted label.
+        r: R_l, the part of the summed excess over 0.5 reached up to layer l; 1 in the last layer.
+            NaN where the total is not positive. Steep means that the layer contributes much.
+        per_head: The same as ``aucroc``, from each head's attention alone.
+    """
+
+    aucroc: Float[Tensor, " layer"]
+    r: Float[Tensor, " layer"]
+    per_head: Float[Tensor, "layer head"]
+
+    names: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    def plot(self) -> Any:
+        """AUCROC_l and R_l by layer (the paper's Figure 5)."""
+        bounds = [self.intervals.get(name) for name in ("aucroc", "r")]
+        known = bounds[0] is not None and bounds[1] is not None
+        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
+        return figures.lines_by_layer(
+            torch.stack([self.aucroc, self.r]),
+            ["AUCROC_l", "R_l (cumulative)"],
+            title="Attention to label words against the prediction",
+            y_title="AUCROC_l, R_l",
+            low=low,
+            high=high,
+            dashed=["R_l (cumulative)"],
+            reference=0.5,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionAUCROC:
+    """AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
+
+    The score of a class is the attention from q to its label words, summed over them and over
+    heads; the label is the model's own prediction. Classes that are never predicted are left out;
+    with two left the second's raw score is used, else scores are divided by their sum and the
+    AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled; over sets AUCROC
+    is averaged, then R_l is taken. With fewer than two predicted classes it is NaN, with a warning.
+
+    Example:
+        >>> al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"].r  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "attention_aucroc"
+    needs_gradient: ClassVar[bool] = False
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Watch the target's row of every pattern, at the label words."""
+        kept: dict[int, Tensor] = {}
+        n_classes = len(batch.label_token_ids)
+        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+        of_class = torch.nn.functional.one_hot(batch.label_classes, n_classes)
+
+        def keep_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            queries = batch.target_positions[:, None] - batch.first_query
+            attention = pattern.detach()[prompts, :, queries, batch.label_positions]
+            by_anchor = attention.double()  # [batch, anchor, head]
+            kept[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class.double()).cpu()
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            attention = torch.stack([kept[layer] for layer in range(model.cfg.n_layers)], dim=1)
+            return {
+                "attention": attention,
+                "predicted": predicted_class(logits, batch.label_token_ids).cpu(),
+                "demonstrations_id": batch.demonstrations_id.cpu(),
+            }
+
+        return Observation(rows, hooks_by_layer(model, pattern_name, keep_scores))
+
+    def result(self, rows: Rows) -> AttentionAUCROCRecord:
+        """AUCROC of each set, the mean over sets, then R_l."""
+        layers, heads = [], []
+        for one in by_set(rows):
+            attention = one["attention"].double()  # [prompt, layer, head, class]
+            layers.append(aucroc(attention.sum(2).movedim(0, 1), one["predicted"]))
+            per_head = attention.movedim(0, 2).flatten(0, 1)
+            heads.append(aucroc(per_head, one["predicted"]).unflatten(0, attention.shape[1:3]))
+        empty = sum(bool(one.isnan().any()) for one in layers)
+        if empty:
+            warnings.warn(
+                f"in {empty} of {len(layers)} sets of demonstrations the model predicts fewer than "
+                "two classes, so that they have no AUCROC; use more or other queries",
+                stacklevel=2,
+            )
+        mean = torch.stack(layers).nanmean(0)
+        return AttentionAUCROCRecord(
+            aucroc=mean, r=cumulative_excess(mean), per_head=torch.stack(heads).nanmean(0)
+        )
+
+
+def predicted_class(
+    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
+) -> Int[Tensor, " batch"]:
+    """The class whose label word has the largest logit; the lowest of equal ones."""
+    scores = logits[:, label_token_ids.to(logits.device)]
+    # argmax leaves the choice among equal values open; the first maximum is the lowest class.
+    return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
+
+
+def aucroc(
+    scores: Float[Tensor, "series prompt class"], predicted: Int[Tensor, " prompt"]
+) -> Float[Tensor, " series"]:
+    """AUCROC of class scores against predicted classes, for several series of scores at once.
+
+    Args:
+        scores: Score of each class, from 0 up; a row of zeros counts as uniform.
+        predicted: The model's prediction.
+
+    Returns:
+        From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
+
+    Example:
+        >>> aucroc(torch.tensor([[[.9, .1], [.2, .8]]]), torch.tensor([0, 1])).tolist()
+        [1.0]
+    """
+    present = predicted.unique()
+    if len(present) < 2:
+        return scores.new_full(scores.shape[:1], torch.nan)
+    kept = scores[..., present].double()
+    if len(present) == 2:
+        return auc(kept[..., 1], predicted == present[1])
+    total = kept.sum(-1, keepdim=True)
+    shares = torch.where(total > 0, kept / total, 1 / len(present))
+    values = []
+    for a, b in combinations(range(len(present)), 2):
+        pair = (predicted == present[a]) | (predicted == present[b])
+        for one in (a, b):
+            values.append(auc(shares[:, pair, one], predicted[pair] == present[one]))
+    return torch.stack(values).mean(0)
+
+
+def auc(
+    scores: Float[Tensor, "series prompt"], positive: Bool[Tensor, " prompt"]
+) -> Float[Tensor, " series"]:
+    """Chance that a positive prompt scores above a negative one; equal scores count half.
+
+    NaN where one of the two kinds is missing.
+    """
+    if positive.all() or not positive.any():
+        return scores.new_full(scores.shape[:1], torch.nan)
+    negatives = scores[:, ~positive].sort(-1).values.contiguous()
+    positives = scores[:, positive].contiguous()
+    below = torch.searchsorted(negatives, positives, side="left")
+    not_above = torch.searchsorted(negatives, positives, side="right")
+    return (below + not_above).double().mean(-1) / (2 * negatives.shape[1])
+
+
+def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
+    """R_l: the sum of ``AUCROC - 0.5`` up to each layer over its total (equation 6).
+
+    NaN where the total is not positive.
+    """
+    excess = (values - 0.5).cumsum(0)
+    return excess / excess[-1] if excess[-1] > 0 else torch.full_like(values, torch.nan)

@@ -1,0 +1,236 @@
+"""Distances between the anchors' keys, as the queries see them, against the model's confusions."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from scipy.stats import rankdata
+from torch import Tensor
+
+from .. import figures
+from ..batch import PromptBatch
+from ..errors import MetricError
+from ..hooks import HookedModel
+from ..results import Record, Rows, by_set, require_gold
+from .aucroc import auc
+from .metric import Observation, hooks_by_layer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AnchorDistancesRecord(Record):
+    """Predicted and actual confusion of the classes (section 3.3). In both, low means confused.
+
+    Attributes:
+        anchor_distance: Distance between the label words' keys along the main directions of the
+            queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
+            confusion.
+        pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
+            1; 0.5 says that the model cannot tell them apart. NaN on the diagonal and for pairs
+            without prompts. The actual confusion.
+        correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
+            means that key distance predicts confusion. NaN for two classes, which are one pair.
+        position_correlation: The same of anchor_distance with the distance in position of the
+            label words. On rotary models it is large by itself: average over several orders of
+            the demonstrations before you believe ``correlation``.
+        accuracy: Share of prompts whose predicted label is the true one, from 0 to 1.
+        default_layer: The layer to look at: two thirds of the depth (the paper's 32 of 48), never
+            the one that correlates best.
+    """
+
+    anchor_distance: Float[Tensor, "layer class class"]
+    pair_auc: Float[Tensor, "class class"]
+    correlation: Float[Tensor, " layer"]
+    position_correlation: Float[Tensor, " layer"]
+    accuracy: Float[Tensor, ""]
+    default_layer: Int[Tensor, ""]
+
+    def plot(self) -> Any:
+        """Predicted and actual confusion side by side (the paper's Figure 6)."""
+        layer = int(self.default_layer)
+        names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
+        return figures.confusion_pair(
+            self.anchor_distance[layer],
+            self.pair_auc,
+            [name.strip() for name in names],
+            title=f"Which classes are confused (layer {layer}, "
+            f"rank correlation {float(self.correlation[layer]):.2f})",
+            predicted_title="predicted: distance of keys",
+            actual_title="actual: AUC-ROC of the pair",
+        )
+
+
+@dataclass(frozen=True)
+class AnchorDistances:
+    """Distances of the label words' keys along the main directions of the queries (section 3.3).
+
+    Queries at the target over all prompts, heads side by side; PCA of the centred queries, first
+    ``directions`` directions v_i with singular values s_i; ``k_i' = s_i v_i^T k``; the distance of
+    two classes is ``|k_a' - k_b'|`` over the largest. Keys and queries are those that attention
+    multiplies: after the rotary embedding, each query head with its own key head. Several label
+    words of a class count by their mean key. Taken for each set of demonstrations, then averaged.
+
+    Args:
+        directions: Number of directions kept (the paper's 10).
+
+    Example:
+        >>> al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]    # doctest: +SKIP
+    """
+
+    directions: int = 10
+    name: ClassVar[str] = "anchor_distances"
+    needs_gradient: ClassVar[bool] = False
+
+    def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Refuse sets of demonstrations with too few prompts for the directions."""
+        sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
+        small = int(sizes[1].min())
+        if small <= self.directions:
+            raise MetricError(
+                f"anchor distances need more prompts than directions ({self.directions}) in each "
+                f"set of demonstrations, but one has {small}; use more queries, or "
+                f"AnchorDistances(directions={max(1, small - 1)})"
+            )
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Watch the target's queries and the label words' keys of every layer."""
+        gold = require_gold(batch.gold, "the confusion of classes")
+        n_classes = len(batch.label_token_ids)
+        of_class = torch.nn.functional.one_hot(batch.label_classes, n_classes).double()
+        counts = of_class.sum(1)
+        if not counts.all():
+            raise MetricError(
+                "every class needs a label word in the demonstrations; classes without one: "
+                f"{(counts == 0).any(0).nonzero().flatten().tolist()}"
+            )
+        shares = of_class / counts[:, None]
+        prompts = torch.arange(len(batch), device=batch.tokens.device)
+        queries: dict[int, Tensor] = {}
+        keys: dict[int, Tensor] = {}
+
+        def keep_query(layer: int, query: Float[Tensor, "batch query head d_head"]) -> None:
+            _check_width(model, layer, query)
+            at_target = query.detach()[prompts, batch.target_positions - batch.first_query]
+            queries[layer] = at_target.flatten(1).float().cpu()
+
+        def keep_keys(layer: int, key: Float[Tensor, "batch key head d_head"]) -> None:
+            _check_width(model, layer, key)
+            at_anchors = key.detach()[prompts[:, None], batch.label_positions]
+            own = at_anchors.repeat_interleave(model.cfg.n_heads // key.shape[2], dim=2)
+            mean = torch.einsum("bac,bahd->bchd", shares.to(own), own)
+            keys[layer] = mean.flatten(2).float().cpu()
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            layers = range(model.cfg.n_layers)
+            silent = [layer for layer in layers if layer not in queries or layer not in keys]
+            if silent:
+                raise MetricError(f"the query or key hooks of layers {silent} were never called")
+            starts = batch.attention_mask.long().argmax(1, keepdim=True)
+            positions = (batch.label_positions - starts).double()
+            return {
+                "queries": torch.stack([queries[layer] for layer in layers], dim=1),
+                "keys": torch.stack([keys[layer] for layer in layers], dim=1),
+                "positions": torch.einsum("bac,ba->bc", shares, positions).cpu(),
+                "label_logits": logits[:, batch.label_token_ids].double().cpu(),
+                "gold": gold.cpu(),
+                "demonstrations_id": batch.demonstrations_id.cpu(),
+            }
+
+        hooks = [
+            *hooks_by_layer(model, _name_of(model, "q"), keep_query),
+            *hooks_by_layer(model, _name_of(model, "k"), keep_keys),
+        ]
+        return Observation(rows, hooks)
+
+    def result(self, rows: Rows) -> AnchorDistancesRecord:
+        """Distances of each set, their mean, and how they go with the confusions."""
+        sets = by_set(rows)
+        distance = torch.stack(
+            [key_distances(one["queries"], one["keys"].mean(0), self.directions) for one in sets]
+        ).mean(0)
+        gaps = torch.stack([one["positions"].mean(0) for one in sets])
+        gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
+        confusion = pair_auc(rows["label_logits"], rows["gold"])
+        upper = torch.ones_like(confusion).triu(1).bool()
+        if confusion[upper].isnan().any():
+            warnings.warn(
+                "some pairs of classes have no prompts of both, so that they have no AUC; use more "
+                "queries of each class",
+                stacklevel=2,
+            )
+        return AnchorDistancesRecord(
+            anchor_distance=distance,
+            pair_auc=confusion,
+            correlation=rank_correlation(distance[:, upper], confusion[upper]),
+            position_correlation=rank_correlation(distance[:, upper], gap[upper]),
+            accuracy=(rows["label_logits"].argmax(-1) == rows["gold"]).double().mean(),
+            default_layer=torch.tensor(2 * len(distance) // 3),
+        )
+
+
+def key_distances(
+    queries: Float[Tensor, "prompt layer channel"],
+    keys: Float[Tensor, "layer class channel"],
+    directions: int,
+) -> Float[Tensor, "layer class class"]:
+    """Distances of keys along the main directions of the queries, over each layer's largest.
+
+    With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
+    X X^T, and neither V nor a division by a singular value is needed.
+    """
+    centred = (queries - queries.mean(0)).double().movedim(1, 0)  # [layer, prompt, channel]
+    _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
+    main = vectors[..., -directions:]
+    projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
+    distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
+    return distances / distances.amax((1, 2), keepdim=True)
+
+
+def pair_auc(
+    label_logits: Float[Tensor, "prompt class"], gold: Int[Tensor, " prompt"]
+) -> Float[Tensor, "class class"]:
+    """AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b; NaN without both."""
+    n_classes = label_logits.shape[1]
+    confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double)
+    for a in range(n_classes):
+        for b in range(a):
+            pair = (gold == a) | (gold == b)
+            # The logit of p_a / (p_a + p_b), which orders prompts as it does.
+            scores = (label_logits[pair, a] - label_logits[pair, b]).double()
+            confusion[a, b] = confusion[b, a] = auc(scores[None], gold[pair] == a)[0]
+    return confusion
+
+
+def rank_correlation(
+    values: Float[Tensor, "layer pair"], other: Float[Tensor, " pair"]
+) -> Float[Tensor, " layer"]:
+    """Spearman correlation, over the pairs that both know; NaN with fewer than three of them."""
+    known = ~other.isnan()
+    if known.sum() < 3:
+        return values.new_full(values.shape[:1], torch.nan)
+    ranks = torch.from_numpy(rankdata(values[:, known].numpy(), axis=-1))
+    other_ranks = torch.from_numpy(rankdata(other[known].numpy()))
+    ranks = ranks - ranks.mean(-1, keepdim=True)
+    other_ranks = other_ranks - other_ranks.mean()
+    return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
+
+
+def _name_of(model: HookedModel, kind: str) -> Callable[[int], str]:
+    """Name of the hook point where a query or key stands as attention multiplies it."""
+
+    def name(layer: int) -> str:
+        rotated = f"blocks.{layer}.attn.hook_rot_{kind}"
+        return rotated if rotated in model.hook_dict else f"blocks.{layer}.attn.hook_{kind}"
+
+    return name
+
+
+def _check_width(model: HookedModel, layer: int, tensor: Tensor) -> None:
+    if tensor.ndim != 4 or tensor.shape[-1] != model.cfg.d_head:
+        raise MetricError(
+            f"queries and keys must have the shape (batch, position, head, {model.cfg.d_head}); "
+            f"layer {layer} has {tuple(tensor.shape)}, so its heads are not those of the pattern "
+            "(latent attention, say), and distances of keys would be wrong"
+        )

@@ -1,0 +1,148 @@
+"""How much of the model's output a change of its attention leaves as it was."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .. import figures
+from ..batch import PromptBatch
+from ..errors import MetricError
+from ..hooks import HookedModel
+from ..results import Record, Rows
+from .aucroc import predicted_class
+from .metric import Observation
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoyaltyRecord(Record):
+    """Loyalty of a changed run to the clean one.
+
+    Attributes:
+        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1.
+        word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 says
+            that the same words stand at the top.
+        kl: Mean KL(clean || changed) of the next-token distributions, in nats, from 0 up.
+        label_kept: 1 for each prompt whose label is unchanged, else 0.
+        word_overlap: Jaccard similarity of each prompt.
+        kl_per_prompt: KL divergence of each prompt, in nats.
+    """
+
+    label_loyalty: Float[Tensor, ""]
+    word_loyalty: Float[Tensor, ""]
+    kl: Float[Tensor, ""]
+    label_kept: Float[Tensor, " prompt"]
+    word_overlap: Float[Tensor, " prompt"]
+    kl_per_prompt: Float[Tensor, " prompt"]
+
+    def plot(self) -> Any:
+        """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
+        return figures.grouped_bars(
+            torch.stack([self.label_loyalty, self.word_loyalty])[:, None],
+            ["label loyalty", "word loyalty"],
+            ["changed run"],
+            title="What the change leaves as it was",
+            y_title="loyalty",
+        )
+
+
+@dataclass(frozen=True)
+class Loyalty:
+    """Label loyalty, word loyalty and KL of a run with hooks against the clean run (section 2.2).
+
+    Args:
+        top: Number of most likely next tokens that word loyalty compares (the paper's 5).
+
+    Example:
+        >>> results = al.run(model, batches, [al.Loyalty()],                     # doctest: +SKIP
+        ...     hooks=lambda batch: al.isolate_labels(model, batch, layers=range(5)))
+    """
+
+    top: int = 5
+    name: ClassVar[str] = "loyalty"
+    needs_gradient: ClassVar[bool] = False
+
+    def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Refuse a run that nothing changes: its loyalty would be 1 by definition."""
+        if not changed:
+            raise MetricError(
+                "loyalty compares a changed run with the clean one, but nothing changes this run; "
+                "give run(..., hooks=lambda batch: ...)"
+            )
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Watch nothing but the logits of both runs."""
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            assert clean_logits is not None
+            return loyalty_rows(clean_logits, logits, batch.label_token_ids, self.top)
+
+        return Observation(rows)
+
+    def result(self, rows: Rows) -> LoyaltyRecord:
+        """Means over prompts."""
+        return _record(rows)
+
+
+def loyalty(
+    reference_logits: Float[Tensor, "batch vocab"],
+    logits: Float[Tensor, "batch vocab"],
+    label_token_ids: Int[Tensor, " class"],
+    *,
+    top: int = 5,
+) -> LoyaltyRecord:
+    """Loyalty of ``logits`` to ``reference_logits``: a pure function of two runs.
+
+    Args:
+        reference_logits: Next-token logits of the clean run.
+        logits: Next-token logits of the changed run, of the same prompts.
+        label_token_ids: First token of each class's label word.
+        top: Number of most likely next tokens to compare.
+
+    Raises:
+        MetricError: The two runs have different shapes, or fewer tokens than ``top``.
+
+    Example:
+        >>> same = torch.eye(3, 8)
+        >>> float(loyalty(same, same, torch.tensor([0, 1])).word_loyalty)
+        1.0
+    """
+    return _record(loyalty_rows(reference_logits, logits, label_token_ids, top))
+
+
+def loyalty_rows(
+    reference: Float[Tensor, "batch vocab"],
+    logits: Float[Tensor, "batch vocab"],
+    label_token_ids: Int[Tensor, " class"],
+    top: int = 5,
+) -> dict[str, Float[Tensor, " batch"]]:
+    """What each prompt contributes to loyalty, on the CPU."""
+    if reference.shape != logits.shape or not 1 <= top <= logits.shape[-1]:
+        raise MetricError(
+            "both runs must have the shape (batch, vocab) and at least `top` tokens; got "
+            f"{tuple(reference.shape)} and {tuple(logits.shape)} with top={top}"
+        )
+    kept = predicted_class(reference, label_token_ids) == predicted_class(logits, label_token_ids)
+    before, after = reference.topk(top).indices, logits.topk(top).indices
+    common = (before[:, :, None] == after[:, None, :]).sum((1, 2)).double()
+    clean = reference.double().log_softmax(-1)
+    kl = (clean.exp() * (clean - logits.double().log_softmax(-1))).sum(-1)
+    return {
+        "label_kept": kept.double().cpu(),
+        "word_overlap": (common / (2 * top - common)).cpu(),
+        "kl": kl.cpu(),
+    }
+
+
+def _record(rows: Mapping[str, Tensor]) -> LoyaltyRecord:
+    return LoyaltyRecord(
+        label_loyalty=rows["label_kept"].mean(),
+        word_loyalty=rows["word_overlap"].mean(),
+        kl=rows["kl"].mean(),
+        label_kept=rows["label_kept"],
+        word_overlap=rows["word_overlap"],
+        kl_per_prompt=rows["kl"],
+    )

@@ -1,0 +1,75 @@
+"""What a metric is: a name, an observation of each batch, a pure function of all rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..batch import PromptBatch
+from ..hooks import Hook, HookedModel
+from ..results import Record, Rows
+
+RowsOfBatch = Callable[
+    [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
+]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a metric watches in one batch. Made fresh for each, so that metrics keep no state.
+
+    Attributes:
+        rows: Called once after the pass with the logits at the target positions and, where hooks
+            changed the run, those of the clean run before it (None otherwise). Returns what each
+            prompt contributed, Tensor["prompt ..."] each, on the CPU.
+        hooks: Forward hooks that look; they must return None.
+        backward_hooks: Hooks on the gradient of a hook point's output, for metrics that need one.
+    """
+
+    rows: RowsOfBatch
+    hooks: Sequence[Hook] = ()
+    backward_hooks: Sequence[Hook] = ()
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A metric for ``al.run``: usually a frozen dataclass whose fields are its options.
+
+    Bad prompts are refused before any model runs: :meth:`observe` is called for every batch once
+    beforehand, and so is the method ``check(batches, *, changed)`` of a metric that has one, with
+    all batches and whether hooks change the run.
+    """
+
+    @property
+    def name(self) -> str:
+        """Key of the result; two metrics of one name in a run are an error."""
+        ...
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the run needs a backward pass for it."""
+        ...
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """What to watch in a batch."""
+        ...
+
+    def result(self, rows: Rows) -> Record:
+        """The result of the rows of all prompts: pure, so that resampled rows give intervals."""
+        ...
+
+
+def hooks_by_layer(
+    model: HookedModel, name: Callable[[int], str], look: Callable[[int, Tensor], Any]
+) -> list[Hook]:
+    """A hook for every layer that hands the layer's number and tensor to ``look``."""
+
+    def hook_of(layer: int) -> Hook:
+        def observe(tensor: Tensor, hook: Any) -> None:
+            look(layer, tensor)
+
+        return name(layer), observe
+
+    return [hook_of(layer) for layer in range(model.cfg.n_layers)]

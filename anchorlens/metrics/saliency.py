@@ -1,0 +1,177 @@
+"""Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import edges, figures
+from ..batch import PromptBatch
+from ..forward import Loss, device_of, label_cross_entropy, run_pass, undisturbed
+from ..hooks import Hook, HookedModel, pattern_name
+from ..results import Record, Rows, by_set
+from .metric import Observation, hooks_by_layer
+
+FLOWS = (edges.wp, edges.pq, edges.ww, edges.tq)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SaliencyFlowsRecord(Record):
+    """Information flows by layer, in the order wp, pq, ww.
+
+    Attributes:
+        flows: Mean saliency of the edges of each flow, in nats; over prompts, then over sets of
+            demonstrations. High means that the loss depends on what passes along these edges.
+        share: Each flow's part of the three, from 0 to 1, a layer sums to 1: the paper's Figure 3.
+        tq: Mean saliency of the edges from the target to anything but label words, S_tq.
+        pq_over_tq: S_pq / S_tq, from 0 up. About 1 says that label words are read no more than
+            other words (as in a model of random weights, whatever the share of S_pq there).
+        per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
+        per_prompt: The flows of each prompt.
+    """
+
+    flows: Float[Tensor, "layer flow"]
+    share: Float[Tensor, "layer flow"]
+    tq: Float[Tensor, " layer"]
+    pq_over_tq: Float[Tensor, " layer"]
+    per_head: Float[Tensor, "layer head flow"]
+    per_prompt: Float[Tensor, "prompt layer flow"]
+
+    names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": ("wp", "pq", "ww")}
+
+    def plot(self) -> Any:
+        """Each flow's share by layer, with its interval (the paper's Figure 3)."""
+        bounds = self.intervals.get("share")
+        return figures.lines_by_layer(
+            self.share.T,
+            ["S_wp: text to label word", "S_pq: label word to target", "S_ww: other words"],
+            title="Where information flows",
+            y_title="share of the three mean saliencies",
+            low=None if bounds is None else bounds[0].T,
+            high=None if bounds is None else bounds[1].T,
+        )
+
+
+@dataclass(frozen=True)
+class SaliencyFlows:
+    """Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
+
+    ``I_l = | sum_h A_hl * dL/dA_hl |``; S_wp is the mean of I over (p_k, j) with j < p_k, S_pq
+    over (q, p_k), S_ww over all other pairs j < i. The loss L is the run's, the label cross
+    entropy by default.
+
+    Args:
+        absolute_per_head: Take the absolute value before the sum over heads (the paper's
+            footnote) instead of after it (its published code).
+
+    Example:
+        >>> al.run(model, batches, [al.SaliencyFlows()])["saliency_flows"].share  # doctest: +SKIP
+    """
+
+    absolute_per_head: bool = False
+    name: ClassVar[str] = "saliency_flows"
+    needs_gradient: ClassVar[bool] = True
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Watch A and dL/dA of every layer; keep only sums over edges."""
+        chosen = torch.stack([flow(batch) for flow in FLOWS], dim=-1)[:, batch.first_query :]
+        counts = chosen.sum((1, 2))
+        weights = chosen.flatten(1, 2).float()  # [batch, query * key, flow]
+        merged: dict[int, Tensor] = {}
+        by_head: dict[int, Tensor] = {}
+
+        def keep_sums(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
+            size = product.abs()
+            saliency = size.sum(1) if self.absolute_per_head else product.sum(1).abs()
+            mean = weights.to(product) / counts[:, None].to(product)
+            merged[layer] = (saliency.flatten(1)[:, None] @ mean)[:, 0].cpu()
+            by_head[layer] = (size.flatten(2) @ mean).cpu()
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            layers = range(model.cfg.n_layers)
+            return {
+                "flows": torch.stack([merged[layer] for layer in layers], dim=1),
+                "head_flows": torch.stack([by_head[layer] for layer in layers], dim=1),
+                "demonstrations_id": batch.demonstrations_id.cpu(),
+            }
+
+        hooks, backward_hooks = _product_hooks(model, keep_sums)
+        return Observation(rows, hooks, backward_hooks)
+
+    def result(self, rows: Rows) -> SaliencyFlowsRecord:
+        """Mean over prompts, then each layer's share, then the mean over sets of demonstrations."""
+        sets = by_set(rows)
+        flows = torch.stack([one["flows"].double().mean(0) for one in sets])
+        heads = torch.stack([one["head_flows"].double().mean(0) for one in sets])
+        three = flows[..., :3]
+        return SaliencyFlowsRecord(
+            flows=three.mean(0),
+            share=(three / three.sum(-1, keepdim=True)).mean(0),
+            tq=flows[..., 3].mean(0),
+            pq_over_tq=(flows[..., 1] / flows[..., 3]).mean(0),
+            per_head=heads[..., :3].mean(0),
+            per_prompt=rows["flows"][..., :3].double(),
+        )
+
+
+def saliency(
+    model: HookedModel, batch: PromptBatch, *, loss: Loss = label_cross_entropy
+) -> Float[Tensor, "batch layer query key"]:
+    """Saliency of every edge in every layer, for looking at a few prompts.
+
+    ``I_l = | sum_h A_hl * dL/dA_hl |`` (equation 1): how much the loss depends, to first order, on
+    the attention from query to key. In nats, from 0 up, no upper bound; high means significant.
+
+    Args:
+        model: A prepared model.
+        batch: Prompts; batches from ``build_prompts`` go to the model's device by themselves.
+        loss: Function of (logits, batch) to one number a prompt.
+
+    Returns:
+        Saliency on the CPU; memory grows with layers times positions squared.
+
+    Raises:
+        MetricError: The loss needs true labels and there are none.
+        ModelError: The model was not prepared.
+
+    Example:
+        >>> figure = figures.token_arcs(tokens, saliency(model, batch)[0], ...)  # doctest: +SKIP
+    """
+    maps: dict[int, Tensor] = {}
+
+    def keep(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
+        maps[layer] = product.sum(1).abs().cpu()
+
+    hooks, backward_hooks = _product_hooks(model, keep)
+    with undisturbed(model):
+        run_pass(
+            model,
+            batch.to(device_of(model)),
+            observers=hooks,
+            backward_hooks=backward_hooks,
+            loss=loss,
+        )
+    return torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+
+
+def _product_hooks(
+    model: HookedModel, use: Callable[[int, Float[Tensor, "batch head query key"]], None]
+) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that hand A * dL/dA of each layer to ``use`` as the backward pass goes by it."""
+    patterns: dict[int, Tensor] = {}
+
+    def keep_pattern(layer: int, pattern: Tensor) -> None:
+        patterns[layer] = pattern.detach()
+
+    def multiply(layer: int, gradient: Tensor) -> None:
+        # The pattern is let go here, so that none outlives its layer's backward.
+        pattern = patterns.pop(layer)
+        if gradient.dtype.itemsize < 4:
+            pattern, gradient = pattern.float(), gradient.float()
+        use(layer, pattern * gradient)
+
+    forward = hooks_by_layer(model, pattern_name, keep_pattern)
+    return forward, hooks_by_layer(model, pattern_name, multiply)

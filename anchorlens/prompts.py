@@ -1,0 +1,337 @@
+"""Demonstrations and queries -> batches of tokens whose positions are known.
+
+The only file that meets a tokenizer. Positions come from how the prompt was put together: every
+character belongs to a piece (a text, a label word, the format around them), and every token is
+found by the tokenizer's character offsets. Token ids are never searched.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .errors import PromptError
+from .tasks import Example, Task
+
+
+def build_prompts(
+    tokenizer: Any,
+    task: Task,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
+    queries: Sequence[Example | str],
+    *,
+    batch_size: int = 8,
+    padding_side: Literal["left", "right"] = "right",
+    max_length: int | None = None,
+    drop_too_long: bool = False,
+) -> list[PromptBatch]:
+    r"""Write prompts, tokenise them, and batch them with the positions of everything in them.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). BOS is there exactly where
+            it adds one.
+        task: Template, label words and separator.
+        demonstrations: One set for all queries, or one set for each query (section 2.1 of the
+            paper). Every class needs a demonstration.
+        queries: Examples, or bare texts where the true class is not known.
+        batch_size: Prompts in a batch, at most.
+        padding_side: Where shorter prompts are padded. Results do not depend on it.
+        max_length: Longest prompt in tokens; the tokenizer's own limit by default. Running
+            checks the model's context length besides.
+        drop_too_long: Leave prompts that are too long out, with a warning that counts them;
+            otherwise they are an error.
+
+    Returns:
+        Batches ordered by set of demonstrations, then by length; ``PromptBatch.index`` holds the
+        place of each prompt in ``queries``.
+
+    Raises:
+        PromptError: A label word merges with what stands before or after it, two labels share
+            their first token, a class has no demonstration, a label is out of range, a prompt is
+            too long, or the tokenizer has no character offsets.
+
+    Example:
+        >>> batches = build_prompts(tokenizer, task, demos, ["what a film"])  # doctest: +SKIP
+        >>> batches[0].label_positions                                       # doctest: +SKIP
+    """
+    _check_request(tokenizer, task, queries, batch_size, padding_side)
+    sets = _one_set_per_query(demonstrations, len(queries), task)
+    ids = _label_token_ids(tokenizer, task)
+    queries = [Example(query) if isinstance(query, str) else query for query in queries]
+    limit = max_length or getattr(tokenizer, "model_max_length", None) or float("inf")
+    prompts: list[_Prompt] = []
+    too_long = []
+    for index, (demos, query) in enumerate(zip(sets, queries, strict=True)):
+        prompt = _tokenize(tokenizer, task, demos, query, ids, index)
+        (too_long if len(prompt.tokens) > limit else prompts).append(prompt)
+    if too_long:
+        count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
+        names = f"(queries {[prompt.index for prompt in too_long[:10]]}, the longest has " + (
+            f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
+        )
+        if not drop_too_long or not prompts:
+            raise PromptError(
+                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True"
+            )
+        warnings.warn(f"{count} and are left out {names}", stacklevel=2)
+    # The order in which sets first appear keeps the prompts of one set together.
+    rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
+    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.index))
+    return [
+        _pad(chunk, task, ids, padding_side, tokenizer.pad_token_id or 0)
+        for chunk in _chunks(prompts, batch_size)
+    ]
+
+
+class _Piece(NamedTuple):
+    text: str
+    group: int
+    label: int | None = None
+
+
+class _Prompt(NamedTuple):
+    tokens: list[int]
+    groups: list[int]
+    anchors: list[tuple[int, int, int]]  # first token, last token, class
+    query_start: int
+    gold: int | None
+    index: int
+    set_id: int
+    begins_with_bos: bool
+
+
+def _pieces(task: Task, demos: Sequence[Example], query: Example) -> Iterator[_Piece]:
+    before, between, after = task.pieces
+    yield _Piece(task.prefix, OTHER)
+    for demo in demos:
+        assert demo.label is not None
+        yield _Piece(before, FORMAT)
+        yield _Piece(demo.text, TEXT)
+        yield _Piece(between, FORMAT)
+        yield _Piece(task.labels[demo.label], LABEL, demo.label)
+        yield _Piece(after + task.separator, FORMAT)
+    yield _Piece(task.query(query.text), QUERY)
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    """Token ids, the characters [start, end) that each covers, and which are special.
+
+    Tokenizers trim the white space of a token from its offsets; here a token begins where the one
+    before it ended, so that " Positive" covers its space.
+    """
+    encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+    special = [bool(flag) for flag in encoded["special_tokens_mask"]]
+    spans, previous = [], 0
+    for (start, end), is_special in zip(encoded["offset_mapping"], special, strict=True):
+        if is_special and start == end:
+            spans.append((previous, previous))
+            continue
+        # Tokens that share one character (bytes of an emoji) have the same offsets.
+        spans.append((min(start, previous), end))
+        previous = max(previous, end)
+    return list(encoded["input_ids"]), spans, special
+
+
+def _tokenize(
+    tokenizer: Any,
+    task: Task,
+    demos: Sequence[Example],
+    query: Example,
+    ids: Int[Tensor, " class"],
+    index: int,
+) -> _Prompt:
+    pieces = list(_pieces(task, demos, query))
+    text = "".join(piece.text for piece in pieces)
+    tokens, spans, special = _encode(tokenizer, text)
+    if special[-1]:
+        raise PromptError(
+            "the tokenizer adds a special token after the prompt, so that its last token is not "
+            "where the label is predicted; switch that off (for example add_eos_token=False)"
+        )
+    # A token belongs to the piece of its last character: the space before a word goes with it.
+    group_of_character = [piece.group for piece in pieces for _ in piece.text]
+    groups = [
+        OTHER if is_special and start == end else group_of_character[max(end - 1, 0)]
+        for (start, end), is_special in zip(spans, special, strict=True)
+    ]
+    anchors = []
+    position = 0
+    for piece in pieces:
+        stop = position + len(piece.text)
+        if piece.label is not None:
+            first, last = _word(tokenizer, tokens, spans, text, position, stop)
+            if tokens[first] != int(ids[piece.label]):
+                raise PromptError(
+                    f"label word {piece.text!r} begins with the token "
+                    f"{tokenizer.convert_ids_to_tokens(tokens[first])!r} in a demonstration, but "
+                    f"with {tokenizer.convert_ids_to_tokens(int(ids[piece.label]))!r} after a "
+                    "query; change the template around {label} so that both are the same"
+                )
+            anchors.append((first, last, piece.label))
+        position = stop
+    query_text = len(text) - len(pieces[-1].text)
+    query_start = next(k for k, (_, end) in enumerate(spans) if end > query_text)
+    groups[-1] = TARGET
+    return _Prompt(
+        tokens=tokens,
+        groups=groups,
+        anchors=anchors,
+        query_start=query_start,
+        gold=query.label,
+        index=index,
+        set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
+        begins_with_bos=special[0],
+    )
+
+
+def _word(
+    tokenizer: Any,
+    tokens: list[int],
+    spans: list[tuple[int, int]],
+    text: str,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
+    """First and last token of the characters [start, stop), which must fill tokens exactly."""
+    inside = [k for k, (left, right) in enumerate(spans) if right > start and left < stop]
+    first, last = inside[0], inside[-1]
+    if spans[first][0] != start or spans[last][1] != stop:
+        side = "before" if spans[first][0] != start else "after"
+        wrong = first if side == "before" else last
+        raise PromptError(
+            f"label word {text[start:stop]!r} merges with what stands {side} it in the token "
+            f"{tokenizer.convert_ids_to_tokens(tokens[wrong])!r} "
+            f"({text[slice(*spans[wrong])]!r}), so it has no position of its own; put the space "
+            "into the label word (' Positive', template 'Sentiment:{label}') or change the template"
+        )
+    return first, last
+
+
+def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
+    """First token of each label word where the model would write it: after a query."""
+    ending = task.query("x")
+    plain = _encode(tokenizer, ending)[0]
+    ids = []
+    for word in task.labels:
+        tokens, spans, _ = _encode(tokenizer, ending + word)
+        first, _ = _word(tokenizer, tokens, spans, ending + word, len(ending), len(ending + word))
+        if tokens[:first] != plain:
+            raise PromptError(
+                f"label word {word!r} changes how the tokenizer reads the end of the query "
+                f"{ending!r}; end the template before {{label}} without a space, and begin the "
+                "label words with one"
+            )
+        if tokens[first] in ids:
+            raise PromptError(
+                f"labels {task.labels[ids.index(tokens[first])]!r} and {word!r} have the same "
+                f"first token {tokenizer.convert_ids_to_tokens(tokens[first])!r}, so they cannot "
+                "be told apart at the target position; choose other label words"
+            )
+        ids.append(tokens[first])
+    return torch.tensor(ids)
+
+
+def _check_request(
+    tokenizer: Any, task: Task, queries: Sequence[Example | str], batch_size: int, side: str
+) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise PromptError(
+            f"{type(tokenizer).__name__} gives no character offsets, which positions come from; "
+            "load the fast version (AutoTokenizer.from_pretrained(name, use_fast=True)), or build "
+            "batches from positions of your own with PromptBatch.from_positions"
+        )
+    if not queries:
+        raise PromptError("there are no queries to build prompts for")
+    if batch_size < 1:
+        raise PromptError(f"batch_size must be at least 1; got {batch_size}")
+    if side not in ("left", "right"):
+        raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")
+    for index, query in enumerate(queries):
+        label = None if isinstance(query, str) else query.label
+        if label is not None and not 0 <= label < len(task.labels):
+            raise PromptError(
+                f"query {index} has the label {label}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+            )
+    known = {isinstance(query, str) or query.label is None for query in queries}
+    if len(known) > 1:
+        raise PromptError("either all queries have a label or none; some have and some have not")
+
+
+def _one_set_per_query(
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]], count: int, task: Task
+) -> list[Sequence[Example]]:
+    shared = not demonstrations or isinstance(demonstrations[0], Example)
+    sets: list[Any] = [demonstrations] * count if shared else list(demonstrations)
+    if len(sets) != count:
+        raise PromptError(
+            f"{len(sets)} sets of demonstrations came with {count} queries; give one set for all, "
+            "or one for each"
+        )
+    for demos in sets[:1] if shared else sets:
+        labels = [demo.label for demo in demos]
+        wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
+        if wrong:
+            raise PromptError(
+                f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+            )
+        empty = [word for k, word in enumerate(task.labels) if k not in labels]
+        if empty:
+            raise PromptError(
+                f"no demonstration for the labels {empty}; give at least one of each class "
+                "(sample_demonstrations does)"
+            )
+        if len(labels) != len(sets[0]):
+            raise PromptError(
+                f"sets of demonstrations must have one size; got {len(sets[0])} and {len(labels)}"
+            )
+    return sets
+
+
+def _pad(
+    prompts: Sequence[_Prompt], task: Task, ids: Int[Tensor, " class"], side: str, pad_token: int
+) -> PromptBatch:
+    length = max(len(prompt.tokens) for prompt in prompts)
+    shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
+
+    def padded(rows: list[list[int]], value: int) -> Tensor:
+        return torch.tensor(
+            [
+                [value] * shift + row + [value] * (length - shift - len(row))
+                for shift, row in zip(shifts, rows, strict=True)
+            ]
+        )
+
+    def anchors(part: int) -> Tensor:
+        return torch.tensor([[anchor[part] for anchor in prompt.anchors] for prompt in prompts])
+
+    shift = torch.tensor(shifts)
+    groups = padded([prompt.groups for prompt in prompts], PADDING)
+    ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts])
+    golds = [prompt.gold for prompt in prompts if prompt.gold is not None]
+    return PromptBatch(
+        tokens=padded([prompt.tokens for prompt in prompts], pad_token),
+        attention_mask=groups != PADDING,
+        label_positions=anchors(0) + shift[:, None],
+        label_ends=anchors(1) + shift[:, None],
+        label_classes=anchors(2),
+        target_positions=ends,
+        label_token_ids=ids,
+        gold=torch.tensor(golds) if golds else None,
+        groups=groups,
+        query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
+        demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
+        index=torch.tensor([prompt.index for prompt in prompts]),
+        labels=tuple(task.labels),
+        begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
+    )
+
+
+def _chunks(prompts: Sequence[_Prompt], size: int) -> Iterator[Sequence[_Prompt]]:
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]

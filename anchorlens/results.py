@@ -1,0 +1,174 @@
+"""The base record of every result: numbers with named axes, their intervals, saved and loaded."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import MetricError, StoreError
+
+Rows = Mapping[str, Tensor]
+_R = TypeVar("_R", bound="Record")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Record:
+    """Numbers of one analysis. Tensor fields name their axes in their annotations.
+
+    Attributes:
+        intervals: For each tensor field that has one, its 95 % interval over resampled prompts,
+            stacked as (low, high) in front of the field's own axes.
+        info: What the numbers are of: model, class names, number of prompts, versions.
+    """
+
+    intervals: Mapping[str, Tensor] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    # Names along an axis, where it has some ("flow": ("wp", "pq", "ww")).
+    names: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    @cache
+    def axes(cls) -> dict[str, tuple[str, ...]]:
+        """The axis words of each tensor field, in order.
+
+        Example:
+            >>> SaliencyFlowsRecord.axes()["flows"]                              # doctest: +SKIP
+            ('layer', 'flow')
+        """
+        hints = get_type_hints(cls)
+        named = {f.name: getattr(hints[f.name], "dim_str", None) for f in fields(cls)}
+        return {name: tuple(dims.split()) for name, dims in named.items() if dims is not None}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor fields by name."""
+        return {name: getattr(self, name) for name in self.axes()}
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """Names along an axis: the record's own, or the class names that ``info`` holds."""
+        if axis in self.names:
+            return self.names[axis]
+        return self.info.get("labels") if axis.startswith("class") else None
+
+    def to_frame(self) -> pd.DataFrame:
+        """All numbers as one long table.
+
+        Returns:
+            One row a number: ``quantity``, a column for each axis word (a second axis of the same
+            word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an interval.
+        """
+        return pd.concat(
+            [self._frame_of(name, axes) for name, axes in self.axes().items()], ignore_index=True
+        )
+
+    def _frame_of(self, name: str, axes: tuple[str, ...]) -> pd.DataFrame:
+        values = getattr(self, name)
+        columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
+        places = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
+        frame = pd.DataFrame(list(product(*places)), columns=columns)
+        frame.insert(0, "quantity", name)
+        frame["value"] = values.flatten().double().tolist()
+        if name in self.intervals:
+            for column, bound in zip(("low", "high"), self.intervals[name], strict=True):
+                frame[column] = bound.flatten().double().tolist()
+        return frame
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record into one safetensors file, its ``info`` as json in the header."""
+        path = Path(path)
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors().items()}
+        bounds = {f"intervals.{name}": bound.contiguous() for name, bound in self.intervals.items()}
+        header = {"record": type(self).__name__, "info": json.dumps(dict(self.info))}
+        save_file(tensors | bounds, path, metadata=header)
+        return path
+
+    @classmethod
+    def load(cls: type[_R], path: str | Path) -> _R:
+        """Read a record that :meth:`save` wrote.
+
+        Raises:
+            StoreError: The file is not one, or holds another kind of record.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{path} cannot be read as a saved record: {error}") from error
+        if header.get("record") != cls.__name__:
+            raise StoreError(
+                f"{path} holds a {header.get('record')}, not a {cls.__name__}; load it with that"
+            )
+        bounds = {name[10:]: value for name, value in stored.items() if name[:10] == "intervals."}
+        values = {name: value for name, value in stored.items() if name[:10] != "intervals."}
+        return cls(**values, intervals=bounds, info=json.loads(header["info"]))
+
+
+def with_intervals(
+    result: Callable[[Rows], _R],
+    rows: Rows,
+    *,
+    resamples: int,
+    info: Mapping[str, Any],
+    seed: int = 0,
+) -> _R:
+    """The result of all rows, with 95 % percentile intervals of a bootstrap over prompts.
+
+    Args:
+        result: Function from rows, Tensor["prompt ..."] each, to a record.
+        rows: What each prompt contributed.
+        resamples: Number of resamples; 0 gives no intervals.
+        info: What the numbers are of.
+        seed: Seeds a generator of its own.
+
+    Returns:
+        The record; every tensor field without a prompt axis has an interval. NaN where no resample
+        has a number.
+    """
+    record = replace(result(rows), info=info)
+    if not resamples:
+        return record
+    n_prompts = len(next(iter(rows.values())))
+    generator = torch.Generator().manual_seed(seed)
+    averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
+    drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
+    with warnings.catch_warnings():
+        # What is worth a warning was said of all rows already.
+        warnings.simplefilter("ignore")
+        for _ in range(resamples):
+            chosen = torch.randint(n_prompts, (n_prompts,), generator=generator)
+            resampled = result({name: values[chosen] for name, values in rows.items()})
+            for name in averaged:
+                drawn[name].append(getattr(resampled, name))
+    bounds = torch.tensor([0.025, 0.975], dtype=torch.double)
+    intervals = {
+        name: torch.stack(values).double().nanquantile(bounds, dim=0)
+        for name, values in drawn.items()
+    }
+    return replace(record, intervals=intervals)
+
+
+def by_set(rows: Rows) -> list[dict[str, Tensor]]:
+    """The rows of each set of demonstrations."""
+    sets = rows["demonstrations_id"]
+    return [
+        {name: values[sets == one] for name, values in rows.items()}
+        for one in sets.unique().tolist()
+    ]
+
+
+def require_gold(gold: Tensor | None, what: str) -> Tensor:
+    """The true labels, or an error that says which quantity needs them."""
+    if gold is None:
+        raise MetricError(f"{what} needs the true label of each query; give queries with labels")
+    return gold

@@ -1,0 +1,241 @@
+"""The loop: batches through the model, rows of every metric, results with intervals."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .batch import PromptBatch
+from .errors import AnchorlensError, MetricError, PromptError, RunError, StoreError
+from .forward import (
+    Loss,
+    check_fits,
+    device_of,
+    label_cross_entropy,
+    run_pass,
+    undisturbed,
+    vocabulary_of,
+)
+from .hooks import Hook, HookedModel
+from .metrics.metric import Metric
+from .models import ensure_prepared
+from .results import Record, Rows, with_intervals
+from .store import Store, fingerprint, same_rows, versions
+
+HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
+
+
+def run(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    *,
+    hooks: HooksOfBatch | None = None,
+    loss: Loss = label_cross_entropy,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Feed any number of metrics from one pass over all batches.
+
+    One forward a batch, and one backward if a metric needs it. Parameters are frozen and dropout
+    is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on names behind
+    the last block work, at the price that all positions go through the unembedding.
+
+    Args:
+        model: A hooked model; its attention hooks are proven at first use.
+        batches: Prompts from ``build_prompts``; batches of several calls may be joined.
+        metrics: The package's or your own.
+        hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
+            They act before the metrics look, and a clean pass runs first.
+        loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
+            summed over prompts.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        folder: Keeps what each batch contributed; the same call after an interruption goes on
+            from there.
+        progress: Show a progress bar.
+
+    Returns:
+        The record of each metric under its name.
+
+    Raises:
+        AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
+            or the model's hooks do not act: before any pass over the prompts.
+        RunError: A metric has no result for these rows; the others' are in its ``results``.
+        StoreError: ``folder`` holds another run.
+
+    Example:
+        >>> results = run(model, batches, [SaliencyFlows(), AttentionAUCROC()])  # doctest: +SKIP
+        >>> results["saliency_flows"].to_frame()                                 # doctest: +SKIP
+    """
+    ensure_prepared(model)
+    _check(model, batches, metrics, hooks, loss)
+    store = None
+    if folder is not None:
+        settings = {
+            "metrics": ", ".join(map(repr, metrics)),
+            "loss": f"{loss.__module__}.{loss.__qualname__}",
+            "hooks": "none" if hooks is None else "some",
+        }
+        store = Store.open(folder, fingerprint(model, batches, settings))
+    rows = collect(
+        model,
+        batches,
+        lambda batch: _rows_of_batch(model, batch, metrics, hooks, loss),
+        store=store,
+        progress=progress,
+    )
+    return _results(metrics, rows, describe(model, batches), resamples)
+
+
+def collect(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
+    *,
+    store: Store | None = None,
+    progress: bool = True,
+) -> dict[str, Tensor]:
+    """The rows of all prompts, in the order of their queries, whatever the batches were."""
+    device = device_of(model)
+    collected = []
+    with undisturbed(model):
+        for number, batch in enumerate(tqdm(batches, disable=not progress, desc="batches")):
+            stored = store.read(number) if store else None
+            if stored is None or number == 0:
+                rows = rows_of_batch(batch.to(device))
+                if store and stored is not None and not same_rows(stored, rows):
+                    raise StoreError(
+                        f"the first batch gives other numbers than those stored in {store.folder}, "
+                        "so hooks, loss or weights are not those of the stored run; use another "
+                        "folder"
+                    )
+                if store and stored is None:
+                    store.write(number, rows)
+            collected.append(rows if stored is None else stored)
+    order = _order_of_queries(batches)
+    return {name: torch.cat([rows[name] for rows in collected])[order] for name in collected[0]}
+
+
+def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
+    """What the numbers are of."""
+    ids = torch.cat([batch.demonstrations_id for batch in batches])
+    return {
+        "model": str(model.cfg.model_name),
+        "dtype": str(next(iter(model.parameters())).dtype).removeprefix("torch."),  # type: ignore[attr-defined]
+        "labels": [label.strip() for label in batches[0].labels] or None,
+        "prompts": len(ids),
+        "demonstration_sets": len(ids.unique()),
+        "versions": versions(),
+    }
+
+
+def _check(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    hooks: HooksOfBatch | None,
+    loss: Loss,
+) -> None:
+    """Everything that can be refused before the model runs."""
+    check_batches(model, batches)
+    if not metrics:
+        raise MetricError("there are no metrics to compute")
+    names = [metric.name for metric in metrics]
+    if len(set(names)) < len(names):
+        raise MetricError(f"two metrics of one run need different names; got {names}")
+    wrong = [metric for metric in metrics if not isinstance(metric, Metric)]
+    if wrong:
+        raise MetricError(
+            f"a metric has name, needs_gradient, observe and result; got {wrong[0]!r} "
+            "(an instance is needed, SaliencyFlows() and not SaliencyFlows)"
+        )
+    gradient = any(metric.needs_gradient for metric in metrics)
+    for metric in metrics:
+        check = getattr(metric, "check", None)
+        if check is not None:
+            check(batches, changed=hooks is not None)
+    for batch in batches:
+        if gradient:
+            loss(torch.zeros(len(batch), vocabulary_of(model)), batch.to("cpu"))
+        if hooks is not None:
+            hooks(batch)
+        for metric in metrics:
+            metric.observe(model, batch)
+
+
+def check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
+    """Refuse batches that do not fit the model or one another."""
+    if isinstance(batches, PromptBatch):
+        raise PromptError("expected a list of batches; got a single one, so write [batch]")
+    if not batches:
+        raise PromptError("there are no batches to run")
+    for batch in batches:
+        check_fits(model, batch)
+        if batch.label_token_ids.tolist() != batches[0].label_token_ids.tolist():
+            raise PromptError(
+                "the batches of one run must have the same label words; run each task by itself"
+            )
+
+
+def _rows_of_batch(
+    model: HookedModel,
+    batch: PromptBatch,
+    metrics: Sequence[Metric],
+    hooks: HooksOfBatch | None,
+    loss: Loss,
+) -> dict[str, Tensor]:
+    changes = () if hooks is None else hooks(batch)
+    clean = None if hooks is None else run_pass(model, batch)
+    observations = [metric.observe(model, batch) for metric in metrics]
+    logits = run_pass(
+        model,
+        batch,
+        hooks=changes,
+        observers=[hook for one in observations for hook in one.hooks],
+        backward_hooks=[hook for one in observations for hook in one.backward_hooks],
+        loss=loss if any(metric.needs_gradient for metric in metrics) else None,
+    )
+    rows = {}
+    for metric, observation in zip(metrics, observations, strict=True):
+        for name, values in observation.rows(logits, clean).items():
+            if len(values) != len(batch):
+                raise MetricError(
+                    f"{metric.name}: row {name!r} must have one entry a prompt, {len(batch)}; got "
+                    f"the shape {tuple(values.shape)}"
+                )
+            rows[f"{metric.name}/{name}"] = values
+    return rows
+
+
+def _results(
+    metrics: Sequence[Metric], rows: Rows, info: Mapping[str, Any], resamples: int
+) -> dict[str, Record]:
+    results: dict[str, Record] = {}
+    failures: dict[str, AnchorlensError] = {}
+    for metric in metrics:
+        start = f"{metric.name}/"
+        own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+        try:
+            results[metric.name] = with_intervals(
+                metric.result, own, resamples=resamples, info=info
+            )
+        except AnchorlensError as error:
+            failures[metric.name] = error
+    if failures:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise RunError(f"no result for {reasons}", results)
+    return results
+
+
+def _order_of_queries(batches: Sequence[PromptBatch]) -> Tensor:
+    """Sorts rows by their place among the queries; joined lists stay one after another."""
+    seen: dict[int, int] = {}
+    keys = []
+    for place in torch.cat([batch.index for batch in batches]).tolist():
+        keys.append((seen.get(place, 0), place))
+        seen[place] = keys[-1][0] + 1
+    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

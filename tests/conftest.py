@@ -1,0 +1,216 @@
+"""Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import anchorlens as al
+
+GOLDEN = Path(__file__).parent / "golden"
+
+TEXTS = [
+    *(
+        f"{example.text}"
+        for name in ("sentiment", "questions")
+        for example in al.load_examples(name)
+    ),
+    *(task.template for task in al.TASKS.values()),
+] + [f"Answer{word}" for task in al.TASKS.values() for word in task.labels for _ in range(20)]
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Like GPT-2's: byte-level BPE whose offsets trim spaces, and no BOS."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+
+
+def sentencepiece_like_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Gemma's and Llama's: spaces are symbols, bytes as a fallback, and a BOS."""
+    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<pad>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS, trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", core.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> torch.nn.Module:
+    """Every parameter drawn anew: the zeros and ones of a fresh model hide errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_norm_scale = parameter.ndim == 1 and not name.endswith("bias")
+            parameter.copy_(noise * scale + (1.0 if is_norm_scale else 0.0))
+    return model.eval()
+
+
+def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
+    """Learned positions, value biases."""
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 24, "n_positions": 512} | changes
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        **sizes,
+    )
+    return randomize(GPT2LMHeadModel(config))  # type: ignore[return-value]
+
+
+def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+    """Rotary positions, two query heads a key head."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    return randomize(LlamaForCausalLM(config))  # type: ignore[return-value]
+
+
+def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
+    """Query and key norms, sliding and full layers, one key head."""
+    config = Gemma3TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=512,
+    )
+    return randomize(Gemma3ForCausalLM(config))  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> PreTrainedTokenizerFast:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    return sentencepiece_like_tokenizer()
+
+
+@pytest.fixture
+def gpt2(byte_level: PreTrainedTokenizerFast) -> Any:
+    """A tiny GPT-2 as al.load_model gives it."""
+    return al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+
+
+@pytest.fixture
+def llama(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
+    return al.load_model(tiny_llama(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+
+
+@pytest.fixture
+def gemma3(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
+    return al.load_model(tiny_gemma3(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+
+
+def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatch]:
+    """Prompts of the bundled questions, one demonstration a class."""
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:count]
+    return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
+
+
+class GoldenCase:
+    """A golden model with its prompts and numbers; see tests/golden/README.md."""
+
+    def __init__(self, name: str) -> None:
+        folder = GOLDEN / name
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.numbers = load_file(folder / "numbers.safetensors")
+        self.weights = load_file(folder / "gpt2.safetensors")
+
+    def transformers_model(self) -> GPT2LMHeadModel:
+        model = tiny_gpt2(**self.meta["config"])
+        weights = self.weights | {"lm_head.weight": self.weights["transformer.wte.weight"]}
+        model.load_state_dict(weights, strict=False)
+        return model
+
+    def batch(self, side: str) -> tuple[al.PromptBatch, list[int]]:
+        """All five prompts in one padded batch, and where each begins."""
+        rows = [self.numbers[f"{n}.input_ids"] for n in range(5)]
+        length = max(len(row) for row in rows)
+        starts = [length - len(row) if side == "left" else 0 for row in rows]
+        tokens = torch.zeros(5, length, dtype=torch.long)
+        mask = torch.zeros(5, length, dtype=torch.bool)
+        positions, classes = [], []
+        for n, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            tokens[n, start : start + len(row)] = row
+            mask[n, start : start + len(row)] = True
+            by_class = self.meta["cases"][n]["label_positions_by_class"]
+            order = sorted(range(len(by_class)), key=by_class.__getitem__)
+            positions.append([by_class[k] + start for k in order])
+            classes.append(order)
+        batch = al.PromptBatch.from_positions(
+            tokens,
+            label_positions=positions,
+            label_classes=classes,
+            label_token_ids=self.meta["label_token_ids"],
+            gold=[case["gold"] for case in self.meta["cases"]],
+            attention_mask=mask,
+        )
+        return batch, starts
+
+
+@pytest.fixture(scope="session", params=["sentiment", "questions"])
+def golden(request: pytest.FixtureRequest) -> GoldenCase:
+    return GoldenCase(request.param)

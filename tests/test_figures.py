@@ -1,0 +1,278 @@
+"""Figures carry the numbers and the literal texts that they were given."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+import torch
+from torch import Tensor
+
+from anchorlens.errors import AnchorlensError
+from anchorlens.figures import confusion_pair, grouped_bars, lines_by_layer, token_arcs
+
+TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
+PANELS: dict[str, Any] = {
+    "title": "title",
+    "predicted_title": "predicted",
+    "actual_title": "actual",
+}
+PROMPT: dict[str, Any] = {"label_positions": [3, 7], "target_position": 11, "title": "title"}
+TOKENS = ["Review", ":", " good", " yes", "\n", "<b>", " $5", " no", " &lt;", ' "a"', "\t", ":"]
+
+Pair = tuple[int, int]
+
+
+@pytest.fixture
+def saliency() -> Tensor:
+    return torch.rand(3, 12, 12, generator=torch.Generator().manual_seed(0)) + 0.01
+
+
+def arcs(figure: go.Figure) -> set[Pair]:
+    """Read the (query, key) pairs back from the ends of the lines drawn."""
+    found = set()
+    for trace in figure.data:
+        for place, along in enumerate(trace.x):
+            if along == 0:
+                assert trace.x[place + 4] == 1
+                found.add((int(trace.y[place + 4]), int(trace.y[place])))
+    return found
+
+
+def at_layer(figure: go.Figure, layer: int) -> go.Figure:
+    """Do what the browser does when the slider is moved."""
+    moved = go.Figure(figure)
+    moved.plotly_restyle(*figure.layout.sliders[0].steps[layer].args)
+    return moved
+
+
+def largest_pairs(flows: Tensor, count: int) -> set[Pair]:
+    pairs = [(query, key) for query in range(len(flows)) for key in range(query)]
+    sizes = torch.tensor([flows[query, key].item() for query, key in pairs])
+    return {pairs[place] for place in sizes.topk(count).indices.tolist()}
+
+
+def same(found: Any, expected: list[Any]) -> bool:
+    return torch.allclose(torch.tensor(found), torch.tensor(expected), equal_nan=True)
+
+
+def test_lines_carry_values_intervals_and_gaps() -> None:
+    values = torch.tensor([[0.1, math.nan, 0.3], [0.4, 0.5, 0.6]])
+    figure = lines_by_layer(values, ["a", "b"], low=values - 0.1, high=values + 0.2, **TITLES)
+    first_band, second_band, first, second = figure.data
+    assert same(first.y, [0.1, math.nan, 0.3])
+    assert same(second.y, [0.4, 0.5, 0.6])
+    assert second.x == (0, 1, 2)
+    assert same(second.customdata, [[0.3, 0.6], [0.4, 0.7], [0.5, 0.8]])
+    assert second_band.x == (0, 1, 2, 2, 1, 0, None)
+    assert same(second_band.y[:-1], [0.3, 0.4, 0.5, 0.8, 0.7, 0.6])
+    assert first_band.x == (0, 0, None, None, 2, 2, None)
+
+
+def test_lines_without_intervals_have_no_bands() -> None:
+    figure = lines_by_layer(torch.zeros(2, 3), ["a", "b"], **TITLES)
+    assert len(figure.data) == 2
+    assert "customdata" not in figure.data[0].hovertemplate
+
+
+def test_lines_differ_by_more_than_color() -> None:
+    figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
+    assert len({line.marker.symbol for line in figure.data}) == 8
+    assert [line.line.dash for line in figure.data] == ["solid", "dash", *["solid"] * 6]
+
+
+def test_lines_draw_the_reference_where_it_is() -> None:
+    figure = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES)
+    assert (figure.layout.shapes[0].y0, figure.layout.shapes[0].y1) == (0.5, 0.5)
+    assert figure.layout.annotations[0].text == "reference 0.5"
+    assert not lines_by_layer(torch.ones(1, 3), ["a"], **TITLES).layout.shapes
+
+
+def test_layers_have_whole_ticks() -> None:
+    assert lines_by_layer(torch.ones(1, 2), ["a"], **TITLES).layout.xaxis.dtick == 1
+    assert lines_by_layer(torch.ones(1, 48), ["a"], **TITLES).layout.xaxis.dtick == 4
+
+
+def test_bars_carry_values_and_asymmetric_errors() -> None:
+    values = torch.tensor([[0.5, 0.6], [math.nan, 0.8]])
+    figure = grouped_bars(
+        values, ["first", "last"], ["x", "y"], low=values - 0.2, high=values + 0.1, **TITLES
+    )
+    assert [bars.name for bars in figure.data] == ["x", "y"]
+    assert same(figure.data[0].y, [0.5, math.nan])
+    assert same(figure.data[1].error_y.array, [0.1, 0.1])
+    assert same(figure.data[1].error_y.arrayminus, [0.2, 0.2])
+    assert same(figure.data[1].customdata, [[0.4, 0.7], [0.6, 0.9]])
+    assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape
+
+
+def test_bars_keep_equal_and_numeric_names_apart() -> None:
+    figure = grouped_bars(torch.ones(3, 1), ["2", "1", "1"], ["x"], **TITLES)
+    assert figure.data[0].x == (0, 1, 2)
+    assert figure.layout.xaxis.ticktext == ("2", "1", "1")
+
+
+def test_confusion_carries_values_and_leaves_diagonals_empty() -> None:
+    predicted = torch.tensor([[1.0, 0.5], [0.25, 1.0]])
+    figure = confusion_pair(predicted, predicted / 2, ["a", "b"], **PANELS)
+    left, right = figure.data
+    assert same(left.z, [[math.nan, 0.5], [0.25, math.nan]])
+    assert same(right.z, [[math.nan, 0.25], [0.125, math.nan]])
+    assert left.colorscale == right.colorscale
+    assert left.colorbar.title.text == "low = confused"
+    assert [note.text for note in figure.layout.annotations] == ["predicted", "actual"]
+    assert figure.layout.yaxis.autorange == "reversed"
+
+
+@pytest.mark.parametrize("strongest", [1, 10, 66, 500])
+def test_arcs_are_the_largest_flows_of_each_layer(saliency: Tensor, strongest: int) -> None:
+    figure = token_arcs(TOKENS, saliency, strongest=strongest, **PROMPT)
+    assert len(figure.layout.sliders[0].steps) == 3
+    assert arcs(figure) == largest_pairs(saliency[0], min(strongest, 66))
+    for layer in range(3):
+        expected = largest_pairs(saliency[layer], min(strongest, 66))
+        assert arcs(at_layer(figure, layer)) == expected
+
+
+def test_each_step_replaces_every_trace(saliency: Tensor) -> None:
+    figure = token_arcs(TOKENS, saliency, **PROMPT)
+    for step in figure.layout.sliders[0].steps:
+        assert step.method == "restyle"
+        assert {len(traces) for traces in step.args[0].values()} == {len(figure.data)}
+        assert set(step.args[0]) == {"x", "y", "text"}
+
+
+def test_size_of_the_figure_hardly_grows_with_layers(saliency: Tensor) -> None:
+    deep = token_arcs(TOKENS, saliency.repeat(16, 1, 1), **PROMPT)
+    assert len(deep.data) == len(token_arcs(TOKENS, saliency, **PROMPT).data) == 12
+
+
+def test_arcs_are_deeper_the_larger_and_coloured_by_kind() -> None:
+    flows = torch.zeros(1, 12, 12)
+    flows[0, 11, 3], flows[0, 3, 1], flows[0, 11, 1], flows[0, 5, 4] = 1.0, 0.6, 0.3, 0.1
+    figure = token_arcs(TOKENS, flows, **PROMPT)
+    drawn = [trace for trace in figure.data if len(trace.x) > 1]
+    found = {trace.text[1]: (trace.name, trace.opacity) for trace in drawn}
+    target, label, other = (
+        "flow from label word ◆ to target ■",
+        "flow into label word ◆",
+        "other flow",
+    )
+    assert found == {
+        "◆ ·yes (3) → ■ : (11): 1": (target, 1.0),
+        ": (1) → ◆ ·yes (3): 0.6": (label, 0.65),
+        ": (1) → ■ : (11): 0.3": (other, 0.35),
+        "↵ (4) → &lt;b&gt; (5): 0.1": (other, 0.15),
+    }
+    by_opacity = sorted(drawn, key=lambda trace: trace.opacity)
+    assert [trace.line.width for trace in by_opacity] == [1.0, 1.6, 2.6, 4.0]
+
+
+def test_every_kind_of_flow_stays_in_the_legend() -> None:
+    figure = token_arcs(TOKENS, torch.zeros(2, 12, 12), **PROMPT)
+    shown = [trace for trace in figure.data if trace.showlegend]
+    assert len(shown) == 3
+    assert all(len(trace.x) == 1 for trace in shown)
+
+
+def test_unknown_and_backward_flows_are_not_drawn(saliency: Tensor) -> None:
+    saliency[:, 5, 2] = math.nan
+    saliency[:, 6, 2] = math.inf
+    saliency[:, 2, 5] = 9.0
+    drawn = arcs(token_arcs(TOKENS, saliency, strongest=500, **PROMPT))
+    assert len(drawn) == 64
+    assert not drawn & {(5, 2), (6, 2), (2, 5)}
+
+
+def test_tokens_are_shown_literally_with_visible_space(saliency: Tensor) -> None:
+    shown = token_arcs(TOKENS, saliency, **PROMPT).layout.yaxis.ticktext
+    texts = [text.split(">", 1)[1].removesuffix("</span>") for text in shown]
+    assert texts[2:5] == ["·good", "◆ ·yes", "↵"]
+    assert texts[5:7] == ["&lt;b&gt;", "·&#36;5"]
+    assert texts[8:] == ["·&amp;lt;", '·"a"', "⇥", "■ :"]
+
+
+def test_height_grows_with_tokens(saliency: Tensor) -> None:
+    long = token_arcs(TOKENS * 10, torch.rand(1, 120, 120), **PROMPT)
+    assert long.layout.height > token_arcs(TOKENS, saliency, **PROMPT).layout.height + 1500
+    assert long.layout.width is None
+
+
+def test_names_and_titles_are_escaped() -> None:
+    names = ["<b>a</b>", "$x$"]
+    escaped = ("&lt;b&gt;a&lt;/b&gt;", "&#36;x&#36;")
+    titles: dict[str, Any] = {"title": names[0], "y_title": names[1]}
+    lines = lines_by_layer(torch.ones(2, 2), names, dashed=names, **titles)
+    bars = grouped_bars(torch.ones(2, 2), names, names, **titles)
+    panels = {"predicted_title": names[0], "actual_title": names[1]}
+    heat = confusion_pair(torch.eye(2), torch.eye(2), names, title=names[0], **panels)
+    for figure in (lines, bars):
+        assert tuple(trace.name for trace in figure.data) == escaped
+        assert figure.layout.yaxis.title.text == escaped[1]
+    for figure in (lines, bars, heat):
+        assert figure.layout.title.text == escaped[0]
+    for axis in (bars.layout.xaxis, heat.layout.xaxis, heat.layout.xaxis2, heat.layout.yaxis):
+        assert axis.ticktext == escaped
+    assert tuple(note.text for note in heat.layout.annotations) == escaped
+
+
+def test_inputs_are_left_as_they_were(saliency: Tensor) -> None:
+    values = torch.tensor([[0.5, math.nan], [0.1, 0.2]])
+    given = [values.clone(), values.clone(), values.clone(), saliency.clone()]
+    kept = [tensor.clone() for tensor in given]
+    lines_by_layer(given[0], ["a", "b"], low=given[1], high=given[2], **TITLES)
+    grouped_bars(given[0], ["a", "b"], ["a", "b"], low=given[1], high=given[2], **TITLES)
+    confusion_pair(given[0], given[1], ["a", "b"], **PANELS)
+    token_arcs(TOKENS, given[3], **PROMPT)
+    for now, before in zip(given, kept, strict=True):
+        assert torch.equal(now.nan_to_num(-1.0), before.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_float_type_and_gradients_are_taken(dtype: torch.dtype) -> None:
+    square = torch.rand(12, 12, dtype=dtype).requires_grad_()
+    lines_by_layer(square, TOKENS, low=square - 1, high=square + 1, **TITLES).to_json()
+    grouped_bars(square, TOKENS, TOKENS, low=square - 1, high=square + 1, **TITLES).to_json()
+    confusion_pair(square, square, TOKENS, **PANELS).to_json()
+    token_arcs(TOKENS, square[None], **PROMPT).to_json()
+
+
+ONES = torch.ones(2, 3)
+FLOWS = torch.ones(1, 12, 12)
+Cases = list[tuple[Callable[[], go.Figure], str]]
+# Shapes that contradict the annotations, which the jaxtyping hook would refuse first.
+WRONG_SHAPES: Cases = [
+    (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
+    (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
+    (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, high=ONES.T, **TITLES), "one interval"),
+    (lambda: grouped_bars(ONES, ["a", "b"], [*"cde"], low=ONES.T, high=ONES, **TITLES), "one int"),
+    (lambda: confusion_pair(ONES, torch.eye(2), ["a", "b"], **PANELS), "one class name per row"),
+    (lambda: confusion_pair(torch.eye(2), ONES, ["a", "b"], **PANELS), "one class name per row"),
+    (lambda: token_arcs(TOKENS, FLOWS[0], **PROMPT), r"pass \(layer, query, key\)"),
+]
+WRONG_VALUES: Cases = [
+    (lambda: lines_by_layer(ONES, ["a"], **TITLES), r"expected shape \(1, 3\), got shape \(2, 3\)"),
+    (lambda: lines_by_layer(ONES, ["a", "b"], dashed=["c"], **TITLES), "expected dashed among"),
+    (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, **TITLES), "both low and high"),
+    (lambda: grouped_bars(ONES, ["a", "b"], ["c"], **TITLES), r"expected shape \(2, 1\)"),
+    (lambda: grouped_bars(ONES, ["a", "b"], [*"cde"], high=ONES, **TITLES), "low and high"),
+    (lambda: confusion_pair(torch.eye(2), torch.eye(2), ["a"], **PANELS), "one class name per row"),
+    (lambda: token_arcs(TOKENS[:11], FLOWS, **PROMPT), r"expected shape \(1, 11, 11\)"),
+    (lambda: token_arcs(TOKENS, FLOWS[:0], **PROMPT), "a layer and a flow"),
+    (lambda: token_arcs(TOKENS, FLOWS, strongest=0, **PROMPT), "a layer and a flow"),
+    (lambda: token_arcs(TOKENS[:9], FLOWS[:, :9, :9], **PROMPT), r"positions in 0\.\.8"),
+]
+
+
+@pytest.mark.shape_errors
+@pytest.mark.parametrize(("draw", "message"), WRONG_SHAPES)
+def test_wrong_shapes_are_refused(draw: Callable[[], go.Figure], message: str) -> None:
+    with pytest.raises(AnchorlensError, match=message):
+        draw()
+
+
+@pytest.mark.parametrize(("draw", "message"), WRONG_VALUES)
+def test_errors_say_what_was_expected(draw: Callable[[], go.Figure], message: str) -> None:
+    with pytest.raises(AnchorlensError, match=message):
+        draw()

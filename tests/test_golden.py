@@ -1,0 +1,110 @@
+"""What the paper's published code computes, on two tiny models: tests/golden/README.md."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import GoldenCase
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.forward import run_pass
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(golden: GoldenCase, byte_level: Any) -> Any:
+    return al.load_model(golden.transformers_model(), tokenizer=byte_level)
+
+
+@pytest.fixture(params=["left", "right"])
+def side(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:
+    worst = max(difference(ours[n], golden.numbers[f"{n}.{name}"]) for n in range(5))
+    assert worst <= TOLERANCE, f"{name} is off by {worst:.1e} of its maximum"
+
+
+def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, Tensor]:
+    observation = metric.observe(model, batch)
+    return observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+
+
+def test_batch_is_padded(golden: GoldenCase, side: str) -> None:
+    batch, starts = golden.batch(side)
+    assert not batch.attention_mask.all()
+    assert any(starts) == (side == "left")
+    for n, case in enumerate(golden.meta["cases"]):
+        assert int(batch.target_positions[n]) - starts[n] == case["target_position"]
+
+
+def test_saliency(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, starts = golden.batch(side)
+    maps = al.saliency(model, batch)
+    for n, start in enumerate(starts):
+        reference = golden.numbers[f"{n}.saliency"]
+        stop = start + reference.shape[-1]
+        assert difference(maps[n, :, start:stop, start:stop], reference) <= TOLERANCE
+        # Nothing flows from or to padding.
+        assert torch.isclose(maps[n].sum(), maps[n, :, start:stop, start:stop].sum())
+
+
+def test_flows(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, _ = golden.batch(side)
+    results = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    assert_equal(golden, results["saliency_flows"].per_prompt, "flows")
+
+
+def test_query_to_label_attention(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, _ = golden.batch(side)
+    attention = observed(model, batch, al.AttentionAUCROC())["attention"].sum(2)
+    assert_equal(golden, attention, "query_to_label_attention")
+    # The published code flattens the same numbers class by class.
+    assert_equal(golden, attention.mT.flatten(1), "sim_attn_published_order")
+
+
+def test_anchor_keys(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, _ = golden.batch(side)
+    keys = observed(model, batch, al.AnchorDistances())["keys"]
+    heads = golden.meta["config"]["n_head"]
+    assert_equal(golden, keys.unflatten(-1, (heads, -1)).transpose(2, 3), "anchor_keys")
+
+
+def test_logits_predictions_and_losses(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, _ = golden.batch(side)
+    logits = run_pass(model, batch)
+    assert_equal(golden, logits, "logits")
+    cases = golden.meta["cases"]
+    predicted = observed(model, batch, al.AttentionAUCROC())["predicted"]
+    assert predicted.tolist() == [case["predicted"] for case in cases]
+    losses = torch.tensor([case["loss"] for case in cases])
+    assert difference(al.label_cross_entropy(logits, batch), losses) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("first2", range(2)), ("last2", range(-2, 0)), ("all", None)]
+)
+def test_isolated_logits(
+    golden: GoldenCase, model: Any, side: str, name: str, layers: range | None
+) -> None:
+    batch, _ = golden.batch(side)
+    hooks = al.isolate_labels(model, batch, layers=layers or range(model.cfg.n_layers))
+    assert_equal(golden, run_pass(model, batch, hooks=hooks), f"isolated_{name}.logits")
+
+
+def test_reweighted_logits(golden: GoldenCase, model: Any, side: str) -> None:
+    batch, _ = golden.batch(side)
+    # The published beta is by class, ours by appearance; all prompts share one order here.
+    assert (batch.label_classes == batch.label_classes[0]).all()
+    beta = golden.numbers["beta"][:, :, batch.label_classes[0]]
+    logits = run_pass(model, batch, hooks=al.reweight_anchors(model, batch, beta))
+    assert_equal(golden, logits, "reweighted.logits")
