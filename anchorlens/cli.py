@@ -139,7 +139,7 @@ def main() -> None:
         sys.exit(1)
 
 
-Page = tuple[dict[str, Record], dict[str, Any]]
+Page = tuple[dict[str, Record], dict[str, Any], str]
 
 
 def _check_task(task: str) -> None:
@@ -191,18 +191,19 @@ def _analyse(
     places = [(f"first {layers} layers", range(layers), False)]
     places += [(f"last {layers} layers", range(-layers, 0), False)]
     if batches[0].begins_with_bos:
-        places += [(f"first {layers} layers, edge to BOS kept", range(layers), True)]
+        places += [(f"first {layers} layers, BOS edge kept", range(layers), True)]
     for place, chosen, keep_bos in places:
         isolations[place] = isolation_loyalty(
             model, batches, chosen, draws=draws, keep_bos=keep_bos
         )
         keep(f"isolation, {place}", isolations[place])
-    drawn = {
-        f"{task}: isolation": plot_isolation(isolations),
-        f"{task}: flows of one prompt": _first_prompt(model, batches[0]),
-    }
-    typer.echo("\n".join(_table(task, records, isolations)))
-    return records, drawn
+    # One figure for all isolations, as in the paper; none of its own for each.
+    drawn = dict.fromkeys((f"{task}: isolation, {place}" for place in isolations), None)
+    drawn[f"{task}: isolation, first {layers} layers"] = plot_isolation(isolations)
+    drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
+    table = "\n".join(_table(task, records, isolations))
+    typer.echo(table)
+    return records, drawn, table
 
 
 def _first_prompt(model: Any, batch: PromptBatch) -> Any:
@@ -237,13 +238,14 @@ def _table(
     yield f"  {'AUCROC_l, mean of the last third':<46}{late:6.2f}"
     correlation = distances.correlation[layer]
     yield f"  {f'confusions, rank correlation in layer {layer}':<46}{correlation:6.2f}"
-    yield f"  {'isolated':<38}{'label loyalty':>20}{'word loyalty':>22}"
+    title = "isolated (random: mean and range of draws)"
+    yield f"  {title:<44}{'label loyalty':>18}{'word loyalty':>20}"
     for place, record in isolations.items():
         own = [_value(record, f"{kind}_loyalty") for kind in ("label", "word")]
         controls = (record.random_label_loyalty, record.random_word_loyalty)
         others = [f"{one.mean():.2f} [{one.min():.2f}, {one.max():.2f}]" for one in controls]
-        yield f"  {'label words, ' + place:<40}{own[0]:>18}{own[1]:>22}"
-        yield f"  {'random words, ' + place:<40}{others[0]:>18}{others[1]:>22}"
+        yield f"  {'label words, ' + place:<44}{own[0]:>18}{own[1]:>20}"
+        yield f"  {'random words, ' + place:<44}{others[0]:>18}{others[1]:>20}"
 
 
 def _line(words: str, record: Record, name: str) -> str:
@@ -257,9 +259,13 @@ def _value(record: Record, name: str) -> str:
 
 
 def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
-    results = {name: record for page, _ in pages for name, record in page.items()}
-    drawn = {name: figure for _, page in pages for name, figure in page.items()}
-    settings |= {"versions": versions()}
-    (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
-    path = write_report(results, out / "report.html", settings=settings, figures=drawn)
+    results = {name: record for page, _, _ in pages for name, record in page.items()}
+    drawn = {name: figure for _, page, _ in pages for name, figure in page.items()}
+    summary = "\n\n".join(table for _, _, table in pages)
+    (out / "settings.json").write_text(
+        json.dumps(settings | {"versions": versions()}, indent=1) + "\n"
+    )
+    path = write_report(
+        results, out / "report.html", settings=settings, figures=drawn, summary=summary
+    )
     typer.echo(f"\nreport: {path.resolve()}")

@@ -54,7 +54,7 @@ def load_model(
         name = weights.config.name_or_path or type(weights).__name__
     else:
         name = str(source)
-        weights, tokenizer = _read(name, tokenizer, dtype)
+        weights, tokenizer = read_weights(name, tokenizer, dtype)
         weights = weights.to(device or _best_device())
     model = _boot(name, weights, tokenizer)
     return prepare_model(model)
@@ -114,7 +114,7 @@ def _best_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _read(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,7 +134,7 @@ def _read(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, An
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{name!r} cannot be loaded as a causal language model: {str(error).splitlines()[0]} "
-            "Where no hub can be reached, give a local folder or a .gguf file"
+            "Where no hub can be reached, give a local folder or a .gguf file (--model)"
         ) from error
     return weights, tokenizer
 

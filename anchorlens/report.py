@@ -1,6 +1,6 @@
 """Results -> one HTML page that opens offline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabu
 th, td { padding: .22rem .8rem .22rem 0; text-align: left; border-bottom: 1px solid #eceff2;
          vertical-align: top; }
 td.number, th.number { text-align: right; }
+pre { background: #f5f7f9; padding: .9rem 1.1rem; overflow: auto; font-size: .84rem; }
 details { margin: .8rem 0; } summary { cursor: pointer; color: #0b5cad; }
 .scroll { max-height: 26rem; overflow: auto; }
 """
@@ -30,6 +31,7 @@ def write_report(
     title: str = "How the model learns from the examples in its prompt",
     settings: Mapping[str, Any] | None = None,
     figures: Mapping[str, Any] | None = None,
+    summary: str = "",
 ) -> Path:
     """Write results as one self-contained HTML page: figures, how to read them, all numbers.
 
@@ -41,7 +43,9 @@ def write_report(
         path: The ``.html`` file to write.
         title: Heading of the page.
         settings: What the run was: task, seeds and so on; the records know model and versions.
-        figures: More plotly figures, by heading; they come first.
+        figures: Plotly figures by heading: in place of the plot of the record of that name (None
+            for no plot), or sections of their own, which come last.
+        summary: Plain text for the top of the page.
 
     Returns:
         The path.
@@ -54,16 +58,18 @@ def write_report(
     """
     if not results and not figures:
         raise AnchorlensError("there are no results to report")
-    drawn = _Drawn()
-    info: dict[str, Any] = dict(settings or {})
-    for record in results.values():
-        info |= {key: value for key, value in record.info.items() if key not in info}
-    parts = [f"<h1>{escape(title)}</h1>", _definition_table(info)]
-    for heading, figure in (figures or {}).items():
-        parts += [f"<h2>{escape(heading)}</h2>", drawn.html(figure)]
+    drawn, own = _Drawn(), dict(figures or {})
+    infos = [record.info for record in results.values()]
+    common = {key: infos[0][key] for key in infos[0] if _agree(infos, key)} if infos else {}
+    parts = [f"<h1>{escape(title)}</h1>", _definition_table({**(settings or {}), **common})]
+    parts += [f"<pre>{escape(summary)}</pre>"] if summary else []
     for name, record in results.items():
+        special = {key: value for key, value in record.info.items() if key not in common}
+        plot = own.pop(name) if name in own else getattr(record, "plot", lambda: None)()
         parts += [f"<h2>{escape(name.replace('_', ' '))}</h2>", _reading(record)]
-        parts += [drawn.html(record.plot()) if hasattr(record, "plot") else "", _numbers(record)]
+        parts += [_definition_table(special), drawn.html(plot), _numbers(record)]
+    for heading, figure in own.items():
+        parts += [f"<h2>{escape(heading)}</h2>", drawn.html(figure)]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
         f"</title>\n<style>{_STYLE}</style></head>\n<body>\n"
@@ -82,9 +88,15 @@ class _Drawn:
         self.first = True
 
     def html(self, figure: Any) -> str:
+        if figure is None:
+            return ""
         text = figure.to_html(full_html=False, include_plotlyjs=self.first, auto_play=False)
         self.first = False
         return str(text)
+
+
+def _agree(infos: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return all(key in info and info[key] == infos[0][key] for info in infos)
 
 
 def _definition_table(info: Mapping[str, Any]) -> str:

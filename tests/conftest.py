@@ -162,6 +162,15 @@ def gemma3(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
     return al.load_model(tiny_gemma3(len(sentencepiece_like)), tokenizer=sentencepiece_like)
 
 
+@pytest.fixture(scope="session")
+def model_folder(byte_level: PreTrainedTokenizerFast, tmp_path_factory: Any) -> Path:
+    """A model as a user has it: weights and tokenizer in a local folder."""
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    tiny_gpt2(len(byte_level), n_layer=6, n_embd=16).save_pretrained(folder)
+    byte_level.save_pretrained(folder)
+    return folder
+
+
 def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatch]:
     """Prompts of the bundled questions, one demonstration a class."""
     examples = al.load_examples("questions")

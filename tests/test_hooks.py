@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from anchorlens import edges
 from anchorlens.errors import HookError, ModelError
 from anchorlens.hooks import Hook, pattern_name, random_positions
 
-LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Zyxwvut", " Qqrrss"))
+LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_whole_words(gpt2: Any) -> None:
     pairs = zip(batch.label_positions[0].tolist(), batch.label_ends[0].tolist(), strict=True)
     spans = [list(range(start, end + 1)) for start, end in pairs]
     alone = [p for p in range(1, len(diagonal)) if diagonal[p] == 1]
-    assert alone == sorted(sum(spans, []))
+    assert alone == sorted(p for span in spans for p in span)
     assert [p for p in range(1, len(first)) if first[p] == 1] == sorted(span[0] for span in spans)
 
 
@@ -253,13 +254,13 @@ def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None
         assert random_by_prompt(model, 5, **options) == draws[5]
     assert len({tuple(draw[0]) for draw in draws}) == 20
     batch = questions(model, 1)[0]
-    words = set((edges.group(batch, "label") | edges.anchors(batch))[0].nonzero().flatten().tolist())
+    labels = edges.group(batch, "label") | edges.anchors(batch)
+    words = set(labels[0].nonzero().flatten().tolist())
     for draw in draws:
         assert len(set(draw[0])) == batch.label_positions.shape[1]
         assert not {0, *words} & set(draw[0])
         assert max(draw[0]) < int(batch.label_ends.max())
         assert all(draw[k] == draw[0] for k in draw)  # one set of demonstrations, one draw
-    assert set().union(*(draw[0] for draw in draws)) > {1}  # the first after BOS may be drawn
 
 
 def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any, batch: al.PromptBatch) -> None:
@@ -322,7 +323,8 @@ def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
 
 def test_gradient_of_beta_equals_finite_differences(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(700), tokenizer=byte_level, dtype=torch.float64)
-    batch = questions(model, 2, padding_side="left")[0]
+    demos = [al.Example("one two", 0), al.Example("three", 1)]
+    batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 
     def loss(beta: Tensor) -> Tensor:
         with model.hooks(fwd_hooks=al.reweight_anchors(model, batch, beta)):
@@ -331,14 +333,14 @@ def test_gradient_of_beta_equals_finite_differences(byte_level: Any) -> None:
         return al.label_cross_entropy(at_target, batch).sum()
 
     generator = torch.Generator().manual_seed(0)
-    beta = torch.randn(3, 2, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    beta = torch.randn(3, 2, 2, dtype=torch.float64, generator=generator).requires_grad_()
     (gradient,) = torch.autograd.grad(loss(beta), beta)
     numeric = torch.zeros_like(gradient)
     with torch.no_grad():
-        for place in torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(6)):
+        for place in product(range(3), range(2), range(2)):
             step = torch.zeros_like(beta)
-            step[tuple(place)] = 1e-4
-            numeric[tuple(place)] = (loss(beta + step) - loss(beta - step)) / 2e-4
+            step[place] = 1e-4
+            numeric[place] = (loss(beta + step) - loss(beta - step)) / 2e-4
     torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
     assert (gradient != 0).all()
 

@@ -94,22 +94,23 @@ class AttentionAUCROC:
 
     def result(self, rows: Rows) -> AttentionAUCROCRecord:
         """AUCROC of each set, the mean over sets, then R_l."""
-        layers, heads = [], []
+        of_sets = []
         for one in by_set(rows):
             attention = one["attention"].double()  # [prompt, layer, head, class]
-            layers.append(aucroc(attention.sum(2).movedim(0, 1), one["predicted"]))
-            per_head = attention.movedim(0, 2).flatten(0, 1)
-            heads.append(aucroc(per_head, one["predicted"]).unflatten(0, attention.shape[1:3]))
-        empty = sum(bool(one.isnan().any()) for one in layers)
+            # The sum over heads stands beside the heads, so that all are sorted at once.
+            series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2).movedim(0, 2)
+            values = aucroc(series.flatten(0, 1), one["predicted"])
+            of_sets.append(values.unflatten(0, series.shape[:2]))
+        empty = sum(bool(one.isnan().any()) for one in of_sets)
         if empty:
             warnings.warn(
-                f"in {empty} of {len(layers)} sets of demonstrations the model predicts fewer than "
-                "two classes, so that they have no AUCROC; use more or other queries",
+                f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts fewer "
+                "than two classes, so that they have no AUCROC; use more or other queries",
                 stacklevel=2,
             )
-        mean = torch.stack(layers).nanmean(0)
+        mean = torch.stack(of_sets).nanmean(0)
         return AttentionAUCROCRecord(
-            aucroc=mean, r=cumulative_excess(mean), per_head=torch.stack(heads).nanmean(0)
+            aucroc=mean[:, 0], r=cumulative_excess(mean[:, 0]), per_head=mean[:, 1:]
         )
 
 

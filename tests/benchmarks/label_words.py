@@ -1,0 +1,108 @@
+"""Do label words anchor the predictions of a real model? The paper's Figures 3 to 5 with controls.
+
+    python tests/benchmarks/label_words.py --model M --train train.jsonl --test test.jsonl
+
+Seeds are fixed beforehand and all reported; 95 % intervals are bootstrapped over prompts, paired
+where two runs of the same prompts are compared.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import anchorlens as al
+from anchorlens.tasks import sample_queries
+
+
+def interval(values: np.ndarray, seed: int = 0) -> str:
+    """Mean and 95 % bootstrap interval over prompts."""
+    generator = np.random.default_rng(seed)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return f"{values.mean():6.3f} [{low:.3f}, {high:.3f}]"
+
+
+def random_twin(model_name: str, tokenizer: object) -> object:
+    """The same architecture with random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(model_name)
+    return al.load_model(AutoModelForCausalLM.from_config(config).float(), tokenizer=tokenizer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="hub name or local folder")
+    parser.add_argument("--train", required=True, help="examples for demonstrations (TREC)")
+    parser.add_argument("--test", required=True, help="examples for queries (TREC)")
+    parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("label-words"))
+    options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
+    model = al.load_model(options.model, dtype=torch.float32)
+    train, test = al.load_examples(options.train), al.load_examples(options.test)
+    seeds = {}
+    for seed in (42, 43, 44):
+        demos = al.sample_demonstrations(train, shots=1, seed=seed)
+        queries = sample_queries(test, options.queries, seed)
+        seeds[seed] = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
+
+    everything = [batch for batches in seeds.values() for batch in batches]
+    metrics = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
+    results = al.run(model, everything, metrics)
+    for name, record in results.items():
+        record.save(options.out / f"{name}.safetensors")
+    third = model.cfg.n_layers // 3
+    aucroc = results["attention_aucroc"].aucroc
+    print(f"accuracy {float(results['anchor_distances'].accuracy):.3f}")
+    print("AUCROC_l", [round(float(value), 3) for value in aucroc])
+    print(f"AUCROC_l, mean of the last third, all seeds: {float(aucroc[-third:].mean()):.3f}")
+    for seed, batches in seeds.items():
+        own = al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"]
+        print(f"  seed {seed}: {float(own.aucroc[-third:].mean()):.3f}")
+
+    flows = results["saliency_flows"]
+    twin = random_twin(options.model, model.tokenizer)
+    control = al.run(twin, everything, [al.SaliencyFlows()])["saliency_flows"]  # type: ignore[arg-type]
+    for name, record in (("trained", flows), ("random weights", control)):
+        ratios = [round(float(value), 2) for value in record.pq_over_tq]
+        print(f"S_pq / S_tq, {name}: {ratios}, S_pq share last layer {record.share[-1, 1]:.3f}")
+
+    for keep_bos in (False, True):
+        if keep_bos and not everything[0].begins_with_bos:
+            continue
+        first, last = [], []
+        for seed, batches in seeds.items():
+            early = al.isolation_loyalty(
+                model, batches, range(5), draws=options.draws, keep_bos=keep_bos
+            )
+            late = al.isolation_loyalty(model, batches, range(-5, 0), draws=1, keep_bos=keep_bos)
+            early.save(options.out / f"first5-{seed}-{keep_bos}.safetensors")
+            late.save(options.out / f"last5-{seed}-{keep_bos}.safetensors")
+            first.append(early)
+            last.append(late)
+        print(f"\nisolated, edge to BOS {'kept' if keep_bos else 'cut'}")
+        for seeds_named, early, late in [
+            *((f"seed {seed}", [a], [b]) for seed, a, b in zip(seeds, first, last, strict=True)),
+            ("all seeds", first, last),
+        ]:
+            for kind, field in (("word", "word_overlap"), ("label", "label_kept")):
+                own = torch.cat([getattr(one, field) for one in early]).numpy()
+                end = torch.cat([getattr(one, field) for one in late]).numpy()
+                draws = torch.cat([getattr(one, f"random_{field}") for one in early]).numpy()
+                means = draws.mean(0)
+                print(
+                    f"  {seeds_named:<10}{kind} loyalty: first 5 {interval(own)}, "
+                    f"last 5 {interval(end)}, random first 5 {interval(draws.mean(1))} "
+                    f"(draws {means.min():.2f} to {means.max():.2f}); "
+                    f"random - first 5 {interval(draws.mean(1) - own)}, "
+                    f"last 5 - first 5 {interval(end - own)}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The command line: what it writes, and one line for a user's mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anchorlens as al
+from anchorlens import cli
+
+QUICK = ["--queries", "12", "--layers", "2", "--draws", "2"]
+
+
+def call(monkeypatch: Any, *arguments: str) -> int:
+    """Run the command in this process; the exit status."""
+    monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
+    monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; put back afterwards
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
+def test_demo_writes_report_results_and_settings(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    status = call(monkeypatch, "demo", "--model", str(model_folder), "--out", str(tmp_path), *QUICK)
+    assert status == 0
+    page = (tmp_path / "report.html").read_text()
+    printed = capsys.readouterr().out
+    for task in ("questions", "sentiment"):
+        assert f"{task}: saliency flows" in page
+        assert task in printed
+    assert "label words, first 2 layers" in printed
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["model"] == str(model_folder)
+    assert settings["versions"]["anchorlens"]
+    flows = al.SaliencyFlowsRecord.load(tmp_path / "questions" / "saliency_flows.safetensors")
+    assert flows.share.shape == (6, 3)
+    place = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
+    assert len(al.IsolationRecord.load(place).random_word_loyalty) == 2
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
+def test_run_takes_a_file_and_several_seeds(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    rows = [
+        {"text": f"{word} film number {k}", "label": label}
+        for k in range(10)
+        for label, word in enumerate(("bad", "good"))
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--task", "sentiment", "--data", str(data), "--seed", "1", "--seed", "2"]
+    arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
+    assert call(monkeypatch, "run", "--model", str(model_folder), *arguments) == 0
+    flows = al.SaliencyFlowsRecord.load(tmp_path / "out/sentiment/saliency_flows.safetensors")
+    assert flows.info["demonstration_sets"] == 2
+    assert len(flows.per_prompt) == 24
+
+
+def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:
+    assert call(monkeypatch, "run", "--help") == 0
+    text = capsys.readouterr().out
+    for option in ("--model", "--task", "--data", "--shots", "--seed", "--batch-size", "--out"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--task", "trek"], "there is no task 'trek'; choose one of sst2, trec"),
+        (["--task", "questions", "--data", "none.jsonl"], "there is no file none.jsonl"),
+        (["--task", "questions", "--queries", "9999"], "9999 queries are asked for, but only"),
+        (["--task", "questions", "--layers", "7"], "layers must be numbers from 0 to 5"),
+        (["--task", "questions", "--queries", "5"], "more prompts than directions (10)"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: Any,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: Any,
+    arguments: list[str],
+    words: str,
+) -> None:
+    out = ["--out", str(tmp_path)]
+    assert call(monkeypatch, "run", "--model", str(model_folder), *arguments, *out) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]
+
+
+def test_model_that_cannot_be_reached_names_the_way_out(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert call(monkeypatch, "demo") == 1
+    assert "--model" in capsys.readouterr().err
+
+
+def test_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "anchorlens"
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "demo" in done.stdout

@@ -1,0 +1,151 @@
+"""Edge sets against loops over positions, written from the definitions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens import edges
+from anchorlens.batch import GROUPS
+from anchorlens.errors import PromptError
+
+# (batch, row, query, key) of a pair of tokens, key before query -> whether it is an edge.
+Rule = Callable[[al.PromptBatch, int, int, int], bool]
+
+
+@pytest.fixture(params=["left", "right"])
+def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptBatch:
+    """Prompts of three lengths, with label words of one and of several tokens, after a BOS."""
+    task = al.Task(
+        "Review: {text}\nSentiment:{label}", [" Positive", " utterly wrong"], prefix="Do:\n"
+    )
+    demos = [
+        al.Example("fine", 0),
+        al.Example("bad, bad", 1),
+        al.Example("", 0),
+        al.Example("no", 1),
+    ]
+    queries = ["so so", "a much longer text", ""]
+    (made,) = al.build_prompts(sentencepiece_like, task, demos, queries, padding_side=request.param)
+    assert len(set(made.attention_mask.sum(1).tolist())) == 3
+    assert (made.label_ends > made.label_positions).any()
+    return made
+
+
+def loop(batch: al.PromptBatch, rule: Rule) -> Tensor:
+    size, length = batch.tokens.shape
+    found = torch.zeros(size, length, length, dtype=torch.bool)
+    for row in range(size):
+        for i in range(length):
+            for j in range(i):
+                if batch.attention_mask[row, i] and batch.attention_mask[row, j]:
+                    found[row, i, j] = rule(batch, row, i, j)
+    return found
+
+
+def is_anchor(batch: al.PromptBatch, row: int, place: int) -> bool:
+    return place in batch.label_positions[row].tolist()
+
+
+def is_target(batch: al.PromptBatch, row: int, place: int) -> bool:
+    return place == int(batch.target_positions[row])
+
+
+def wp(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return is_anchor(batch, row, i)
+
+
+def pq(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return is_target(batch, row, i) and is_anchor(batch, row, j)
+
+
+def ww(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return not wp(batch, row, i, j) and not pq(batch, row, i, j)
+
+
+def tq(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return is_target(batch, row, i) and not is_anchor(batch, row, j)
+
+
+def from_first(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return j == batch.attention_mask[row].tolist().index(True)
+
+
+def every(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    "rule", [wp, pq, ww, tq, from_first, every], ids=lambda rule: rule.__name__
+)
+def test_edges_are_those_of_the_definition(batch: al.PromptBatch, rule: Rule) -> None:
+    found = getattr(edges, rule.__name__)(batch)
+    assert found.dtype == torch.bool
+    assert torch.equal(found, loop(batch, rule))
+    assert found.any((1, 2)).all()
+
+
+def test_the_flows_share_out_all_edges(batch: al.PromptBatch) -> None:
+    flows = torch.stack([edges.wp(batch), edges.pq(batch), edges.ww(batch)])
+    assert torch.equal(flows.sum(0), edges.every(batch).long())
+    lengths = batch.attention_mask.sum(1)
+    assert torch.equal(edges.every(batch).sum((1, 2)), lengths * (lengths - 1) // 2)
+    assert not (edges.tq(batch) & ~edges.ww(batch)).any()
+
+
+def test_counts_of_the_flows_are_those_of_the_paper(batch: al.PromptBatch) -> None:
+    starts = batch.attention_mask.long().argmax(1, keepdim=True)
+    assert torch.equal(edges.wp(batch).sum((1, 2)), (batch.label_positions - starts).sum(1))
+    assert edges.pq(batch).sum((1, 2)).tolist() == [4, 4, 4]
+
+
+def test_the_diagonal_and_padding_belong_to_none(batch: al.PromptBatch) -> None:
+    real = batch.attention_mask
+    never = torch.eye(real.shape[1], dtype=torch.bool) | ~(real[:, :, None] & real[:, None, :])
+    for of_batch in (edges.wp, edges.pq, edges.ww, edges.tq, edges.from_first, edges.every):
+        assert not (of_batch(batch) & never).any()
+    for name in GROUPS:
+        assert not (edges.group(batch, name) & ~real).any()
+
+
+def test_groups_share_out_all_tokens(batch: al.PromptBatch) -> None:
+    members = torch.stack([edges.group(batch, name) for name in GROUPS])
+    assert torch.equal(members.sum(0), batch.attention_mask.long())
+    for number, name in enumerate(GROUPS):
+        for row in range(len(batch)):
+            places = [k for k, group in enumerate(batch.groups[row].tolist()) if group == number]
+            assert edges.group(batch, name)[row].nonzero().flatten().tolist() == places
+
+
+def test_anchors_stand_for_whole_label_words(batch: al.PromptBatch) -> None:
+    anchors, words = edges.anchors(batch), edges.group(batch, "label")
+    for row in range(len(batch)):
+        starts, ends = batch.label_positions[row].tolist(), batch.label_ends[row].tolist()
+        whole = [k for a, b in zip(starts, ends, strict=True) for k in range(a, b + 1)]
+        assert anchors[row].nonzero().flatten().tolist() == starts
+        assert words[row].nonzero().flatten().tolist() == whole
+    assert (words & ~anchors).any()
+    assert torch.equal(edges.target(batch), edges.group(batch, "target"))
+
+
+def test_between_joins_any_two_sets_of_positions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (torch.rand(2, 3, 9, generator=generator) < 0.5).unbind()
+    before = queries.clone(), keys.clone()
+    found = edges.between(queries, keys)
+    for row in range(3):
+        for i in range(9):
+            for j in range(9):
+                assert found[row, i, j] == (bool(queries[row, i]) and bool(keys[row, j]) and j < i)
+    assert torch.equal(queries, before[0])
+    assert torch.equal(keys, before[1])
+
+
+def test_a_group_that_does_not_exist_is_refused(batch: al.PromptBatch) -> None:
+    with pytest.raises(
+        PromptError, match=r"no token group 'labels'; the groups are other, text, label"
+    ):
+        edges.group(batch, "labels")

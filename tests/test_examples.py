@@ -1,0 +1,58 @@
+"""The examples and the README's code run as printed, on a tiny model."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anchorlens as al
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
+    pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
+]
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
+    text = path.read_text()
+    options = ["--queries", "12"] if "--queries" in text else []
+    options += ["--draws", "1"] if "--draws" in text else []
+    options += ["--layers", "2"] if "--layers" in text else []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [path.name, "--model", str(model_folder), *options])
+    runpy.run_path(str(path), run_name="__main__")
+    assert list(tmp_path.glob("*.html"))
+
+
+def test_readme(monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """All blocks in one name space, from top to bottom; only the model is another."""
+    load = al.load_model
+    monkeypatch.setattr(al, "load_model", lambda name: load(str(model_folder)))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    space: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), space)
+    assert (tmp_path / "report.html").exists()
+    assert space["results"]["saliency_flows"].share.shape == (6, 3)
+    assert space["logits"].shape[0] == 1
+    assert "word_loyalty" in capsys.readouterr().out
+
+
+def test_readme_keeps_its_promise_of_length() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = [[line for line in block.splitlines() if line.strip()] for block in blocks]
+    assert len(code[0]) <= 15
+    assert len(code[2]) <= 30

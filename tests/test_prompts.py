@@ -1,0 +1,363 @@
+"""Positions against an oracle that knows no offsets: the bytes that each token spells."""
+
+import copy
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import conftest
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tokenizers import pre_tokenizers, processors
+
+import anchorlens as al
+from anchorlens.batch import GROUPS, PADDING
+from anchorlens.errors import PromptError
+
+refused = partial(pytest.raises, PromptError)
+moderately = settings(max_examples=60, deadline=None)
+SST2 = al.TASKS["sst2"]
+BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))
+TASKS = [
+    SST2,
+    al.Task(SST2.template, SST2.labels, prefix="Classify the reviews. Sentiment: Positive\n\n"),
+    al.Task("{text} ->{label}|", [" yes", " no way", " 不 😀"], separator="\n###\n"),
+    al.Task("({text})\n={label}", ["A b", "B"], separator="", prefix="\n "),
+]
+
+PARTS = [
+    "",
+    " ",
+    "\n",
+    " Positive",
+    "Negative\n",
+    "Review: ",
+    "Sentiment:",
+    "{label}",
+    "{text}",
+    "😀é",
+]
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
+texts = st.lists(st.sampled_from(PARTS) | st.text(characters, max_size=8), max_size=5).map("".join)
+
+
+class Prompts(NamedTuple):
+    task: al.Task
+    demos: list[al.Example]
+    queries: list[al.Example]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompts:
+    task = draw(st.sampled_from(TASKS))
+    classes = [*range(len(task.labels))]
+    labels = draw(st.permutations(classes * draw(st.integers(1, 3))))
+    asked = draw(st.lists(st.tuples(texts, st.sampled_from(classes)), min_size=1, max_size=4))
+    demos = [al.Example(draw(texts), label) for label in labels]
+    return Prompts(task, demos, [al.Example(*query) for query in asked])
+
+
+class Row(NamedTuple):
+    """One prompt of a batch without its padding."""
+
+    tokens: list[int]
+    groups: list[str]
+    words: list[tuple[int, int, int]]  # first token, last token, class
+    query_start: int
+    target: int
+    gold: int | None
+    demonstrations: int
+
+
+def rows(batches: list[al.PromptBatch]) -> list[Row]:
+    """The prompts of all batches in the order of their queries."""
+    found = {}
+    for batch in batches:
+        for row, mask in enumerate(batch.attention_mask):
+            start = int(mask.long().argmax())
+            words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
+            assert mask[start : start + int(mask.sum())].all()
+            assert ((batch.groups[row] == PADDING) == ~mask).all()
+            found[int(batch.index[row])] = Row(
+                tokens=batch.tokens[row, mask].tolist(),
+                groups=[GROUPS[group] for group in batch.groups[row, mask]],
+                words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
+                query_start=int(batch.query_start[row]) - start,
+                target=int(batch.target_positions[row]) - start,
+                gold=None if batch.gold is None else int(batch.gold[row]),
+                demonstrations=int(batch.demonstrations_id[row]),
+            )
+    assert sorted(found) == [*range(len(found))]
+    return [found[place] for place in sorted(found)]
+
+
+def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str, str, int]]:
+    before, between, after = re.fullmatch(  # type: ignore[union-attr]
+        r"(.*)\{text\}(.*)\{label\}(.*)", task.template, re.DOTALL
+    ).groups()
+    parts = [("other", task.prefix, -1)]
+    for demo in demos:
+        assert demo.label is not None
+        parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
+        parts += [("label", task.labels[demo.label], demo.label)]
+        parts += [("format", after + task.separator, -1)]
+    return [*parts, ("query", before + query + between, -1)]
+
+
+def spelled(token: str, tokenizer: Any) -> int:
+    """How many bytes of the prompt a token stands for."""
+    if tokenizer.bos_token == "<|endoftext|>":
+        return len(token)  # one symbol a byte
+    return 1 if re.fullmatch("<0x..>", token) else len(token.replace("▁", " ").encode())
+
+
+def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.Example) -> Row:
+    parts = pieces(task, demos, query.text)
+    text = "".join(part for _, part, _ in parts)
+    tokens = tokenizer(text)["input_ids"]
+    sizes = [spelled(token, tokenizer) for token in tokenizer.convert_ids_to_tokens(tokens)]
+    if tokens[0] == tokenizer.bos_token_id:
+        sizes[0] = 0
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    assert ends[-1] == len(text.encode())
+    owner = [group for group, part, _ in parts for _ in part.encode()]
+    groups = [owner[end - 1] if end else "other" for end in ends]
+    words, place = [], 0
+    for _, part, label in parts:
+        stop = place + len(part.encode())
+        if label >= 0:
+            words.append((ends.index(place) + 1, ends.index(stop), label))
+        place = stop
+    return Row(
+        tokens=tokens,
+        groups=[*groups[:-1], "target"],
+        words=words,
+        query_start=[*groups, "query"].index("query"),
+        target=len(tokens) - 1,
+        gold=query.label,
+        demonstrations=0,
+    )
+
+
+@pytest.fixture(scope="session", params=["byte_level", "sentencepiece_like"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def build(tokenizer: Any, case: Prompts, **options: Any) -> list[al.PromptBatch]:
+    return al.build_prompts(tokenizer, case.task, case.demos, case.queries, **options)
+
+
+@moderately
+@given(case=prompts())
+def test_positions_are_those_of_the_oracle(tokenizer: Any, case: Prompts) -> None:
+    batches = build(tokenizer, case, batch_size=3, padding_side="left")
+    for found, query in zip(rows(batches), case.queries, strict=True):
+        oracle = expected(tokenizer, case.task, case.demos, query)
+        assert found._replace(demonstrations=0) == oracle
+
+
+@moderately
+@given(case=prompts())
+def test_tokens_spell_what_the_positions_say(tokenizer: Any, case: Prompts) -> None:
+    task, batches = case.task, build(tokenizer, case)
+    for row, query in zip(rows(batches), case.queries, strict=True):
+        own = [token for token in row.tokens if token != tokenizer.bos_token_id]
+        shift = len(row.tokens) - len(own)
+        written = task.prefix
+        for demo, (first, last, label) in zip(case.demos, row.words, strict=True):
+            before, between, after = task.pieces
+            written += before + demo.text + between
+            assert label == demo.label
+            assert tokenizer.decode(own[: first - shift]) == written
+            assert tokenizer.decode(row.tokens[first : last + 1]) == task.labels[label]
+            assert row.tokens[first] == batches[0].label_token_ids[label]
+            assert set(row.groups[first : last + 1]) == {"label"}
+            written += task.labels[label] + after + task.separator
+        assert tokenizer.decode(own) == written + task.query(query.text)
+        inside = sum(last - first + 1 for first, last, _ in row.words)
+        assert row.groups.count("label") == inside
+        assert row.groups.index("target") == row.target == len(row.tokens) - 1
+        assert row.groups.count("target") == 1
+
+
+@moderately
+@given(case=prompts(), size=st.integers(1, 4))
+def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size: int) -> None:
+    alone = rows(build(tokenizer, case, batch_size=1))
+    for side in ("left", "right"):
+        batches = build(tokenizer, case, batch_size=size, padding_side=side)
+        assert rows(batches) == alone
+        assert max(map(len, batches)) <= size
+        for batch in batches:
+            ends = batch.attention_mask[:, -1 if side == "left" else 0]
+            assert ends.all()
+            assert batch.attention_mask.any(0).all()  # no longer than its longest prompt
+            assert batch.label_token_ids.tolist() == batches[0].label_token_ids.tolist()
+            assert batch.labels == case.task.labels
+
+
+@moderately
+@given(case=prompts(), side=st.sampled_from(["left", "right"]))
+def test_the_shared_prefix_is_the_longest(tokenizer: Any, case: Prompts, side: str) -> None:
+    (batch,) = build(tokenizer, case, padding_side=side)
+    tokens = [row.tokens for row in rows([batch])]
+    count = 0
+    while count < min(map(len, tokens)) and len({row[count] for row in tokens}) == 1:
+        count += 1
+    assert batch.shared_prefix == count
+
+
+def test_bos_is_there_where_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
+    for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
+        (batch,) = al.build_prompts(tokenizer, SST2, [GOOD, BAD], ["", "so so"])
+        assert batch.begins_with_bos == bool(count)
+        for row in rows([batch]):
+            assert row.tokens.count(tokenizer.bos_token_id) == count
+            assert row.groups[0] == ("other" if count else "format")
+
+
+def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
+    one, other = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
+    queries = ["a long query, much longer", "b", "c, longer", "d"]
+    batches = al.build_prompts(tokenizer, SST2, [one, other, one, other], queries, batch_size=2)
+    assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
+    found = rows(batches)
+    for sets in (one, other):
+        alone = rows(al.build_prompts(tokenizer, SST2, sets, queries))
+        places = [0, 2] if sets is one else [1, 3]
+        assert [found[k] for k in places] == [alone[k] for k in places]
+    assert len({row.demonstrations for row in found}) == 2
+
+
+def test_nothing_is_added_to_what_is_asked(byte_level: Any) -> None:
+    before = byte_level.backend_tokenizer.to_str()
+    demos, queries = [GOOD, BAD], ["x", "y z"]
+    (batch,) = al.build_prompts(byte_level, SST2, demos, queries)
+    assert (demos, queries) == ([GOOD, BAD], ["x", "y z"])
+    assert batch.gold is None
+    assert byte_level.backend_tokenizer.to_str() == before
+
+
+def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any) -> None:
+    queries = ["x", "much " * 9, "y"]
+    build = partial(al.build_prompts, byte_level, SST2, [GOOD, BAD])
+    lengths = [len(row.tokens) for row in rows(build(queries))]
+    count = rf"1 of 3 prompts are longer than {lengths[0]} tokens"
+    named = rf" \(queries \[1\], the longest has {lengths[1]} tokens\)"
+    with refused(match=rf"{count}{named}; use fewer or shorter .*, or drop_too_long=True"):
+        build(queries, max_length=lengths[0])
+    with pytest.warns(UserWarning, match=f"{count} and are left out{named}"):
+        (batch,) = build(queries, max_length=lengths[0], drop_too_long=True)
+    assert sorted(batch.index.tolist()) == [0, 2]
+    assert len(build(queries, max_length=lengths[1])[0]) == 3
+    with refused(match="3 of 3 prompts are longer than 5 tokens"):
+        build(queries, max_length=5, drop_too_long=True)
+    limited = copy.deepcopy(byte_level)
+    limited.model_max_length = lengths[0]
+    with refused(match=count):
+        al.build_prompts(limited, SST2, [GOOD, BAD], queries)
+
+
+REQUESTS: list[tuple[str, Any, Any]] = [
+    (r"no queries to build prompts for", [GOOD, BAD], []),
+    (r"no demonstration for the labels \[' Negative'\]; give at least one", [GOOD, GOOD], ["x"]),
+    (r"no demonstration for the labels \[' Negative', ' Positive'\]", [], ["x"]),
+    (r"the labels \[2, None\], but .* classes 0 to 1 \( Neg", [GOOD, ODD, al.Example("y")], ["x"]),
+    (r"query 1 has the label 2, but the task has the classes 0 to 1", [GOOD, BAD], [BAD, ODD]),
+    (r"either all queries have a label or none", [GOOD, BAD], ["x", GOOD]),
+    (r"2 sets of demonstrations came with 1 queries; give one set", [[GOOD, BAD]] * 2, ["x"]),
+    (r"must have one size; got 2 and 3", [[GOOD, BAD], [BAD, GOOD, BAD]], ["x", "y"]),
+    (r"no demonstration for the labels \[' Positive'\]", [[GOOD, BAD], [BAD, BAD]], ["x", "y"]),
+]
+
+
+@pytest.mark.parametrize(("message", "demos", "queries"), REQUESTS)
+def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, queries: Any) -> None:
+    with refused(match=message):
+        al.build_prompts(tokenizer, SST2, demos, queries)
+
+
+def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
+    with refused(match=r"batch_size must be at least 1; got 0"):
+        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
+    for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
+        with refused(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
+            al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
+
+
+@pytest.mark.shape_errors
+def test_a_padding_side_that_is_none_is_refused(byte_level: Any) -> None:
+    side: Any = "both"
+    with refused(match=r"padding_side must be 'left' or 'right'; got 'both'"):
+        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], padding_side=side)
+
+
+@pytest.mark.parametrize(
+    ("template", "labels", "message"),
+    [
+        (
+            "{text} is {label}",
+            ["No", "Positive"],
+            r"'No' merges .* before it .*change the template",
+        ),
+        ("{text}:{label}s", [" Positive", " No"], r"' Positive' merges with what stands after it"),
+        ("{text}:{label}", [" Ab", " A", " Abb"], r"' Ab' and ' A' have the same first token '.A'"),
+    ],
+)
+def test_labels_without_a_position_of_their_own_are_refused(
+    tokenizer: Any, template: str, labels: list[str], message: str
+) -> None:
+    demos = [al.Example("x", k) for k in range(len(labels))]
+    with refused(match=message):
+        al.build_prompts(tokenizer, al.Task(template, labels), demos, ["x"])
+
+
+def test_a_label_that_begins_differently_elsewhere_is_refused(byte_level: Any) -> None:
+    spaced = copy.deepcopy(byte_level)
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    task = al.Task("{text}{label}", ["A", "B"])
+    with refused(
+        match=r"label word 'A' begins with the token 'Ġ.*' in a demonstration, but with 'A'"
+    ):
+        al.build_prompts(spaced, task, [al.Example("", 0), al.Example("x", 1)], ["x"])
+
+
+def test_a_special_token_at_the_end_is_refused(byte_level: Any) -> None:
+    ending = copy.deepcopy(byte_level)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    with refused(match=r"adds a special token after the prompt, .*add_eos_token=False"):
+        al.build_prompts(ending, SST2, [GOOD, BAD], ["x"])
+
+
+def test_a_prompt_that_ends_in_a_demonstration_is_refused(tokenizer: Any) -> None:
+    with refused(match=r"query 1"):
+        al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])
+
+
+@pytest.fixture
+def indenting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Like GPT-NeoX's: one token for a newline and the spaces after it."""
+    monkeypatch.setattr(conftest, "TEXTS", [*conftest.TEXTS, *["a\n   b\n\n c"] * 30])
+    return conftest.byte_level_tokenizer()
+
+
+def test_white_space_may_share_a_token(indenting: Any) -> None:
+    task = al.Task("{text}\n  {label}", SST2.labels)
+    assert "ĊĠĠ" in indenting.tokenize("\n   x")
+    query = al.Example("  so so ", 0)
+    (found,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
+    assert found._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
+
+
+def test_a_label_that_changes_the_end_of_the_query_is_refused(indenting: Any) -> None:
+    task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
+    with refused(
+        match=r"'Negative' changes how the tokenizer reads the end of the query 'x\\n\\n'"
+    ):
+        al.build_prompts(indenting, task, [GOOD, BAD], ["x"])
