@@ -203,13 +203,15 @@ NATIVE = [
 @pytest.mark.parametrize("make", NATIVE)
 def test_dead_hooks_are_refused(make: Any, byte_level: Any) -> None:
     bridge = boot(randomize(make()), byte_level)
+    points = bridge.hook_dict.values()
+    before = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points]
     message = r"hooks of .* do not act.*layer 0: .*; layer 1: .*HookedTransformer"
     with pytest.raises(ModelError, match=message):
         al.prepare_model(bridge)
     with pytest.raises(ModelError, match=message):
         al.run(bridge, questions(bridge, 1), [al.SaliencyFlows()])
     assert all(p.requires_grad and p.grad is None for p in bridge.parameters())
-    assert not any(point.fwd_hooks or point.bwd_hooks for point in bridge.hook_dict.values())
+    assert [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points] == before
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])

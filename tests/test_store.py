@@ -1,8 +1,10 @@
 """A run that died goes on where it was; a folder of another run is an error."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +52,7 @@ class Logits:
 
 
 def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict[str, Any]:
-    batches = options.pop("batches", None) or questions(model, count=8, batch_size=2)
+    batches = options.pop("batches", None) or questions(model, count=4, batch_size=1)
     metrics = options.pop("metrics", [metric, al.SaliencyFlows(), al.AttentionAUCROC()])
     return al.run(model, batches, metrics, folder=folder, progress=False, resamples=5, **options)
 
@@ -89,10 +91,10 @@ def test_a_resumed_run_is_an_uninterrupted_one(gpt2: Any, tmp_path: Path, change
     assert names == ["rows-00000.safetensors", "rows-00001.safetensors", "run.json"]
     found = run(gpt2, second, tmp_path / "rows", **options)
     assert same(found, expected)
-    assert (whole.seen, first.seen, second.seen) == ([2] * 4, [2] * 2, [2] * 3)
+    assert (whole.seen, first.seen, second.seen) == ([1] * 4, [1] * 2, [1] * 3)
     again = Logits()
     assert same(run(gpt2, again, tmp_path / "rows", **options), expected)
-    assert again.seen == [2]  # the first batch is checked again, nothing else runs
+    assert again.seen == [1]  # the first batch is checked again, nothing else runs
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
@@ -104,12 +106,12 @@ def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> 
     (tmp_path / "rows-00003.safetensors").write_bytes(whole[:-8])
     metric = Logits()
     assert same(run(gpt2, metric, tmp_path), expected)
-    assert metric.seen == [2] * 4
+    assert metric.seen == [1] * 4
     assert (tmp_path / "rows-00003.safetensors").read_bytes() == whole
     (tmp_path / "rows-00002.safetensors").unlink()
     metric = Logits()
     assert same(run(gpt2, metric, tmp_path), expected)
-    assert metric.seen == [2] * 2
+    assert metric.seen == [1] * 2
 
 
 def other_weights(model: Any) -> Any:
@@ -141,8 +143,8 @@ def stored(gpt2: Any, tmp_path: Path) -> Path:
         ),
         (lambda model: {"loss": a_loss}, r"loss: stored .*label_cross_entropy', now '.*a_loss'"),
         (lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'none', now 'some'"),
-        (lambda model: {"batches": questions(model, count=8, batch_size=4)}, "prompts: stored '"),
-        (lambda model: {"batches": questions(model, count=9, batch_size=2)}, "prompts: stored '"),
+        (lambda model: {"batches": questions(model, count=4, batch_size=2)}, "prompts: stored '"),
+        (lambda model: {"batches": questions(model, count=5, batch_size=1)}, "prompts: stored '"),
         (lambda model: {"model": other_weights(model)}, "weights: stored '"),
     ],
 )
@@ -155,14 +157,14 @@ def test_another_run_is_refused_and_told_apart(
         StoreError, match="holds the rows of another run; use another folder"
     ) as caught:
         run(options.pop("model", gpt2), Logits(), stored, **options)
-    assert pytest.raises(StoreError, match=differs)
+    assert re.search(differs, str(caught.value))
     assert str(caught.value).count(": stored ") == 1
     assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
 
 
 def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any) -> None:
     deeper = al.load_model(tiny_gpt2(len(byte_level), n_layer=4), tokenizer=byte_level)
-    with pytest.raises(StoreError, match="another run.* weights: stored"):
+    with pytest.raises(StoreError, match=r"another run.* weights: stored"):
         run(deeper, Logits(), stored, metrics=[Logits()])
 
 
@@ -170,21 +172,17 @@ def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
     written = json.loads((stored / "run.json").read_text())
     assert written.items() >= versions().items()
     (stored / "run.json").write_text(json.dumps(written | {"torch": "1.0"}))
-    with pytest.raises(StoreError, match=rf"torch: stored '1.0', now '{versions()['torch']}'"[:30]):
+    with pytest.raises(StoreError, match=r"torch: stored '1\.0', now '\d"):
         run(gpt2, Logits(), stored, metrics=[Logits()])
 
 
 def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) -> None:
     run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [0]))
-    with pytest.raises(
-        StoreError, match="first batch gives other numbers .* hooks, loss or weights"
-    ):
+    with pytest.raises(StoreError, match=r"first batch gives other numbers .* hooks, loss or"):
         run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [2]))
 
 
 def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
-    from functools import partial
-
     for _ in range(2):
         run(gpt2, Logits(), tmp_path, metrics=[al.SaliencyFlows()], loss=partial(a_loss))
 
@@ -228,7 +226,7 @@ def test_same_rows_forgives_rounding_and_nothing_else() -> None:
 
 
 def test_batches_that_differ_in_nothing_are_the_same_run(gpt2: Any, stored: Path) -> None:
-    batches = [replace(batch) for batch in questions(gpt2, count=8, batch_size=2)]
+    batches = [replace(batch) for batch in questions(gpt2, count=4, batch_size=1)]
     metric = Logits()
     run(gpt2, metric, stored, metrics=[metric], batches=batches)
-    assert metric.seen == [2]
+    assert metric.seen == [1]

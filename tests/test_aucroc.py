@@ -1,0 +1,203 @@
+"""AUCROC against scikit-learn, R_l by hand, and the whole way against plain transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions, tiny_gpt2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess, predicted_class
+
+NAN = float("nan")
+
+
+def reference(scores: Tensor, predicted: Tensor) -> float:
+    """As the published notebook takes it, with scikit-learn."""
+    present = predicted.unique()
+    kept = scores[:, present].double()
+    place = torch.searchsorted(present, predicted)
+    if len(present) == 2:
+        return float(roc_auc_score(place == 1, kept[:, 1]))
+    kept[kept.sum(1) == 0] = 1.0
+    shares = kept / kept.sum(1, keepdim=True)
+    return float(roc_auc_score(place, shares.numpy(), multi_class="ovo", average="macro"))
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Scores of few values, so that many are tied, rows of zeros, classes never predicted."""
+    n_classes = draw(st.integers(2, 5))
+    n_prompts = draw(st.integers(4, 24))
+    values = st.sampled_from([0.0, 0.0, 0.125, 0.25, 0.5, 1.0])
+    rows = st.lists(values, min_size=n_classes, max_size=n_classes)
+    scores = draw(st.lists(rows, min_size=n_prompts, max_size=n_prompts))
+    labels = draw(
+        st.lists(st.integers(0, n_classes - 1), min_size=n_prompts, max_size=n_prompts)
+        .map(torch.tensor)
+        .filter(lambda one: len(one.unique()) > 1)
+    )
+    return torch.tensor(scores), labels
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(scored())
+def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
+    scores, predicted = case
+    ours = float(aucroc(scores[None], predicted)[0])
+    assert ours == pytest.approx(reference(scores, predicted), abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(scored())
+def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
+    scores, labels = case
+    positive = labels == labels[0]
+    for one in scores.T:
+        expected = roc_auc_score(positive, one)
+        assert float(auc(one[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_auc_by_hand() -> None:
+    scores = torch.tensor([[1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    positive = torch.tensor([False, False, True, True])
+    assert auc(scores, positive).tolist() == [0.875, 0.125, 0.5]
+    assert auc(scores, torch.ones(4, dtype=torch.bool)).isnan().all()
+    assert auc(scores, torch.zeros(4, dtype=torch.bool)).isnan().all()
+
+
+def test_several_series_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(7, 30, 4, generator=generator)
+    predicted = torch.randint(4, (30,), generator=generator)
+    together = aucroc(scores, predicted)
+    assert torch.equal(together, torch.cat([aucroc(one[None], predicted) for one in scores]))
+
+
+def test_two_classes_use_the_raw_score_of_the_second() -> None:
+    scores = torch.tensor([[[9.0, 0.3], [0.1, 0.2], [0.1, 0.1], [9.0, 0.4]]])
+    predicted = torch.tensor([0, 1, 0, 1])
+    assert aucroc(scores, predicted).tolist() == [0.75]  # divided by its sum it would be 0.5
+    # The same where two of three classes are ever predicted, whichever they are.
+    third = torch.cat([scores, torch.full((1, 4, 1), 5.0)], -1)[..., [0, 2, 1]]
+    assert aucroc(third, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
+
+
+def test_no_attention_to_any_anchor_is_uniform() -> None:
+    scores = torch.zeros(1, 6, 3)
+    assert aucroc(scores, torch.tensor([0, 1, 2, 0, 1, 2])).tolist() == [0.5]
+
+
+def test_perfect_and_inverted() -> None:
+    predicted = torch.tensor([0, 1, 2, 2, 1, 0])
+    perfect = torch.nn.functional.one_hot(predicted, 3).float()[None]
+    assert aucroc(perfect, predicted).tolist() == [1.0]
+    assert aucroc(1 - perfect, predicted).tolist() == [0.0]
+
+
+def test_fewer_than_two_predicted_classes_are_nan_with_a_warning() -> None:
+    assert aucroc(torch.rand(2, 3, 2), torch.tensor([1, 1, 1])).isnan().all()
+    rows = {
+        "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
+        "predicted": torch.tensor([1, 1, 1]),
+        "demonstrations_id": torch.tensor([5, 5, 5]),
+    }
+    with pytest.warns(UserWarning, match=r"1 of 1 sets .* fewer than two classes.*more or other"):
+        record = al.AttentionAUCROC().result(rows)
+    assert record.aucroc.isnan().all() and record.aucroc.shape == (4,)
+    assert record.per_head.isnan().all() and record.per_head.shape == (4, 2)
+    assert record.r.isnan().all()
+
+
+def test_cumulative_excess_by_hand() -> None:
+    values = torch.tensor([0.6, 0.5, 0.9, 0.5])
+    torch.testing.assert_close(cumulative_excess(values), torch.tensor([0.2, 0.2, 1.0, 1.0]))
+    below = torch.tensor([0.3, 0.9])  # reached from below zero
+    torch.testing.assert_close(cumulative_excess(below), torch.tensor([-1.0, 1.0]))
+    for total in ([0.4, 0.5], [0.5, 0.5], [0.6, NAN]):
+        assert cumulative_excess(torch.tensor(total)).isnan().all()
+
+
+def test_sets_of_demonstrations_are_averaged_before_r() -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = torch.rand(20, 3, 2, 4, generator=generator, dtype=torch.double)
+    predicted = torch.randint(4, (20,), generator=generator)
+    attention[torch.arange(20), :, :, predicted] += 0.5
+    sets = torch.tensor([4, 8]).repeat(10)
+    record = al.AttentionAUCROC().result(
+        {"attention": attention, "predicted": predicted, "demonstrations_id": sets}
+    )
+    expected = torch.tensor(
+        [
+            sum(
+                reference(attention[sets == one, k].sum(1), predicted[sets == one])
+                for one in (4, 8)
+            )
+            / 2
+            for k in range(3)
+        ],
+        dtype=torch.double,
+    )
+    torch.testing.assert_close(record.aucroc, expected)
+    torch.testing.assert_close(record.r, cumulative_excess(expected))
+    head = [reference(attention[sets == one, 1, 1], predicted[sets == one]) for one in (4, 8)]
+    assert float(record.per_head[1, 1]) == pytest.approx(sum(head) / 2)
+
+
+def test_predicted_class_and_ties() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 2.0, 2.0, 2.0], [9.0, 1.0, 4.0, 4.0]])
+    assert predicted_class(logits, torch.tensor([2, 3, 1])).tolist() == [2, 0, 0]
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> None:
+    examples = al.load_examples("sentiment")
+    demos = al.sample_demonstrations(examples, shots=shots, seed=1)
+    queries = [one for one in examples if one not in demos][:16]
+    batches = al.build_prompts(
+        gpt2.tokenizer, al.TASKS["sst2"], demos, queries, batch_size=6, padding_side=side
+    )
+    plain = tiny_gpt2(gpt2.W_E.shape[0])
+    plain.set_attn_implementation("eager")
+    scores, predicted = [], []
+    for batch in batches:
+        for n, mask in enumerate(batch.attention_mask):
+            with torch.no_grad():
+                out = plain(batch.tokens[n][mask][None], output_attentions=True)
+            predicted.append(out.logits[0, -1, batch.label_token_ids].argmax())
+            at_target = torch.stack(out.attentions)[:, 0, :, -1].double()  # [layer, head, key]
+            own = torch.zeros(*at_target.shape[:2], 2, dtype=torch.double)
+            places = batch.label_positions[n] - mask.long().argmax()
+            for place, label in zip(places, batch.label_classes[n], strict=True):
+                own[..., label] += at_target[..., place]
+            scores.append(own)
+    every, labels = torch.stack(scores), torch.stack(predicted)
+    assert len(labels.unique()) == 2
+    expected = [reference(every[:, k].sum(1), labels) for k in range(3)]
+    results = al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=10, progress=False)
+    record = results["attention_aucroc"]
+    torch.testing.assert_close(record.aucroc, torch.tensor(expected, dtype=torch.double))
+    heads = [[reference(every[:, k, h], labels) for h in range(2)] for k in range(3)]
+    torch.testing.assert_close(record.per_head, torch.tensor(heads, dtype=torch.double))
+    torch.testing.assert_close(record.r, cumulative_excess(record.aucroc), equal_nan=True)
+    low, high = record.intervals["aucroc"]
+    assert (low <= high).all()
+
+
+def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:
+    """With the label words hidden from the target every score is zero: uniform."""
+    batches = questions(gpt2, 8)
+    results = al.run(
+        gpt2,
+        batches,
+        [al.AttentionAUCROC()],
+        hooks=lambda batch: al.block_edges(gpt2, al.edges.pq(batch), range(3)),
+        resamples=0,
+        progress=False,
+    )
+    assert (results["attention_aucroc"].aucroc == 0.5).all()
