@@ -18,6 +18,7 @@ from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isol
 from .hooks import layer_numbers
 from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
+from .metrics.metric import Metric
 from .metrics.saliency import SaliencyFlows, saliency
 from .models import load_model
 from .prompts import build_prompts
@@ -131,7 +132,7 @@ def run(
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit status 1, without a traceback."""
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # type: ignore[assignment]
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app()
     except AnchorlensError as error:
@@ -184,7 +185,7 @@ def _analyse(
         record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
         records[f"{task}: {name}"] = record
 
-    metrics = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
+    metrics: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
     for name, record in run_metrics(model, batches, metrics).items():
         keep(name, record)
     isolations: dict[str, IsolationRecord] = {}

@@ -24,9 +24,14 @@ Hook = tuple[str, HookFunction]
 class HookedModel(Protocol):
     """What a hooked model offers: TransformerBridge and HookedTransformer alike."""
 
-    cfg: Any
-    hook_dict: Any
-    W_E: Any
+    @property
+    def cfg(self) -> Any: ...
+
+    @property
+    def hook_dict(self) -> Any: ...
+
+    @property
+    def W_E(self) -> Any: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -46,7 +46,7 @@ def load_model(
     if isinstance(source, PreTrainedModel):
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
-        weights = source
+        weights: Any = source
         if dtype is not None:
             weights = weights.to(dtype)
         if device is not None:
@@ -228,7 +228,8 @@ def _probe(model: Any) -> dict[int, str]:
         model.hooks(fwd_hooks=hooks),
     ):
         logits = model(tokens, attention_mask=torch.ones_like(tokens))
-        logits[:, -1].float().square().sum().backward()
+        # Bounded, so that the gradient of an untrained model does not overflow.
+        logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()
     faults = {}
     for layer in range(n_layers):
         fault = _fault(calls[layer], seen.get(layer), factors.get(layer), n_heads)
@@ -252,6 +253,7 @@ def _fault(calls: int, pattern: Tensor | None, factor: Tensor | None, n_heads: i
     if factor.grad is None or pattern.grad is None or not factor.grad.any():
         return "an edit of the pattern does not reach the logits"
     expected = values * pattern.grad.float()
-    if not torch.allclose(factor.grad.float(), expected, rtol=1e-2, atol=1e-6):
+    wrong = (factor.grad.float() - expected).abs().max()
+    if wrong > 0.02 * expected.abs().max():
         return "the gradient of the pattern is not the one of its effect"
     return None

@@ -51,7 +51,7 @@ def main() -> None:
         seeds[seed] = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
 
     everything = [batch for batches in seeds.values() for batch in batches]
-    metrics = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
     results = al.run(model, everything, metrics)
     for name, record in results.items():
         record.save(options.out / f"{name}.safetensors")
@@ -85,14 +85,14 @@ def main() -> None:
             first.append(early)
             last.append(late)
         print(f"\nisolated, edge to BOS {'kept' if keep_bos else 'cut'}")
-        for seeds_named, early, late in [
+        for seeds_named, early_ones, late_ones in [
             *((f"seed {seed}", [a], [b]) for seed, a, b in zip(seeds, first, last, strict=True)),
             ("all seeds", first, last),
         ]:
             for kind, field in (("word", "word_overlap"), ("label", "label_kept")):
-                own = torch.cat([getattr(one, field) for one in early]).numpy()
-                end = torch.cat([getattr(one, field) for one in late]).numpy()
-                draws = torch.cat([getattr(one, f"random_{field}") for one in early]).numpy()
+                own = torch.cat([getattr(one, field) for one in early_ones]).numpy()
+                end = torch.cat([getattr(one, field) for one in late_ones]).numpy()
+                draws = torch.cat([getattr(one, f"random_{field}") for one in early_ones]).numpy()
                 means = draws.mean(0)
                 print(
                     f"  {seeds_named:<10}{kind} loyalty: first 5 {interval(own)}, "
