@@ -82,7 +82,7 @@ class PromptBatch:
         Example:
             >>> saliency(model, batch.prompt(0))                                 # doctest: +SKIP
         """
-        rows = {
+        rows: dict[str, Any] = {
             name: value[number : number + 1]
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and name != "label_token_ids"
@@ -97,7 +97,7 @@ class PromptBatch:
 
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch with its tensors on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)

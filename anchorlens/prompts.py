@@ -61,16 +61,16 @@ def build_prompts(
     _check_request(tokenizer, task, queries, batch_size, padding_side)
     sets = _one_set_per_query(demonstrations, len(queries), task)
     ids = _label_token_ids(tokenizer, task)
-    queries = [Example(query) if isinstance(query, str) else query for query in queries]
+    asked = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = max_length or getattr(tokenizer, "model_max_length", None) or float("inf")
     prompts: list[_Prompt] = []
-    too_long = []
-    for index, (demos, query) in enumerate(zip(sets, queries, strict=True)):
+    too_long: list[_Prompt] = []
+    for index, (demos, query) in enumerate(zip(sets, asked, strict=True)):
         prompt = _tokenize(tokenizer, task, demos, query, ids, index)
         (too_long if len(prompt.tokens) > limit else prompts).append(prompt)
     if too_long:
         count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
-        names = f"(queries {[prompt.index for prompt in too_long[:10]]}, the longest has " + (
+        names = f"(queries {[prompt.place for prompt in too_long[:10]]}, the longest has " + (
             f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
         )
         if not drop_too_long or not prompts:
@@ -80,7 +80,7 @@ def build_prompts(
         warnings.warn(f"{count} and are left out {names}", stacklevel=2)
     # The order in which sets first appear keeps the prompts of one set together.
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
-    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.index))
+    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.place))
     return [
         _pad(chunk, task, ids, padding_side, tokenizer.pad_token_id or 0)
         for chunk in _chunks(prompts, batch_size)
@@ -99,7 +99,7 @@ class _Prompt(NamedTuple):
     anchors: list[tuple[int, int, int]]  # first token, last token, class
     query_start: int
     gold: int | None
-    index: int
+    place: int
     set_id: int
     begins_with_bos: bool
 
@@ -182,7 +182,7 @@ def _tokenize(
         anchors=anchors,
         query_start=query_start,
         gold=query.label,
-        index=index,
+        place=index,
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
         begins_with_bos=special[0],
     )
@@ -215,7 +215,7 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
     """First token of each label word where the model would write it: after a query."""
     ending = task.query("x")
     plain = _encode(tokenizer, ending)[0]
-    ids = []
+    ids: list[int] = []
     for word in task.labels:
         tokens, spans, _ = _encode(tokenizer, ending + word)
         first, _ = _word(tokenizer, tokens, spans, ending + word, len(ending), len(ending + word))
@@ -326,7 +326,7 @@ def _pad(
         groups=groups,
         query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
         demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
-        index=torch.tensor([prompt.index for prompt in prompts]),
+        index=torch.tensor([prompt.place for prompt in prompts]),
         labels=tuple(task.labels),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )

@@ -151,6 +151,29 @@ def test_build_prompts_gives_the_same_names(byte_level: Any) -> None:
         assert made.shared_prefix == built.shared_prefix
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_one_prompt_is_a_batch_without_padding(side: str) -> None:
+    whole = batch(side, gold=[1, 0])
+    for number, tokens in enumerate(PROMPTS):
+        alone = al.PromptBatch.from_positions(
+            torch.tensor([tokens]),
+            label_positions=[[1, 3]],
+            label_classes=[[0, 1]],
+            label_token_ids=[21, 22],
+            gold=[1 - number],
+        )
+        found = whole.prompt(number)
+        for name, value in vars(replace(alone, index=torch.tensor([number]))).items():
+            other = getattr(found, name)
+            assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_prompt_that_is_not_there_is_refused(number: int) -> None:
+    with refused(match=rf"prompt.*{number}"):
+        batch().prompt(number)
+
+
 def test_to_moves_every_tensor_and_nothing_else() -> None:
     made = replace(batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
     moved = made.to("meta")

@@ -28,10 +28,10 @@ MAKE: dict[str, Callable[[int], Any]] = {
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
-def published(queries: np.ndarray, keys: np.ndarray, directions: int) -> np.ndarray:
+def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
     """One layer: queries [prompt, channel] and keys [class, channel] to [class, class]."""
-    pca = PCA(n_components=directions, svd_solver="full").fit(queries)
-    projected = (keys @ pca.components_.T) * pca.singular_values_
+    pca = PCA(n_components=directions, svd_solver="full").fit(queries.double().numpy())
+    projected = (keys.double().numpy() @ pca.components_.T) * pca.singular_values_
     distances = pdist(projected)
     return squareform(distances / distances.max())
 
@@ -43,7 +43,7 @@ def test_key_distances_equal_the_published_steps() -> None:
     for directions in (1, 10, 24):
         ours = key_distances(queries, keys, directions)
         for layer in range(3):
-            theirs = published(queries[:, layer].double(), keys[layer].double(), directions)
+            theirs = published(queries[:, layer], keys[layer], directions)
             np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
 
 
@@ -51,7 +51,7 @@ def test_more_channels_than_prompts() -> None:
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(12, 1, 64, generator=generator)
     keys = torch.randn(1, 4, 64, generator=generator)
-    theirs = published(queries[:, 0].double(), keys[0].double(), 10)
+    theirs = published(queries[:, 0], keys[0], 10)
     np.testing.assert_allclose(key_distances(queries, keys, 10)[0], theirs, atol=1e-10)
 
 
@@ -183,11 +183,7 @@ def test_record_end_to_end(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 logits.append(gpt2(tokens)[0, -1, batch.label_token_ids])
             golds.append(batch.gold[n])
     distance = [
-        published(
-            torch.stack(queries)[:, layer].double().numpy(),
-            torch.stack(keys).mean(0)[layer].double().numpy(),
-            10,
-        )
+        published(torch.stack(queries)[:, layer], torch.stack(keys).mean(0)[layer], 10)
         for layer in range(3)
     ]
     np.testing.assert_allclose(record.anchor_distance, distance, atol=1e-5)

@@ -1,0 +1,204 @@
+"""Examples are the same from a file of any kind, the bundled sets and the hub."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+
+import anchorlens as al
+from anchorlens.errors import DataError
+from anchorlens.tasks import BUNDLED, HUB_SOURCES
+
+refused = partial(pytest.raises, DataError)
+ROWS = [("dull, \"slow\"\nand 'long'", 0), ("schön 😀", 1), ("  fun ", 1)]
+EXAMPLES = [al.Example(text, label) for text, label in ROWS]
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in, or taken from, the cache of whoever runs the tests."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(
+    path: Path, rows: Sequence[tuple[Any, Any]], text: str = "text", label: str = "label"
+) -> Path:
+    frame = pd.DataFrame(rows, columns=[text, label])
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        frame.to_parquet(path, index=False)
+    else:
+        path.write_text(
+            "".join(json.dumps(dict(zip((text, label), row, strict=True))) + "\n" for row in rows)
+        )
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_files_of_every_kind_give_the_same_examples(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"file.{suffix}", ROWS)
+    assert al.load_examples(path) == EXAMPLES
+    assert al.load_examples(str(path)) == EXAMPLES
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_columns_and_classes_are_as_named(tmp_path: Path, suffix: str) -> None:
+    rows = [(text, ["bad", "good"][label]) for text, label in ROWS]
+    path = write(tmp_path / f"file.{suffix}", rows, "sentence", "verdict")
+    found = al.load_examples(path, text="sentence", label="verdict", classes=["bad", "good"])
+    assert found == EXAMPLES
+    swapped = al.load_examples(path, text="sentence", label="verdict", classes=["good", "bad"])
+    assert [example.label for example in swapped] == [1, 0, 0]
+
+
+def test_classes_may_be_integers(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.jsonl", [("a", 7), ("b", 3)])
+    assert [example.label for example in al.load_examples(path, classes=[3, 7])] == [1, 0]
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.jsonl", [("a", 0)])
+    assert al.load_examples(path) == [al.Example("a", 0)]
+    write(path, [("b", 1)])
+    assert al.load_examples(path) == [al.Example("b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            ("b", -1),
+            {},
+            r"row 1 of .*file.jsonl: expected a text and a class \(an integer from 0.* -1$",
+        ),
+        (("b", 2), {"classes": [0, 5]}, r"row 1 .*classes=\[0, 5\]\); got text 'b' and label 2$"),
+        (("b", None), {}, r"row 1 .* label None$"),
+        ((None, 1), {}, r"row 1 .* got text None and label 1$"),
+    ],
+)
+def test_bad_rows_are_named(
+    tmp_path: Path, row: tuple[Any, Any], options: dict[str, Any], message: str
+) -> None:
+    with refused(match=message):
+        al.load_examples(write(tmp_path / "file.jsonl", [("a", 0), row]), **options)
+
+
+@pytest.mark.parametrize(
+    ("label", "classes"), [("0", None), (True, None), (0.5, None), ("c", ["a", "b"]), ([0], [0, 1])]
+)
+def test_labels_of_other_kinds_are_refused(tmp_path: Path, label: Any, classes: Any) -> None:
+    path = write(tmp_path / "file.jsonl", [("a", label)])
+    with refused(match=rf"row 0 .*{re.escape(f'label {label!r}')}$"):
+        al.load_examples(path, classes=classes)
+
+
+def test_what_cannot_be_read_is_named_with_the_cure(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
+    with refused(match=r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .* text="):
+        al.load_examples(path)
+    with refused(match=r"but not \['label'\]; name the right ones .* label="):
+        al.load_examples(path, text="sentence")
+    with refused(match=r"a file is one split, but split='test' came with .*csv; pass the file"):
+        al.load_examples(path, split="test")
+    with refused(match=r"no file .*none\.csv; give a jsonl, csv or parquet file"):
+        al.load_examples(tmp_path / "none.csv")
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    with refused(match=r"broken\.parquet cannot be read as parquet: "):
+        al.load_examples(tmp_path / "broken.parquet")
+    with refused(match=r"'news' has the splits 'train' and 'test'; got 'validation'"):
+        al.load_examples("news", split="validation")
+
+
+def readme() -> dict[str, tuple[list[str], int, int]]:
+    """What the README beside the data says: class names, rows a class, rows."""
+    text = (files("anchorlens") / "data" / "README.md").read_text(encoding="utf-8")
+    row = r"\| `(\w+)\.jsonl` \|.*\| (.*) \| (\d+) a class, (\d+) \|"
+    return {
+        name: (re.findall(r"\d (\w+)", classes), int(each), int(total))
+        for name, classes, each, total in re.findall(row, text)
+    }
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_examples_are_what_their_readme_says(name: str) -> None:
+    classes, each, total = readme()[name]
+    examples = al.load_examples(name)
+    assert [word.strip() for word in al.TASKS[BUNDLED[name]].labels] == classes
+    assert Counter(example.label for example in examples) == dict.fromkeys(
+        range(len(classes)), each
+    )
+    assert len(examples) == total
+    assert len({example.text.strip().lower() for example in examples}) == total
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_halves_are_disjoint_with_all_classes(name: str) -> None:
+    train, test = al.load_examples(name, "train"), al.load_examples(name, split="test")
+    whole = al.load_examples(name)
+    assert not set(train) & set(test)
+    assert set(train) | set(test) == set(whole)
+    for half in (train, test):
+        counts = Counter(example.label for example in half)
+        assert set(counts) == {example.label for example in whole}
+        assert max(counts.values()) - min(counts.values()) == 0
+        assert half == [example for example in whole if example in half]  # in order
+    assert abs(len(train) - len(test)) <= len({example.label for example in whole})
+
+
+HUB = {
+    "sst2": ("stanfordnlp/sst2", None, "validation", [0, 1, 1]),
+    "trec": ("CogComp/trec", "refs/convert/parquet", "test", [1, 0, 1]),
+    "agnews": ("fancyzhx/ag_news", None, "test", [0, 1, 1]),
+    "emo": ("aps/emo", "refs/convert/parquet", "test", [0, 1, 1]),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A hub whose data sets all have the same columns; what it is asked for."""
+    asked: list[Any] = []
+
+    def load_dataset(path: str, *, split: str, revision: str | None) -> Any:
+        asked.append((path, split, revision))
+        columns = {name: [row[0] for row in ROWS] for name in ("text", "sentence")}
+        return datasets.Dataset.from_dict(columns | {"label": [0, 1, 1], "coarse_label": [1, 0, 1]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_tasks_of_the_paper_come_from_the_hub(name: str, hub: list[Any]) -> None:
+    path, revision, test, labels = HUB[name]
+    expected = [al.Example(row[0], label) for row, label in zip(ROWS, labels, strict=True)]
+    for split in (None, "train", "test", "validation"):
+        assert al.load_examples(name, split) == expected
+    assert hub == [(path, split, revision) for split in ("train", "train", test, "validation")]
+    assert (HUB_SOURCES[name].text == "sentence") == (name == "sst2")
+
+
+def test_other_data_sets_of_the_hub_take_any_split(hub: list[Any]) -> None:
+    options: dict[str, Any] = {"text": "sentence", "label": "coarse_label", "classes": [1, 0]}
+    found = al.load_examples("me/moods", "dev", **options)
+    assert [example.label for example in found] == [0, 1, 0]
+    assert hub == [("me/moods", "dev", None)]
+
+
+def test_an_unreachable_hub_is_an_error_with_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    said = r"'stanfordnlp/sst2' \(split 'validation'\) cannot be loaded: no route to host\. "
+    ways = r"Give a jsonl, csv or parquet file, one of .*sentiment, questions, news, emotions"
+    with refused(match=said + ways):
+        al.load_examples("sst2", split="test")
