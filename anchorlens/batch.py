@@ -82,6 +82,8 @@ class PromptBatch:
         Example:
             >>> saliency(model, batch.prompt(0))                                 # doctest: +SKIP
         """
+        if not 0 <= number < len(self):
+            raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number}")
         rows: dict[str, Any] = {
             name: value[number : number + 1]
             for name, value in vars(self).items()
@@ -95,10 +97,11 @@ class PromptBatch:
             rows[name] = rows[name] - start
         return replace(self, **rows)
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> "PromptBatch":
-        """The same batch with its tensors on ``device``."""
+        """The same batch with its tensors on ``device``, as autograd takes them."""
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: value.to(device, copy=value.is_inference())
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }

@@ -209,8 +209,11 @@ def sample_demonstrations(
         raise DataError(f"shots must be at least 1; got {shots}")
     by_class: dict[int, list[Example]] = {}
     for example in examples:
-        if example.label is None:
-            raise DataError(f"demonstrations need a label, but this has none: {example.text!r}")
+        if example.label is None or example.label < 0:
+            raise DataError(
+                f"demonstrations need a label, an integer from 0; {example.text!r} has "
+                f"{'none' if example.label is None else example.label}"
+            )
         by_class.setdefault(example.label, []).append(example)
     if not by_class:
         raise DataError("there are no examples to draw demonstrations from")
@@ -306,14 +309,14 @@ def _examples(
             f"{source} has the columns {rows.column_names}, but not {missing}; name the right "
             "ones with text= and label="
         )
-    numbers = None if classes is None else {value: k for k, value in enumerate(classes)}
+    known = None if classes is None else list(classes)  # a list, as a label may be unhashable
     examples = []
     for row, (words, value) in enumerate(zip(rows[text], rows[label], strict=True)):
-        known = value in numbers if numbers is not None else type(value) is int and value >= 0
-        if not known or not isinstance(words, str):
+        fits = value in known if known is not None else type(value) is int and value >= 0
+        if not fits or not isinstance(words, str):
             raise DataError(
                 f"row {row} of {source}: expected a text and a class (an integer from 0, or one of "
                 f"classes={classes}); got text {words!r} and label {value!r}"
             )
-        examples.append(Example(words, value if numbers is None else numbers[value]))
+        examples.append(Example(words, value if known is None else known.index(value)))
     return examples
