@@ -38,8 +38,8 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/anchorlens demo --model '$(MODEL)' --out '$(OUT)'
 
 test: lint
-	$(BIN)/python -m pytest -m 'not shape_errors' --jaxtyping-packages=anchorlens,beartype.beartype
-	$(BIN)/python -m pytest -m shape_errors
+	$(BIN)/python -m pytest -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
+	$(BIN)/python -m pytest -m without_jaxtyping
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

@@ -165,9 +165,15 @@ class PromptBatch:
         last = length - 1 - mask.flip(1).long().argmax(1)
 
         def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
-            tensor = torch.as_tensor(value, device=device).long()
+            try:
+                tensor = torch.as_tensor(value, device=device).long()
+            except ValueError as error:  # rows of different lengths
+                raise PromptError(
+                    f"{name} must be a table of the shape {shape}: {error}"
+                ) from error
             fits = tensor.ndim == len(shape) and all(
-                want in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+                got > 0 if want is None else got == want
+                for want, got in zip(shape, tensor.shape, strict=True)
             )
             if not fits:
                 raise PromptError(f"{name} must have the shape {shape}; got {tuple(tensor.shape)}")

@@ -15,7 +15,7 @@ from . import figures
 from .batch import PromptBatch
 from .errors import AnchorlensError, DataError
 from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isolation
-from .hooks import layer_numbers
+from .hooked import layer_numbers
 from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
 from .metrics.metric import Metric

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import MetricError, ModelError, PromptError
-from .hooks import Hook, HookedModel, HookFunction, require_prepared
+from .hooked import Hook, HookedModel, HookFunction, require_prepared
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 

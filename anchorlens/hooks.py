@@ -5,8 +5,7 @@ with ``+``. A builder checks what it was given against the model before anything
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,42 +13,16 @@ from torch import Tensor
 
 from . import edges as edge_sets
 from .batch import PromptBatch
-from .errors import HookError, ModelError
-
-HookFunction = Callable[..., Tensor | None]
-Hook = tuple[str, HookFunction]
-
-
-@runtime_checkable
-class HookedModel(Protocol):
-    """What a hooked model offers: TransformerBridge and HookedTransformer alike."""
-
-    @property
-    def cfg(self) -> Any: ...
-
-    @property
-    def hook_dict(self) -> Any: ...
-
-    @property
-    def W_E(self) -> Any: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-# Models whose hooks prepare_model has proven. Weak, so that nothing keeps a model alive.
-proven: WeakSet[Any] = WeakSet()
-
-
-def pattern_name(layer: int) -> str:
-    """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
-    return f"blocks.{layer}.attn.hook_pattern"
-
-
-def scores_name(layer: int) -> str:
-    """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
-    return f"blocks.{layer}.attn.hook_attn_scores"
+from .errors import HookError
+from .hooked import (
+    Hook,
+    HookedModel,
+    layer_numbers,
+    numbers_of,
+    pattern_name,
+    require_prepared,
+    scores_name,
+)
 
 
 def block_edges(
@@ -277,35 +250,6 @@ def reweight_anchors(
     return [hook_of(layer) for layer in range(model.cfg.n_layers)]
 
 
-def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
-    """Layers as numbers from 0, each once, in order; negative ones count from the end.
-
-    Raises:
-        HookError: A layer does not exist, or none is named.
-    """
-    return _numbers("layer", layers, model.cfg.n_layers)
-
-
-def require_prepared(model: HookedModel) -> None:
-    """Refuse a model whose attention hooks have not been proven to act."""
-    if model not in proven:
-        raise ModelError(
-            "the attention hooks of this model have not been proven to act; call "
-            "al.prepare_model(model) once (al.load_model does it)"
-        )
-
-
-def _numbers(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
-    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
-    wrong = [number for number in numbers if not -count <= number < count]
-    if wrong or not numbers:
-        raise HookError(
-            f"{kind}s must be numbers from 0 to {count - 1}, or -{count} to -1 from the end; "
-            f"got {wrong or 'none'}"
-        )
-    return sorted({number % count for number in numbers})
-
-
 def _isolate_in_batch(
     model: HookedModel,
     batch: PromptBatch,
@@ -334,7 +278,7 @@ def _blocking_hooks(
     require_prepared(model)
     count = model.cfg.n_heads
     chosen = torch.zeros(count, dtype=torch.bool)
-    chosen[_numbers("head", range(count) if heads is None else heads, count)] = True
+    chosen[numbers_of("head", range(count) if heads is None else heads, count)] = True
     name = scores_name if renormalize else pattern_name
 
     def block(attention: Tensor, hook: Any) -> Tensor:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from .errors import ModelError
 from .forward import device_of, undisturbed, vocabulary_of
-from .hooks import HookedModel, pattern_name, proven, scores_name
+from .hooked import (
+    HookedModel,
+    pattern_name,
+    proven,
+    refuse_folded_value_biases,
+    require_prepared,
+    scores_name,
+)
 
 
 def load_model(
@@ -87,7 +94,7 @@ def prepare_model(model: HookedModel) -> HookedModel:
             f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
-    _refuse_folded_value_biases(model)
+    refuse_folded_value_biases(model)
     _refuse_missing_hooks(model)
     faults = _probe(model)
     if faults:
@@ -103,8 +110,10 @@ def prepare_model(model: HookedModel) -> HookedModel:
 
 
 def ensure_prepared(model: HookedModel) -> None:
-    """Prove the hooks at first use; later calls cost nothing."""
-    if model not in proven:
+    """Prove the hooks at first use; later calls cost next to nothing."""
+    if model in proven:
+        require_prepared(model)
+    else:
         prepare_model(model)
 
 
@@ -131,9 +140,10 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
             place, dtype=dtype or "auto", attn_implementation="eager", **options
         )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(place, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each reader of transformers raises its own
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{name!r} cannot be loaded as a causal language model: {str(error).splitlines()[0]} "
+            f"{name!r} cannot be loaded as a causal language model: {reason} "
             "Where no hub can be reached, give a local folder or a .gguf file (--model)"
         ) from error
     return weights, tokenizer
@@ -155,26 +165,6 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             f"TransformerLens does not know the architecture of {name!r} "
             f"({type(weights).__name__}): {str(error)[:200]}"
         ) from error
-
-
-def _refuse_folded_value_biases(model: Any) -> None:
-    """Folded value biases leave zeros where the query and key biases have none."""
-    if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
-        raise ModelError(
-            "the value biases of this model are folded into its output bias, which leaves the "
-            "logits alone but changes saliency, re-weighting and every edit of the pattern; load "
-            "it with fold_value_biases=False (HookedTransformer.from_pretrained(..., "
-            "fold_value_biases=False) or enable_compatibility_mode(fold_value_biases=False)), or "
-            "with al.load_model"
-        )
-
-
-def _all_zero(model: Any, name: str) -> bool:
-    try:
-        biases = getattr(model, name)
-    except AttributeError:  # a bridge over projections without biases
-        return True
-    return not bool(biases.detach().any())
 
 
 def _refuse_missing_hooks(model: Any) -> None:

@@ -81,10 +81,14 @@ def build_prompts(
     # The order in which sets first appear keeps the prompts of one set together.
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.place))
+    pad_token = tokenizer.pad_token_id or 0
     return [
-        _pad(chunk, task, ids, padding_side, tokenizer.pad_token_id or 0)
-        for chunk in _chunks(prompts, batch_size)
+        _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
+        for start in range(0, len(prompts), batch_size)
     ]
+
+
+_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 class _Piece(NamedTuple):
@@ -125,13 +129,21 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
     """
     encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
     special = [bool(flag) for flag in encoded["special_tokens_mask"]]
-    spans, previous = [], 0
-    for (start, end), is_special in zip(encoded["offset_mapping"], special, strict=True):
-        if is_special and start == end:
+    names = encoded.tokens()
+    spans: list[tuple[int, int]] = []
+    previous = 0
+    for k, (start, end) in enumerate(encoded["offset_mapping"]):
+        if special[k] and start == end:
             spans.append((previous, previous))
             continue
         # Tokens that share one character (bytes of an emoji) have the same offsets.
-        spans.append((min(start, previous), end))
+        begin = min(start, previous)
+        spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
+        if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
+            # The token before ended in spaces ("\n  "), which its offsets leave out.
+            begin = start - spaces
+            spans[-1] = (spans[-1][0], begin)
+        spans.append((begin, end))
         previous = max(previous, end)
     return list(encoded["input_ids"]), spans, special
 
@@ -147,11 +159,6 @@ def _tokenize(
     pieces = list(_pieces(task, demos, query))
     text = "".join(piece.text for piece in pieces)
     tokens, spans, special = _encode(tokenizer, text)
-    if special[-1]:
-        raise PromptError(
-            "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the label is predicted; switch that off (for example add_eos_token=False)"
-        )
     # A token belongs to the piece of its last character: the space before a word goes with it.
     group_of_character = [piece.group for piece in pieces for _ in piece.text]
     groups = [
@@ -173,6 +180,11 @@ def _tokenize(
                 )
             anchors.append((first, last, piece.label))
         position = stop
+    if not pieces[-1].text:
+        raise PromptError(
+            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
+            "token at which the label is predicted; put a word before {label} or leave it out"
+        )
     query_text = len(text) - len(pieces[-1].text)
     query_start = next(k for k, (_, end) in enumerate(spans) if end > query_text)
     groups[-1] = TARGET
@@ -214,7 +226,12 @@ def _word(
 def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
     """First token of each label word where the model would write it: after a query."""
     ending = task.query("x")
-    plain = _encode(tokenizer, ending)[0]
+    plain, _, special = _encode(tokenizer, ending)
+    if special[-1]:
+        raise PromptError(
+            "the tokenizer adds a special token after the prompt, so that its last token is not "
+            "where the label is predicted; switch that off (for example add_eos_token=False)"
+        )
     ids: list[int] = []
     for word in task.labels:
         tokens, spans, _ = _encode(tokenizer, ending + word)
@@ -330,8 +347,3 @@ def _pad(
         labels=tuple(task.labels),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )
-
-
-def _chunks(prompts: Sequence[_Prompt], size: int) -> Iterator[Sequence[_Prompt]]:
-    for start in range(0, len(prompts), size):
-        yield prompts[start : start + size]

@@ -86,10 +86,12 @@ class Record:
     def save(self, path: str | Path) -> Path:
         """Write the record into one safetensors file, its ``info`` as json in the header."""
         path = Path(path)
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors().items()}
-        bounds = {f"intervals.{name}": bound.contiguous() for name, bound in self.intervals.items()}
+        bounds = {f"intervals.{name}": bound for name, bound in self.intervals.items()}
+        own = self.tensors() | bounds
         header = {"record": type(self).__name__, "info": json.dumps(dict(self.info))}
-        save_file(tensors | bounds, path, metadata=header)
+        # Copies, as safetensors takes no two tensors that share memory.
+        copies = {name: tensor.contiguous().clone() for name, tensor in own.items()}
+        save_file(copies, path, metadata=header)
         return path
 
     @classmethod

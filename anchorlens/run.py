@@ -19,7 +19,7 @@ from .forward import (
     undisturbed,
     vocabulary_of,
 )
-from .hooks import Hook, HookedModel
+from .hooked import Hook, HookedModel
 from .metrics.metric import Metric
 from .models import ensure_prepared
 from .results import Record, Rows, with_intervals
@@ -47,7 +47,8 @@ def run(
 
     Args:
         model: A hooked model; its attention hooks are proven at first use.
-        batches: Prompts from ``build_prompts``; batches of several calls may be joined.
+        batches: Prompts from ``build_prompts``; batches of several calls may be joined. Rows of a
+            result are in the order of the queries, of joined calls by set of demonstrations first.
         metrics: The package's or your own.
         hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
             They act before the metrics look, and a clean pass runs first.
@@ -77,7 +78,7 @@ def run(
     if folder is not None:
         settings = {
             "metrics": ", ".join(map(repr, metrics)),
-            "loss": f"{loss.__module__}.{loss.__qualname__}",
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
             "hooks": "none" if hooks is None else "some",
         }
         store = Store.open(folder, fingerprint(model, batches, settings))
@@ -144,15 +145,16 @@ def _check(
     check_batches(model, batches)
     if not metrics:
         raise MetricError("there are no metrics to compute")
-    names = [metric.name for metric in metrics]
-    if len(set(names)) < len(names):
-        raise MetricError(f"two metrics of one run need different names; got {names}")
-    wrong = [metric for metric in metrics if not isinstance(metric, Metric)]
+    # A class has the attributes of its instances, so that the protocol alone does not refuse it.
+    wrong = [one for one in metrics if isinstance(one, type) or not isinstance(one, Metric)]
     if wrong:
         raise MetricError(
             f"a metric has name, needs_gradient, observe and result; got {wrong[0]!r} "
             "(an instance is needed, SaliencyFlows() and not SaliencyFlows)"
         )
+    names = [metric.name for metric in metrics]
+    if len(set(names)) < len(names):
+        raise MetricError(f"two metrics of one run need different names; got {names}")
     gradient = any(metric.needs_gradient for metric in metrics)
     for metric in metrics:
         check = getattr(metric, "check", None)
@@ -207,7 +209,8 @@ def _rows_of_batch(
                     f"{metric.name}: row {name!r} must have one entry a prompt, {len(batch)}; got "
                     f"the shape {tuple(values.shape)}"
                 )
-            rows[f"{metric.name}/{name}"] = values
+            # Detached, or a metric that forgot to would keep the graph of every batch.
+            rows[f"{metric.name}/{name}"] = values.detach().cpu()
     return rows
 
 
@@ -232,10 +235,15 @@ def _results(
 
 
 def _order_of_queries(batches: Sequence[PromptBatch]) -> Tensor:
-    """Sorts rows by their place among the queries; joined lists stay one after another."""
-    seen: dict[int, int] = {}
-    keys = []
-    for place in torch.cat([batch.index for batch in batches]).tolist():
-        keys.append((seen.get(place, 0), place))
-        seen[place] = keys[-1][0] + 1
+    """Sorts rows by their place among the queries, whatever the batches were.
+
+    Where lists of several calls are joined a place comes twice: then by set of demonstrations, in
+    the order in which the sets appear, and by place within it.
+    """
+    places = torch.cat([batch.index for batch in batches]).tolist()
+    if len(set(places)) == len(places):
+        return torch.tensor(places).argsort()
+    sets = torch.cat([batch.demonstrations_id for batch in batches]).tolist()
+    rank = {name: k for k, name in enumerate(dict.fromkeys(sets))}
+    keys = [(rank[name], place) for name, place in zip(sets, places, strict=True)]
     return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

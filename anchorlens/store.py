@@ -70,8 +70,8 @@ class Store:
             _write(path, json.dumps(dict(expected), indent=1).encode())
             return cls(folder)
         try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            found = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise StoreError(f"{path} cannot be read: {error}; use another folder") from error
         different = [
             f"{name}: stored {found.get(name)!r}, now {expected.get(name)!r}"
@@ -95,7 +95,8 @@ class Store:
 
     def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
         """Keep the rows of a batch."""
-        _write(self._path(number), save({name: rows[name].contiguous() for name in rows}))
+        # Copies, as safetensors takes no two tensors that share memory.
+        _write(self._path(number), save({name: rows[name].contiguous().clone() for name in rows}))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -107,12 +108,14 @@ def same_rows(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> b
         return False
     pairs = [(stored[name].double(), computed[name].double()) for name in stored]
     return all(
-        a.shape == b.shape
-        and torch.allclose(
-            a, b, rtol=0, atol=1e-4 * max(float(b.abs().max()), 1e-30), equal_nan=True
-        )
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-4 * _largest(b), equal_nan=True)
         for a, b in pairs
     )
+
+
+def _largest(values: Tensor) -> float:
+    finite = values.nan_to_num(0.0, 0.0, 0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -265,7 +265,7 @@ WRONG_VALUES: Cases = [
 ]
 
 
-@pytest.mark.shape_errors
+@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(("draw", "message"), WRONG_SHAPES)
 def test_wrong_shapes_are_refused(draw: Callable[[], go.Figure], message: str) -> None:
     with pytest.raises(AnchorlensError, match=message):

@@ -12,7 +12,8 @@ from .. import figures
 from ..batch import PromptBatch
 from ..errors import HookError
 from ..forward import run_pass
-from ..hooks import HookedModel, isolate_labels, isolate_random, layer_numbers, random_positions
+from ..hooked import HookedModel, layer_numbers
+from ..hooks import isolate_labels, isolate_random, random_positions
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
@@ -97,8 +98,9 @@ def isolation_loyalty(
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
     options: dict[str, Any] = {"keep_bos": keep_bos, "renormalize": renormalize}
+    own_options = options | {"whole_words": whole_words}
     for batch in batches:
-        isolate_labels(model, batch, chosen, whole_words=whole_words, **options)
+        isolate_labels(model, batch, chosen, **own_options)
         random_positions(batch, seed)
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ def isolation_loyalty(
             logits = run_pass(model, batch, hooks=hooks)
             return loyalty_rows(clean, logits, batch.label_token_ids)
 
-        own = loyalty_with(isolate_labels(model, batch, chosen, whole_words=whole_words, **options))
+        own = loyalty_with(isolate_labels(model, batch, chosen, **own_options))
         controls = [
             loyalty_with(isolate_random(model, batch, chosen, seed + draw, **options))
             for draw in range(draws)
@@ -117,7 +119,7 @@ def isolation_loyalty(
         return own | stacked
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
-    info = describe(model, batches) | {"layers": chosen, "seed": seed, **options}
+    info = describe(model, batches) | {"layers": chosen, "seed": seed, **own_options}
     return with_intervals(_record, rows, resamples=resamples, info=info)
 
 

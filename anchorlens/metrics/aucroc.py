@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..hooks import HookedModel, pattern_name
+from ..hooked import HookedModel, pattern_name
 from ..results import Record, Rows, by_set
 from .metric import Observation, hooks_by_layer
 

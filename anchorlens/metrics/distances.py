@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
-from ..hooks import HookedModel
+from ..hooked import HookedModel
 from ..results import Record, Rows, by_set, require_gold
 from .aucroc import auc
 from .metric import Observation, hooks_by_layer

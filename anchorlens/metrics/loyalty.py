@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
-from ..hooks import HookedModel
+from ..hooked import HookedModel
 from ..results import Record, Rows
 from .aucroc import predicted_class
 from .metric import Observation

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..batch import PromptBatch
-from ..hooks import Hook, HookedModel
+from ..hooked import Hook, HookedModel
 from ..results import Record, Rows
 
 RowsOfBatch = Callable[

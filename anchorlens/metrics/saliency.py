@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import edges, figures
 from ..batch import PromptBatch
 from ..forward import Loss, device_of, label_cross_entropy, run_pass, undisturbed
-from ..hooks import Hook, HookedModel, pattern_name
+from ..hooked import Hook, HookedModel, pattern_name
 from ..results import Record, Rows, by_set
 from .metric import Observation, hooks_by_layer
 

@@ -1,0 +1,95 @@
+"""What a hooked model is to this package: hook points, layers, heads, and whether they act."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
+
+from torch import Tensor
+
+from .errors import HookError, ModelError
+
+HookFunction = Callable[..., Tensor | None]
+Hook = tuple[str, HookFunction]
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """What a hooked model offers: TransformerBridge and HookedTransformer alike."""
+
+    @property
+    def cfg(self) -> Any: ...
+
+    @property
+    def hook_dict(self) -> Any: ...
+
+    @property
+    def W_E(self) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+# Models whose hooks prepare_model has proven. Weak, so that nothing keeps a model alive.
+proven: WeakSet[Any] = WeakSet()
+
+
+def pattern_name(layer: int) -> str:
+    """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
+    return f"blocks.{layer}.attn.hook_pattern"
+
+
+def scores_name(layer: int) -> str:
+    """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
+    return f"blocks.{layer}.attn.hook_attn_scores"
+
+
+def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
+    """Layers as numbers from 0, each once, in order; negative ones count from the end.
+
+    Raises:
+        HookError: A layer does not exist, or none is named.
+    """
+    return numbers_of("layer", layers, model.cfg.n_layers)
+
+
+def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
+    """What was chosen of ``count`` layers or heads, as numbers from 0."""
+    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+    wrong = [number for number in numbers if not -count <= number < count]
+    if wrong or not numbers:
+        raise HookError(
+            f"{kind}s must be numbers from 0 to {count - 1}, or -{count} to -1 from the end; "
+            f"got {wrong or 'none'}"
+        )
+    return sorted({number % count for number in numbers})
+
+
+def require_prepared(model: HookedModel) -> None:
+    """Refuse a model whose attention hooks have not been proven to act."""
+    if model not in proven:
+        raise ModelError(
+            "the attention hooks of this model have not been proven to act; call "
+            "al.prepare_model(model) once (al.load_model does it)"
+        )
+    refuse_folded_value_biases(model)  # it can be folded after the proof
+
+
+def refuse_folded_value_biases(model: Any) -> None:
+    """Folded value biases leave zeros where the query and key biases have none."""
+    if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
+        raise ModelError(
+            "the value biases of this model are folded into its output bias, which leaves the "
+            "logits alone but changes saliency, re-weighting and every edit of the pattern; load "
+            "it with fold_value_biases=False (HookedTransformer.from_pretrained(..., "
+            "fold_value_biases=False) or enable_compatibility_mode(fold_value_biases=False)), or "
+            "with al.load_model"
+        )
+
+
+def _all_zero(model: Any, name: str) -> bool:
+    try:
+        biases = getattr(model, name)
+    except AttributeError:  # a bridge over projections without biases
+        return True
+    return not bool(biases.detach().any())

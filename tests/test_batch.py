@@ -1,0 +1,269 @@
+"""A batch from anyone's own positions: what it fills in, and what it refuses."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.batch import GROUPS, PADDING
+from anchorlens.errors import PromptError
+
+refused = partial(pytest.raises, PromptError)
+PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]
+LEFT = [[0, 0, *PROMPTS[0]], PROMPTS[1]]
+RIGHT = [[*PROMPTS[0], 0, 0], PROMPTS[1]]
+
+
+def batch(side: str = "right", **changes: Any) -> al.PromptBatch:
+    """Two prompts of 5 and 7 tokens; label words 21 and 22 at 1 and 3."""
+    tokens = torch.tensor(LEFT if side == "left" else RIGHT)
+    shift = 2 if side == "left" else 0
+    arguments: dict[str, Any] = {
+        "tokens": tokens,
+        "label_positions": [[1 + shift, 3 + shift], [1, 3]],
+        "label_classes": [[0, 1], [0, 1]],
+        "label_token_ids": [21, 22],
+        "attention_mask": tokens != 0,
+    }
+    return al.PromptBatch.from_positions(**(arguments | changes))
+
+
+def rows(values: Tensor) -> list[Any]:
+    return values.tolist()
+
+
+def test_what_is_not_given_is_filled_in() -> None:
+    made = al.PromptBatch.from_positions(
+        torch.tensor([[5, 1, 6, 2, 7, 8]]),
+        label_positions=[[3, 1]],
+        label_classes=[[1, 0]],
+        label_token_ids=[1, 2],
+    )
+    assert len(made) == 1
+    assert made.attention_mask.all()
+    assert made.gold is None
+    assert rows(made.target_positions) == [5]
+    assert rows(made.label_ends) == rows(made.label_positions) == [[3, 1]]  # in the given order
+    assert [GROUPS[k] for k in made.groups[0]] == [
+        *("other", "label", "other", "label", "query", "target")
+    ]
+    assert rows(made.query_start) == [4]
+    assert rows(made.index) == [0]
+    assert (made.labels, made.begins_with_bos, made.first_query) == ((), False, 0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_may_stand_on_either_side(side: str) -> None:
+    made = batch(side)
+    shift = 2 if side == "left" else 0
+    assert rows(made.target_positions) == [4 + shift, 6]
+    assert rows(made.query_start) == [4 + shift, 4]
+    short = [0, 2, 0, 2, 5]
+    padded = [PADDING] * shift + short + [PADDING] * (2 - shift)
+    assert rows(made.groups) == [padded, [0, 2, 0, 2, 4, 4, 5]]
+    assert made.shared_prefix == 5
+    assert ((made.groups == PADDING) == ~made.attention_mask).all()
+
+
+def test_a_target_of_ones_own_may_be_followed_by_tokens() -> None:
+    made = batch(target_positions=[4, 5], gold=[1, 0])
+    assert rows(made.target_positions) == [4, 5]
+    assert rows(made.groups)[1] == [0, 2, 0, 2, 4, 5, 4]
+    assert made.gold is not None
+    assert rows(made.gold) == [1, 0]
+
+
+def test_the_shared_prefix_ends_where_prompts_part() -> None:
+    assert batch().shared_prefix == 5
+    assert (
+        batch("left", tokens=torch.tensor([[0, 0, 11, 21, 9, 22, 13], LEFT[1]])).shared_prefix == 2
+    )
+    assert batch(tokens=torch.tensor([RIGHT[0], [9, *RIGHT[1][1:]]])).shared_prefix == 0
+
+
+def test_tensors_lists_and_integer_masks_are_the_same() -> None:
+    of_lists = batch(gold=[0, 1], target_positions=[4, 6])
+    of_tensors = batch(
+        label_positions=torch.tensor([[1, 3], [1, 3]], dtype=torch.int32),
+        label_classes=torch.tensor([[0, 1], [0, 1]]),
+        label_token_ids=torch.tensor([21, 22]),
+        gold=torch.tensor([0, 1]),
+        target_positions=torch.tensor([4, 6]),
+        attention_mask=(torch.tensor(RIGHT) != 0).long(),
+    )
+    for name, value in vars(of_lists).items():
+        other = getattr(of_tensors, name)
+        same = torch.equal(value, other) if isinstance(value, Tensor) else value == other
+        assert same, name
+
+
+def test_inputs_are_untouched() -> None:
+    given: dict[str, Any] = {
+        "tokens": torch.tensor(LEFT),
+        "label_positions": torch.tensor([[3, 5], [1, 3]]),
+        "label_classes": torch.tensor([[0, 1], [0, 1]]),
+        "label_token_ids": torch.tensor([21, 22]),
+        "gold": torch.tensor([0, 1]),
+        "attention_mask": torch.tensor(LEFT) != 0,
+        "target_positions": torch.tensor([6, 6]),
+    }
+    before = {name: value.clone() for name, value in given.items()}
+    batch(**given).to("cpu")
+    assert all(torch.equal(given[name], value) for name, value in before.items())
+
+
+def test_demonstrations_are_named_by_their_tokens_alone() -> None:
+    ids = {side: rows(batch(side).demonstrations_id) for side in ("left", "right")}
+    assert ids["left"] == ids["right"]
+    assert len(set(ids["left"])) == 1  # the queries differ
+    longer = torch.tensor([[*PROMPTS[0], 7, 7], RIGHT[1]])
+    assert rows(batch(tokens=longer, attention_mask=None).demonstrations_id) == ids["right"]
+    other = torch.tensor([RIGHT[0], [11, 21, 9, 22, 13, 14, 15]])
+    first, second = rows(batch(tokens=other).demonstrations_id)
+    assert first == ids["right"][0] != second
+    # The same in every process and on every machine.
+    assert ids["right"][0] == 47459361711109742
+
+
+def test_build_prompts_gives_the_same_names(byte_level: Any) -> None:
+    demos = al.sample_demonstrations(al.load_examples("sentiment"))
+    sides: list[Any] = ["left", "right"]
+    for side in sides:
+        (built,) = al.build_prompts(
+            byte_level,
+            al.TASKS["sst2"],
+            demos,
+            ["a", "b and more", ""],
+            padding_side=side,
+        )
+        made = al.PromptBatch.from_positions(
+            built.tokens,
+            label_positions=built.label_positions,
+            label_classes=built.label_classes,
+            label_token_ids=built.label_token_ids,
+            attention_mask=built.attention_mask,
+        )
+        assert torch.equal(made.demonstrations_id, built.demonstrations_id)
+        assert torch.equal(made.target_positions, built.target_positions)
+        assert made.shared_prefix == built.shared_prefix
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_one_prompt_is_a_batch_without_padding(side: str) -> None:
+    whole = batch(side, gold=[1, 0])
+    for number, tokens in enumerate(PROMPTS):
+        alone = al.PromptBatch.from_positions(
+            torch.tensor([tokens]),
+            label_positions=[[1, 3]],
+            label_classes=[[0, 1]],
+            label_token_ids=[21, 22],
+            gold=[1 - number],
+        )
+        found = whole.prompt(number)
+        for name, value in vars(replace(alone, index=torch.tensor([number]))).items():
+            other = getattr(found, name)
+            assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_prompt_that_is_not_there_is_refused(number: int) -> None:
+    with refused(match=rf"prompt.*{number}"):
+        batch().prompt(number)
+
+
+def test_to_moves_every_tensor_and_nothing_else() -> None:
+    made = replace(batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
+    moved = made.to("meta")
+    for name, value in vars(made).items():
+        if isinstance(value, Tensor):
+            assert value.device.type == "cpu"
+            assert getattr(moved, name).device.type == "meta"
+        else:
+            assert getattr(moved, name) == value
+    assert batch().to(torch.device("cpu")).gold is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"label_positions": [[1, 7], [1, 3]]},
+            r"label_positions of prompt 0 .* outside .*: \[1, 7\]",
+        ),
+        (
+            {"label_positions": [[1, 3], [-1, 3]]},
+            r"label_positions of prompt 1 .* outside the prompt",
+        ),
+        ({"target_positions": [4, 7]}, r"target_positions of prompt 1 .* outside .* at 0 to 6"),
+        (
+            {"label_positions": [[1, 5], [1, 3]]},
+            r"prompt 0 .* under padding: \[1, 5\]; .* at 0 to 4",
+        ),
+        (
+            {"target_positions": [5, 6]},
+            r"target_positions of prompt 0 has a position under padding",
+        ),
+        ({"label_positions": [[1, 1], [1, 3]]}, r"one prompt must be different; got \[\[1, 1\]"),
+        (
+            {"label_positions": [[1, 3], [1, 6]]},
+            r"before the target position; prompt 1 .*\[1, 6\].* 6",
+        ),
+        (
+            {"target_positions": [2, 6]},
+            r"before the target position; prompt 0 .*\[1, 3\].* target at 2",
+        ),
+        (
+            {"label_classes": [[0, 2], [0, 1]]},
+            r"label_classes must be classes from 0 to 1.*\[0, 1, 2\]",
+        ),
+        (
+            {"label_classes": [[0, 1], [-1, 1]]},
+            r"label_classes must be classes .* got \[-1, 0, 1\]",
+        ),
+        (
+            {"gold": [0, 2]},
+            r"gold must be classes from 0 to 1, one for each of the 2 .* got \[0, 2\]",
+        ),
+        ({"label_token_ids": [21, 21]}, r"label_token_ids must be different; got \[21, 21\]"),
+        (
+            {"label_classes": [[0], [1]]},
+            r"label_classes must have the shape \(2, 2\); got \(2, 1\)",
+        ),
+        ({"gold": [0]}, r"gold must have the shape \(2,\); got \(1,\)"),
+        ({"target_positions": [4]}, r"target_positions must have the shape \(2,\); got \(1,\)"),
+        ({"attention_mask": torch.tensor([[0] * 7, [1] * 7])}, r"prompt 0 is padding only"),
+        ({"label_positions": [[], []], "label_classes": [[], []]}, r"label_positions .*\(2, 0\)"),
+        ({"label_positions": [[1], [1, 3]]}, r"label_positions must be a table of the shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with refused(match=message):
+        batch(**changes)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tokens": torch.tensor(PROMPTS[0])},
+            r"tokens must have the shape \(batch, .*; got \(5,\)",
+        ),
+        ({"tokens": torch.zeros(2, 0).long()}, r"tokens must have the shape .*; got \(2, 0\)"),
+        ({"attention_mask": torch.ones(2, 6)}, r"shape of tokens, \(2, 7\); got \(2, 6\)"),
+        ({"label_positions": torch.ones(2).long()}, r"label_positions must have the shape"),
+        ({"label_token_ids": [[21, 22]]}, r"label_token_ids must have the shape .*; got \(1, 2\)"),
+        (
+            {"label_positions": [1, 3]},
+            r"label_positions must have the shape \(2, None\); got \(2,\)",
+        ),
+        ({"gold": torch.ones(3).long()}, r"gold must have the shape \(2,\); got \(3,\)"),
+    ],
+)
+def test_tensors_of_the_wrong_shape_are_refused(changes: dict[str, Any], message: str) -> None:
+    with refused(match=message):
+        batch(**changes)

@@ -1,0 +1,287 @@
+"""Distances of keys against scikit-learn and the published steps, confusions, refusals."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from scipy.spatial.distance import pdist, squareform
+from scipy.stats import spearmanr
+from sklearn.decomposition import PCA
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.forward import run_pass
+from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
+
+MAKE: dict[str, Callable[[int], Any]] = {
+    "gpt2": tiny_gpt2,
+    "llama": tiny_llama,
+    "gemma3": tiny_gemma3,
+}
+FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
+
+
+def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
+    """One layer: queries [prompt, channel] and keys [class, channel] to [class, class]."""
+    pca = PCA(n_components=directions, svd_solver="full").fit(queries.double().numpy())
+    projected = (keys.double().numpy() @ pca.components_.T) * pca.singular_values_
+    distances = pdist(projected)
+    return squareform(distances / distances.max())
+
+
+def test_key_distances_equal_the_published_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(40, 3, 24, generator=generator) + 100.0  # as large biases make them
+    keys = torch.randn(3, 6, 24, generator=generator)
+    for directions in (1, 10, 24):
+        ours = key_distances(queries, keys, directions)
+        for layer in range(3):
+            theirs = published(queries[:, layer], keys[layer], directions)
+            np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
+
+
+def test_more_channels_than_prompts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(12, 1, 64, generator=generator)
+    keys = torch.randn(1, 4, 64, generator=generator)
+    theirs = published(queries[:, 0], keys[0], 10)
+    np.testing.assert_allclose(key_distances(queries, keys, 10)[0], theirs, atol=1e-10)
+
+
+def test_four_points_on_paper() -> None:
+    """Queries (+-3, 0), (0, +-1), and their mean added: S = (3 sqrt 2, sqrt 2), V the axes.
+
+    Keys (0, 0), (1, 0), (0, 3) become (0, 0), (3 sqrt 2, 0), (0, 3 sqrt 2): the largest distance
+    is 6, the others 3 sqrt 2. With one direction only the first axis counts.
+    """
+    mean = torch.tensor([5.0, -7.0])
+    queries = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + mean
+    keys = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]]])
+    half = 0.5**0.5
+    expected = torch.tensor([[[0, half, half], [half, 0, 1], [half, 1, 0]]], dtype=torch.double)
+    torch.testing.assert_close(key_distances(queries[:, None], keys, 2), expected)
+    one = torch.tensor([[[0, 1, 0], [1, 0, 1], [0, 1, 0]]], dtype=torch.double)
+    torch.testing.assert_close(key_distances(queries[:, None], keys, 1), one)
+
+
+def test_pair_auc_equals_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, 4, generator=generator).mul(4).round() / 2  # with ties
+    gold = torch.randint(4, (60,), generator=generator)
+    ours = pair_auc(logits, gold)
+    assert ours.diagonal().isnan().all()
+    assert torch.equal(ours.nan_to_num(), ours.mT.nan_to_num())
+    for a, b in ((0, 1), (0, 3), (3, 2), (1, 2)):
+        pair = (gold == a) | (gold == b)
+        p = logits[pair].double().softmax(-1)
+        scores = (p[:, a] / (p[:, a] + p[:, b])).numpy().round(12)
+        expected = roc_auc_score(gold[pair] == a, scores)
+        assert float(ours[a, b]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pair_auc_without_prompts_of_a_class() -> None:
+    ours = pair_auc(torch.rand(6, 3), torch.tensor([0, 0, 1, 1, 0, 1]))
+    assert not ours[0, 1].isnan()
+    assert ours[2].isnan().all() and ours[:, 2].isnan().all()
+
+
+def test_rank_correlation_equals_scipy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(4, (5, 15), generator=generator).double()
+    other = torch.randint(5, (15,), generator=generator).double()
+    expected = [spearmanr(one, other).statistic for one in values]
+    np.testing.assert_allclose(rank_correlation(values, other), expected, atol=1e-12)
+    other[[2, 7]] = torch.nan
+    known = ~other.isnan()
+    expected = [spearmanr(one[known], other[known]).statistic for one in values]
+    np.testing.assert_allclose(rank_correlation(values, other), expected, atol=1e-12)
+    other[2:] = torch.nan  # two pairs are always in line
+    assert rank_correlation(values, other).isnan().all()
+
+
+def keys_and_queries(
+    name: str, model: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """What attention multiplies in plain transformers, Float["layer head position d_head"].
+
+    For Llama and Gemma-3 it stands behind the norm and the rotary embedding; key heads repeated.
+    """
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    attend, seen = module.eager_attention_forward, []
+
+    def watch(layer: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append((query[0], key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)))
+        return attend(layer, query, key, *rest, **options)
+
+    plain = MAKE[name](model.W_E.shape[0])
+    plain.set_attn_implementation("eager")
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(module, "eager_attention_forward", watch)
+        plain(tokens)
+    return torch.stack([one[0] for one in seen]), torch.stack([one[1] for one in seen])
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_keys_and_queries_are_those_of_attention(
+    name: str, side: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 3, padding_side=side)[0]
+    observation = al.AnchorDistances().observe(model, batch)
+    rows = observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+    for n, mask in enumerate(batch.attention_mask):
+        tokens = batch.tokens[n][mask][None]
+        query, key = keys_and_queries(name, model, tokens, monkeypatch)
+        places = torch.empty(6, dtype=torch.long)
+        places[batch.label_classes[n]] = batch.label_positions[n] - mask.long().argmax()
+        expected = key[:, :, places].transpose(1, 2).flatten(2)  # [layer, class, channel]
+        torch.testing.assert_close(rows["keys"][n], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            rows["queries"][n], query[:, :, -1].flatten(1), rtol=1e-4, atol=1e-5
+        )
+        assert rows["positions"][n].tolist() == places.tolist()
+
+
+def test_query_and_key_of_gpt2_are_halves_of_c_attn(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference above, once more without the attention function."""
+    tokens = questions(gpt2, 1)[0].tokens
+    query, key = keys_and_queries("gpt2", gpt2, tokens, monkeypatch)
+    plain: Any = tiny_gpt2(gpt2.W_E.shape[0]).transformer
+    block = plain.h[0]
+    with torch.no_grad():
+        hidden = plain.wte(tokens) + plain.wpe(torch.arange(tokens.shape[1]))
+        both = block.attn.c_attn(block.ln_1(hidden))[0]
+    torch.testing.assert_close(both[:, :24].unflatten(1, (2, 12)).transpose(0, 1), query[0])
+    torch.testing.assert_close(both[:, 24:48].unflatten(1, (2, 12)).transpose(0, 1), key[0])
+
+
+@FEW
+def test_record_end_to_end(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 14, batch_size=5)
+    results = al.run(gpt2, batches, [al.AnchorDistances()], resamples=10, progress=False)
+    record = results["anchor_distances"]
+    queries, keys, logits, golds = [], [], [], []
+    for batch in batches:
+        assert batch.gold is not None
+        for n, mask in enumerate(batch.attention_mask):
+            tokens = batch.tokens[n][mask][None]
+            query, key = keys_and_queries("gpt2", gpt2, tokens, monkeypatch)
+            queries.append(query[:, :, -1].flatten(1))
+            order = batch.label_classes[n].argsort()
+            keys.append(key[:, :, batch.label_positions[n][order]].transpose(1, 2).flatten(2))
+            with torch.no_grad():
+                logits.append(gpt2(tokens)[0, -1, batch.label_token_ids])
+            golds.append(batch.gold[n])
+    distance = [
+        published(torch.stack(queries)[:, layer], torch.stack(keys).mean(0)[layer], 10)
+        for layer in range(3)
+    ]
+    np.testing.assert_allclose(record.anchor_distance, distance, atol=1e-5)
+    confusion = pair_auc(torch.stack(logits), torch.stack(golds))
+    torch.testing.assert_close(record.pair_auc, confusion, equal_nan=True)
+    upper = np.triu_indices(6, 1)
+    known = ~confusion[upper].isnan().numpy()
+    for layer in range(3):
+        own = distance[layer][upper]
+        expected = spearmanr(own[known], confusion[upper][known]).statistic
+        assert float(record.correlation[layer]) == pytest.approx(expected, abs=1e-6)
+        places = batches[0].label_positions[0][batches[0].label_classes[0].argsort()]
+        gaps = (places[:, None] - places).abs()[upper]
+        expected = spearmanr(own, gaps).statistic
+        assert float(record.position_correlation[layer]) == pytest.approx(expected, abs=1e-6)
+    assert {"anchor_distance", "pair_auc"} <= set(record.intervals)
+
+
+def rows_of(n_layers: int, sets: list[int], seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    n = len(sets)
+    return {
+        "queries": torch.randn(n, n_layers, 8, generator=generator),
+        "keys": torch.randn(n, n_layers, 3, 8, generator=generator),
+        "positions": torch.tensor([3.0, 9.0, 20.0], dtype=torch.double).expand(n, 3),
+        "label_logits": torch.randn(n, 3, generator=generator, dtype=torch.double),
+        "gold": torch.arange(n) % 3,
+        "demonstrations_id": torch.tensor(sets),
+    }
+
+
+@pytest.mark.parametrize(("n_layers", "expected"), [(48, 32), (12, 8), (3, 2), (1, 0)])
+def test_default_layer_is_two_thirds_of_the_depth(n_layers: int, expected: int) -> None:
+    record = al.AnchorDistances(directions=2).result(rows_of(n_layers, [0] * 9))
+    assert int(record.default_layer) == expected
+
+
+def test_sets_of_demonstrations_are_averaged() -> None:
+    rows = rows_of(2, [3, 5] * 6)
+    record = al.AnchorDistances(directions=3).result(rows)
+    halves = [key_distances(rows["queries"][k::2], rows["keys"][k::2].mean(0), 3) for k in range(2)]
+    torch.testing.assert_close(record.anchor_distance, (halves[0] + halves[1]) / 2)
+
+
+def test_several_anchors_of_a_class_count_by_their_mean(gpt2: Any) -> None:
+    examples = al.load_examples("sentiment")
+    demos = al.sample_demonstrations(examples, shots=2)
+    batch = al.build_prompts(gpt2.tokenizer, al.TASKS["sst2"], demos, examples[:2])[0]
+    both = al.AnchorDistances().observe(gpt2, batch)
+    keys = both.rows(run_pass(gpt2, batch, observers=both.hooks), None)["keys"]
+    singles = []
+    for chosen in range(4):
+        column = slice(chosen, chosen + 1)
+        one = replace(
+            batch,
+            label_positions=batch.label_positions[:, column],
+            label_ends=batch.label_ends[:, column],
+            label_classes=batch.label_classes[:, column] * 0,
+            label_token_ids=batch.label_token_ids[:1],
+        )
+        watch = al.AnchorDistances().observe(gpt2, one)
+        logits = run_pass(gpt2, one, observers=watch.hooks)
+        singles.append(watch.rows(logits, None)["keys"][:, :, 0])
+    for label in range(2):
+        own = [singles[k] for k in range(4) if int(batch.label_classes[0, k]) == label]
+        torch.testing.assert_close(keys[:, :, label], (own[0] + own[1]) / 2)
+
+
+def refuse_to_run(*_: Any, **__: Any) -> None:
+    raise AssertionError("the model ran")
+
+
+def test_too_few_prompts_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 10)
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(MetricError, match=r"\(10\).* has 10; .*AnchorDistances\(directions=9\)"):
+        al.run(gpt2, batches, [al.AnchorDistances()])
+
+
+def test_no_gold_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [replace(batch, gold=None) for batch in questions(gpt2, 12)]
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(MetricError, match="confusion of classes needs the true label"):
+        al.run(gpt2, batches, [al.AnchorDistances()])
+
+
+def test_class_without_anchor_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = questions(gpt2, 12, batch_size=12)[0]
+    poor = replace(batch, label_classes=batch.label_classes.clamp(max=4))
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(MetricError, match=r"classes without one: \[5\]"):
+        al.run(gpt2, [poor], [al.AnchorDistances()])
+
+
+def test_pairs_without_prompts_are_nan_with_a_warning() -> None:
+    rows = rows_of(2, [0] * 9)
+    rows["gold"] = torch.arange(9) % 2
+    with pytest.warns(UserWarning, match="some pairs of classes have no prompts of both"):
+        record = al.AnchorDistances(directions=2).result(rows)
+    assert record.pair_auc[2].isnan().all() and not record.pair_auc[0, 1].isnan()
+    assert record.correlation.isnan().all()  # one pair is left

@@ -1,0 +1,321 @@
+"""One pass: the right logits, no trace left, and refusals before the model runs."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import questions
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
+from anchorlens.forward import run_pass
+from anchorlens.hooked import Hook, pattern_name
+
+# Four prompts of six classes are few.
+pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(2)]
+
+
+def batch_of(model: Any, side: Any = "left") -> al.PromptBatch:
+    return questions(model, 4, batch_size=4, padding_side=side)[0]
+
+
+def hooks_on(model: Any) -> int:
+    """Every hook that stands anywhere in the model."""
+    points = [
+        len(kind)
+        for point in model.hook_dict.values()
+        for kind in (
+            point.fwd_hooks,
+            point.bwd_hooks,
+            point._forward_hooks,
+            point._backward_hooks,
+            point._forward_pre_hooks,
+        )
+    ]
+    modules = [
+        len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()
+    ]
+    return sum(points) + sum(modules)
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    return (
+        hooks_on(model),
+        [parameter.requires_grad for parameter in model.parameters()],
+        [module.training for module in model.modules()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),  # type: ignore[index]
+        torch.is_grad_enabled(),
+    )
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Parameters, modes, gradients, hooks and random states inside are those outside."""
+    for k, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(k % 3 != 0)
+        parameter.grad = torch.full_like(parameter, 0.5) if k % 2 else None
+    for k, module in enumerate(model.modules()):
+        module.training = k % 2 == 0
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    before = state_of(model)
+    try:
+        yield
+    finally:
+        assert state_of(model) == before
+        for k, parameter in enumerate(model.parameters()):
+            assert torch.equal(parameter, weights[k])
+            assert (parameter.grad is None) == (k % 2 == 0)
+            assert parameter.grad is None or (parameter.grad == 0.5).all()
+
+
+def failing(name: str) -> list[Hook]:
+    def fail(tensor: Tensor, hook: Any) -> Tensor:
+        raise RuntimeError("in the middle")
+
+    return [(name, fail)]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_target_logits_are_those_of_the_full_forward(
+    name: str, side: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = batch_of(model, side)
+    with torch.no_grad():
+        full = model(batch.tokens, attention_mask=batch.attention_mask.long())
+    expected = full[torch.arange(4), batch.target_positions]
+    torch.testing.assert_close(run_pass(model, batch), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out"]
+)
+def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None:
+    batch = batch_of(gpt2)
+    widths = []
+
+    def watch(tensor: Tensor, hook: Any) -> None:
+        widths.append(tensor.shape[1])
+
+    def double(tensor: Tensor, hook: Any) -> Tensor:
+        widths.append(tensor.shape[1])
+        return 2 * tensor
+
+    narrow = run_pass(gpt2, batch, observers=[("unembed.hook_out", watch)])
+    wide = run_pass(gpt2, batch, hooks=[(name, double)])
+    assert widths == [1, batch.tokens.shape[1]]
+    with torch.no_grad():
+        full = gpt2.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=[(name, double)]
+        )
+    torch.testing.assert_close(wide, full[torch.arange(4), batch.target_positions])
+    assert not torch.allclose(wide, narrow, atol=1e-2)
+
+
+def test_interventions_come_before_observers(gpt2: Any) -> None:
+    seen: list[Tensor] = []
+    ones: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
+    look: list[Hook] = [(pattern_name(0), lambda pattern, hook: seen.append(pattern))]
+    run_pass(gpt2, batch_of(gpt2), hooks=ones, observers=look)
+    assert (seen[0] == 1).all()
+
+
+CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
+    lambda model, batch: al.run(model, [batch], METRICS, resamples=2, progress=False),
+    lambda model, batch: al.saliency(model, batch),
+    lambda model, batch: al.prepare_model(model),
+    lambda model, batch: al.isolation_loyalty(
+        model, [batch], 0, draws=1, resamples=2, progress=False
+    ),
+    lambda model, batch: al.run(
+        model,
+        [batch],
+        [al.Loyalty()],
+        hooks=lambda b: al.isolate_labels(model, b, 0),
+        progress=False,
+        resamples=0,
+    ),
+]
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("call", CALLS)
+def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
+    batch = batch_of(gpt2)
+    with unchanged(gpt2):
+        call(gpt2, batch)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    "point", [pattern_name(1), "blocks.2.hook_resid_post", "ln_final.hook_normalized"]
+)
+def test_no_trace_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
+    batch = batch_of(gpt2)
+    with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
+        al.run(gpt2, [batch], METRICS, hooks=lambda _: failing(point), progress=False)
+
+
+@pytest.mark.without_jaxtyping
+def test_no_trace_after_an_exception_elsewhere(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(gpt2)
+
+    def broken(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        if logits.requires_grad:  # not when the run tries it out beforehand
+            raise RuntimeError("in the middle")
+        return logits[:, 0]
+
+    with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
+        al.run(gpt2, [batch], METRICS, loss=broken, progress=False)
+    with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
+        al.saliency(gpt2, batch, loss=broken)
+
+
+@pytest.mark.without_jaxtyping
+def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
+    def fail(module: Any, inputs: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    batch = batch_of(gpt2)
+    al.prepare_model(gpt2)
+    gpt2.blocks[2].mlp.register_forward_pre_hook(fail)
+    for call in CALLS:
+        with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
+            call(gpt2, batch)
+
+
+@pytest.mark.without_jaxtyping
+def test_no_trace_after_bad_input(gpt2: Any) -> None:
+    batch = batch_of(gpt2)
+    bad: list[Callable[[], Any]] = [
+        lambda: al.run(gpt2, [batch], []),
+        lambda: al.run(
+            gpt2, [batch], METRICS, hooks=lambda b: al.isolate_labels(gpt2, b, 99), progress=False
+        ),
+        lambda: al.isolation_loyalty(gpt2, [batch], layers=99),
+    ]
+    for call in bad:
+        with unchanged(gpt2), pytest.raises(AnchorlensError):
+            call()
+
+
+@pytest.mark.parametrize("outside", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_same_numbers_under_any_grad_mode_and_twice(
+    gpt2: Any, outside: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    batch = batch_of(gpt2)
+    expected = al.saliency(gpt2, batch)
+    with outside():
+        for _ in range(2):
+            assert torch.equal(al.saliency(gpt2, batch), expected)
+            flows = al.run(gpt2, [batch], METRICS, resamples=0, progress=False)["saliency_flows"]
+            assert flows.flows.isfinite().all() and (flows.flows[0] > 0).all()
+        fresh = TransformerBridge.boot_transformers(
+            "tiny", hf_model=gpt2.original_model, tokenizer=gpt2.tokenizer
+        )
+        al.prepare_model(fresh)
+
+
+def test_prompts_built_in_inference_mode(gpt2: Any) -> None:
+    expected = al.saliency(gpt2, batch_of(gpt2))
+    with torch.inference_mode():
+        batch = batch_of(gpt2)  # autograd refuses such tensors
+        assert torch.equal(al.saliency(gpt2, batch), expected)
+        al.run(gpt2, [batch], METRICS, resamples=2, progress=False)
+    al.run(gpt2, [batch], METRICS, resamples=2, progress=False)
+
+
+def test_custom_loss(gpt2: Any) -> None:
+    batch = batch_of(gpt2)
+
+    def twice(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        return 2 * al.label_cross_entropy(logits, batch)
+
+    torch.testing.assert_close(al.saliency(gpt2, batch, loss=twice), 2 * al.saliency(gpt2, batch))
+    one = al.run(gpt2, [batch], METRICS[:1], loss=twice, resamples=0, progress=False)
+    two = al.run(gpt2, [batch], METRICS[:1], resamples=0, progress=False)
+    torch.testing.assert_close(one["saliency_flows"].flows, 2 * two["saliency_flows"].flows)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("loss", "came"), [(lambda a, b: a, r"\(4, 700\)"), (lambda a, b: a.sum(), r"\(\)")]
+)
+def test_loss_of_wrong_shape(gpt2: Any, loss: Any, came: str) -> None:
+    with pytest.raises(MetricError, match=rf"one number a prompt, shape \(4,\); got {came}"):
+        al.run(gpt2, [batch_of(gpt2)], METRICS, loss=loss, progress=False)
+    with pytest.raises(MetricError, match=rf"one number a prompt, shape \(4,\); got {came}"):
+        al.saliency(gpt2, batch_of(gpt2), loss=loss)
+
+
+def test_label_cross_entropy_by_hand() -> None:
+    batch = al.PromptBatch.from_positions(
+        torch.tensor([[3, 1, 3, 2, 3]]),
+        label_positions=[[1, 3]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+        gold=[1],
+    )
+    logits = torch.tensor([[9.0, 0.0, 1.0, 9.0]])  # only those of tokens 1 and 2 count
+    expected = torch.log1p(torch.exp(torch.tensor(-1.0)))
+    torch.testing.assert_close(al.label_cross_entropy(logits, batch)[0], expected)
+
+
+def test_gold_is_missing(gpt2: Any, byte_level: Any) -> None:
+    demos = al.sample_demonstrations(al.load_examples("questions"))
+    batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, ["Who sings ?"])
+    message = r"needs the true label of each query; give queries with labels"
+    with pytest.raises(MetricError, match=message):
+        al.saliency(gpt2, batches[0])
+    with pytest.raises(MetricError, match=message):
+        al.run(gpt2, batches, [al.SaliencyFlows()])
+    # A metric without a loss needs none.
+    with pytest.warns(UserWarning, match="fewer than two classes"):
+        al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=0, progress=False)
+
+
+def short_batch(length: int = 8, token: int = 3) -> al.PromptBatch:
+    tokens = torch.full((1, length), token)
+    tokens[0, 1:3] = torch.tensor([1, 2])
+    return al.PromptBatch.from_positions(
+        tokens,
+        label_positions=[[1, 2]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+        gold=[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (short_batch(length=513), r"has 513 tokens, but the model's context is 512"),
+        (short_batch(token=700), r"token 700 is outside the model's vocabulary of 700"),
+    ],
+)
+def test_prompts_that_do_not_fit(gpt2: Any, batch: al.PromptBatch, message: str) -> None:
+    for call in (
+        lambda: al.run(gpt2, [batch], METRICS[:1]),
+        lambda: al.saliency(gpt2, batch),
+        lambda: run_pass(gpt2, batch),
+        lambda: al.isolation_loyalty(gpt2, [batch], 0),
+    ):
+        with pytest.raises(PromptError, match=message):
+            call()
+
+
+@pytest.mark.without_jaxtyping
+def test_logits_that_are_not_finite(gpt2: Any) -> None:
+    spoil: list[Hook] = [("blocks.1.hook_resid_post", lambda x, hook: x * float("nan"))]
+    with unchanged(gpt2), pytest.raises(ModelError, match=r"not finite .*dtype=torch\.float32"):
+        al.run(gpt2, [short_batch()], METRICS[:1], hooks=lambda _: spoil, progress=False)

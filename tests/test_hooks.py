@@ -1,0 +1,360 @@
+"""Hooks against plain transformers models whose attention is cut by hand, and their refusals."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions, tiny_gpt2
+from torch import Tensor
+from transformers.models.gpt2 import modeling_gpt2
+
+import anchorlens as al
+from anchorlens import edges
+from anchorlens.errors import HookError
+from anchorlens.hooked import Hook, pattern_name
+from anchorlens.hooks import random_positions
+
+LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
+
+
+@pytest.fixture
+def batch(gpt2: Any) -> al.PromptBatch:
+    return questions(gpt2, 4, batch_size=4, padding_side="left")[0]
+
+
+def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> Tensor:
+    with torch.no_grad():
+        logits = model.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+    return logits[torch.arange(len(batch)), batch.target_positions]
+
+
+def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> Tensor:
+    seen: list[Tensor] = []
+    watch = [(pattern_name(k), lambda a, hook: seen.append(a)) for k in range(model.cfg.n_layers)]
+    logits_of(model, batch, [*hooks, *watch])
+    return torch.stack(seen, 1)  # [batch, layer, head, query, key]
+
+
+def cut_by_hand(
+    batch: al.PromptBatch, cut: Tensor, layers: range, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> Tensor:
+    """Logits of a plain tiny GPT-2 whose attention function is our own, written out."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        allowed = causal & batch.attention_mask[:, None, None, :] | torch.eye(len(causal)).bool()
+        forbidden = cut.clone() if cut.ndim == 4 else cut[:, None]
+        forbidden = forbidden & torch.tensor(module.layer_idx in layers)
+        if not after:
+            allowed = allowed & ~forbidden
+        pattern = torch.where(allowed, scores, -torch.inf).softmax(-1)
+        if after:
+            pattern = torch.where(forbidden, 0.0, pattern)
+        return (pattern @ value).transpose(1, 2), pattern
+
+    monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", attend)
+    plain = tiny_gpt2(700)
+    plain.set_attn_implementation("eager")
+    positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = plain(batch.tokens, position_ids=positions).logits
+    return logits[torch.arange(len(batch)), batch.target_positions]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("layers", [range(1), range(1, 3), range(3)])
+def test_isolation_equals_attention_written_by_hand(
+    gpt2: Any,
+    batch: al.PromptBatch,
+    layers: range,
+    renormalize: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert gpt2.W_E.shape[0] == 700
+    hooks = al.isolate_labels(gpt2, batch, layers, renormalize=renormalize)
+    ours = logits_of(gpt2, batch, hooks)
+    clean = logits_of(gpt2, batch, [])
+    cut = torch.zeros(len(batch), batch.tokens.shape[1], batch.tokens.shape[1], dtype=torch.bool)
+    for row, places in zip(cut, batch.label_positions.tolist(), strict=True):
+        for p in places:
+            row[p, :p] = True
+    theirs = cut_by_hand(batch, cut, layers, monkeypatch, after=not renormalize)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours, clean, atol=1e-2)
+
+
+def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> None:
+    """The mask that transformers itself takes: Float["batch 1 query key"], added to the scores."""
+    length = batch.tokens.shape[1]
+    allowed = torch.ones(length, length).tril().bool() & batch.attention_mask[:, None, :]
+    for row, places in zip(allowed, batch.label_positions.tolist(), strict=True):
+        for p in places:
+            row[p, :p] = False
+    mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[:, None]
+    plain = tiny_gpt2(700)
+    plain.set_attn_implementation("eager")
+    positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        theirs = plain(batch.tokens, attention_mask=mask, position_ids=positions).logits
+    theirs = theirs[torch.arange(len(batch)), batch.target_positions]
+    ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_block_edges_in_some_heads(
+    gpt2: Any, batch: al.PromptBatch, renormalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = edges.pq(batch)
+    hooks = al.block_edges(gpt2, cut, -1, heads=[-1], renormalize=renormalize)
+    ours = logits_of(gpt2, batch, hooks)
+    by_head = torch.stack([torch.zeros_like(cut), cut], 1)
+    theirs = cut_by_hand(batch, by_head, range(2, 3), monkeypatch, after=not renormalize)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, cut, -1)))
+
+
+def test_rows_before_and_after_the_softmax(gpt2: Any, batch: al.PromptBatch) -> None:
+    cut = edges.wp(batch)[:, None, None]
+    before = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
+    assert not before[cut.expand_as(before)].any()
+    for row, places in zip(before, batch.label_positions, strict=True):
+        assert (row[:, :, places, places] == 1).all()  # attends to itself alone
+    clean = patterns_of(gpt2, batch, [])
+    after = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0, renormalize=False))
+    expected = clean[:, 0].masked_fill(edges.wp(batch)[:, None], 0)
+    torch.testing.assert_close(after[:, 0], expected)
+
+
+def test_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
+    ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
+    bare = al.isolate(gpt2, batch.label_positions, layers=[2, 1, -1])
+    assert [name for name, _ in bare] == [pattern_name(k)[:-7] + "attn_scores" for k in (1, 2)]
+    assert torch.equal(logits_of(gpt2, batch, bare), ours)
+    one = al.isolate(gpt2, batch.label_positions, layers=range(3), heads=1)
+    mine = patterns_of(gpt2, batch, one)
+    assert (mine[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
+    assert not (mine[0, :, 0].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).any()
+
+
+def test_edges_of_one_prompt_serve_all(gpt2: Any, batch: al.PromptBatch) -> None:
+    same = questions(gpt2, 1)[0]
+    twice: dict[str, Any] = {
+        name: torch.cat([value, value])
+        for name, value in vars(same).items()
+        if isinstance(value, Tensor) and name != "label_token_ids"
+    }
+    one = logits_of(gpt2, same, al.block_edges(gpt2, edges.wp(same), range(3)))
+    two = logits_of(gpt2, replace(same, **twice), al.block_edges(gpt2, edges.wp(same), range(3)))
+    torch.testing.assert_close(two, one.expand_as(two), rtol=1e-4, atol=1e-4)
+
+
+def test_whole_words(gpt2: Any) -> None:
+    demos = [al.Example("one two", 0), al.Example("three", 1)]
+    batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
+    assert (batch.label_ends > batch.label_positions).all()
+    first = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0))[0, 0, 0].diagonal()
+    whole = al.isolate_labels(gpt2, batch, 0, whole_words=True)
+    diagonal = patterns_of(gpt2, batch, whole)[0, 0, 0].diagonal()
+    pairs = zip(batch.label_positions[0].tolist(), batch.label_ends[0].tolist(), strict=True)
+    spans = [list(range(start, end + 1)) for start, end in pairs]
+    alone = [p for p in range(1, len(diagonal)) if diagonal[p] == 1]
+    assert alone == sorted(p for span in spans for p in span)
+    assert [p for p in range(1, len(first)) if first[p] == 1] == sorted(span[0] for span in spans)
+
+
+def test_keep_bos_cuts_all_but_that_edge(llama: Any, gpt2: Any) -> None:
+    batch = questions(llama, 3, padding_side="left")[0]
+    hooks = al.isolate_labels(llama, batch, range(3), keep_bos=True)
+    patterns = patterns_of(llama, batch, hooks)
+    for row, places, mask in zip(
+        patterns, batch.label_positions.tolist(), batch.attention_mask, strict=True
+    ):
+        bos = int(mask.long().argmax())
+        for p in places:
+            kept = (row[:, :, p] > 0).any(0).any(0).nonzero().flatten().tolist()
+            assert kept == [bos, p]
+    with pytest.raises(HookError, match="do not begin with a BOS"):
+        al.isolate_labels(gpt2, questions(gpt2, 1)[0], 0, keep_bos=True)
+
+
+REFUSED: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
+    (lambda m, b: al.isolate_labels(m, b, 99), r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]"),
+    (lambda m, b: al.isolate_labels(m, b, [0, -4]), r"got \[-4\]"),
+    (lambda m, b: al.isolate_labels(m, b, []), "got none"),
+    (lambda m, b: al.isolate_random(m, b, 99, seed=0), r"got \[99\]"),
+    (
+        lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=99),
+        r"heads must be numbers from 0 to 1.*got \[99\]",
+    ),
+    (lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=[]), "got none"),
+    (
+        lambda m, b: al.block_edges(m, torch.ones_like(edges.wp(b)), 0),
+        r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",
+    ),
+    (lambda m, b: al.isolate(m, torch.tensor([[-1]]), 0), r"count from 0; got \[\[-1\]\]"),
+    (
+        lambda m, b: logits_of(m, b, al.isolate(m, torch.tensor([[999]]), 0)),
+        r"reach to 999, but the prompt has \d+ tokens",
+    ),
+    (
+        lambda m, b: logits_of(m, b, al.block_edges(m, edges.wp(b)[:, :9, :9], 0)),
+        r"for 9 query and 9 key positions, but the model runs \d+ queries",
+    ),
+    (
+        lambda m, b: logits_of(m, b, al.block_edges(m, edges.wp(b)[:3], 0)),
+        "edges are for 3 prompts, but the model runs 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refusals_say_what_was_expected_and_what_came(
+    gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(HookError, match=message):
+        call(gpt2, batch)
+
+
+def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
+    drawn: dict[int, list[int]] = {}
+    for batch in questions(model, 7, **options):
+        starts = batch.attention_mask.long().argmax(1, keepdim=True)
+        relative = (random_positions(batch, seed) - starts).sort(1).values
+        drawn |= dict(zip(batch.index.tolist(), relative.tolist(), strict=True))
+    return drawn
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name)
+    state = torch.get_rng_state()
+    draws = [random_by_prompt(model, seed, batch_size=3) for seed in range(20)]
+    assert torch.equal(torch.get_rng_state(), state)
+    for options in ({"batch_size": 1}, {"padding_side": "left"}):
+        assert random_by_prompt(model, 5, **options) == draws[5]
+    assert len({tuple(draw[0]) for draw in draws}) == 20
+    batch = questions(model, 1)[0]
+    labels = edges.group(batch, "label") | edges.anchors(batch)
+    words = set(labels[0].nonzero().flatten().tolist())
+    for draw in draws:
+        assert len(set(draw[0])) == batch.label_positions.shape[1]
+        assert not {0, *words} & set(draw[0])
+        assert max(draw[0]) < int(batch.label_ends.max())
+        assert all(draw[k] == draw[0] for k in draw)  # one set of demonstrations, one draw
+
+
+def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any, batch: al.PromptBatch) -> None:
+    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))
+    positions = random_positions(batch, 3)
+    for row, places, mask in zip(patterns, positions, batch.attention_mask, strict=True):
+        diagonal = row.diagonal(dim1=-2, dim2=-1)[:, :, mask][:, :, 1:]
+        expected = torch.zeros_like(mask).scatter(0, places, True)[mask][1:]
+        assert torch.equal(diagonal == 1, expected.expand_as(diagonal))
+
+
+def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
+    tight = al.PromptBatch.from_positions(
+        torch.tensor([[9, 5, 6, 8]]),
+        label_positions=[[1, 2]],
+        label_classes=[[0, 1]],
+        label_token_ids=[5, 6],
+    )
+    with pytest.raises(HookError, match=r"have 0 tokens besides their 2 .*longer demonstrations"):
+        al.isolate_random(gpt2, tight, 0, seed=0)
+
+
+def test_first_query_acts_on_the_slice(gpt2: Any, batch: al.PromptBatch) -> None:
+    length, start = batch.tokens.shape[1], int(batch.query_start.min()) - 20
+    pattern = torch.rand(4, 2, length, length)
+    cached = replace(batch, first_query=start)
+    beta = torch.randn(3, 2, 6)
+    cut = edges.ww(batch)
+    pairs = [
+        (al.isolate_labels(gpt2, one, 0) for one in (batch, cached)),
+        (al.isolate_random(gpt2, one, 0, seed=1) for one in (batch, cached)),
+        (al.reweight_anchors(gpt2, one, beta) for one in (batch, cached)),
+        (al.block_edges(gpt2, cut, 0, first_query=k) for k in (0, start)),
+        (al.isolate(gpt2, batch.label_positions, 0, first_query=k) for k in (0, start)),
+    ]
+    for whole, part in pairs:
+        expected = whole[0][1](pattern, None)
+        found = part[0][1](pattern[:, :, start:], None)
+        assert expected is not None and not torch.equal(expected, pattern)
+        assert found is not None and torch.equal(expected[:, :, start:], found)
+
+
+def test_reweighting(gpt2: Any, batch: al.PromptBatch) -> None:
+    beta = torch.zeros(3, 2, 6)
+    clean = logits_of(gpt2, batch, [])
+    assert torch.equal(logits_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta)), clean)
+    beta[1, 0, 2] = 1.5
+    before = patterns_of(gpt2, batch, [])[:, 1]
+    after = patterns_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta))[:, 1]
+    for n in range(4):
+        place = (n, 0, int(batch.target_positions[n]), int(batch.label_positions[n, 2]))
+        before[place] *= torch.tensor(1.5).exp()
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.without_jaxtyping
+def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
+    with pytest.raises(HookError, match=r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)"):
+        al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
+
+
+def test_gradient_of_beta_equals_finite_differences(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(700), tokenizer=byte_level, dtype=torch.float64)
+    demos = [al.Example("one two", 0), al.Example("three", 1)]
+    batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
+
+    def loss(beta: Tensor) -> Tensor:
+        with model.hooks(fwd_hooks=al.reweight_anchors(model, batch, beta)):
+            logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
+        at_target = logits[torch.arange(len(batch)), batch.target_positions]
+        return al.label_cross_entropy(at_target, batch).sum()
+
+    generator = torch.Generator().manual_seed(0)
+    beta = torch.randn(3, 2, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(beta), beta)
+    numeric = torch.zeros_like(gradient)
+    with torch.no_grad():
+        for place in product(range(3), range(2), range(2)):
+            step = torch.zeros_like(beta)
+            step[place] = 1e-4
+            numeric[place] = (loss(beta + step) - loss(beta - step)) / 2e-4
+    torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
+    assert (gradient != 0).all()
+
+
+def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
+    length = batch.tokens.shape[1]
+    cut, beta, pattern = edges.wp(batch), torch.randn(3, 2, 6), torch.rand(4, 2, length, length)
+    given = [cut, beta, pattern, *(v for v in vars(batch).values() if isinstance(v, Tensor))]
+    copies = [tensor.clone() for tensor in given]
+    hooks = [
+        *al.block_edges(gpt2, cut, range(3)),
+        *al.block_edges(gpt2, cut, range(3), renormalize=False),
+        *al.isolate_labels(gpt2, batch, range(3), whole_words=True),
+        *al.isolate_random(gpt2, batch, range(3), seed=0),
+        *al.reweight_anchors(gpt2, batch, beta),
+    ]
+    for _, act in hooks:
+        assert not torch.equal(act(pattern, None), pattern)  # type: ignore[arg-type]
+    logits_of(gpt2, batch, hooks)
+    for tensor, copy in zip(given, copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_hooks_join_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
+    cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
+    mine: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
+    isolation = al.isolate_labels(gpt2, batch, 0, renormalize=False)
+    assert (patterns_of(gpt2, batch, [*isolation, *mine])[:, 0][cut] == 1).all()
+    assert (patterns_of(gpt2, batch, [*mine, *isolation])[:, 0][cut] == 0).all()

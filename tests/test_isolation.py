@@ -1,0 +1,179 @@
+"""The isolation experiment against a loop of separate runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, HookError
+
+MODELS = ["gpt2", "llama", "gemma3"]
+
+
+def by_hand(model: Any, batches: list[al.PromptBatch], hooks_of: Any) -> Tensor:
+    """Target logits of all prompts in the order of the queries, with TransformerLens alone."""
+    logits = torch.empty(sum(map(len, batches)), model.W_E.shape[0])
+    for batch in batches:
+        with torch.no_grad():
+            out = model.run_with_hooks(
+                batch.tokens,
+                attention_mask=batch.attention_mask.long(),
+                fwd_hooks=hooks_of(batch),
+            )
+        logits[batch.index] = out[torch.arange(len(batch)), batch.target_positions]
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"whole_words": True}])
+def test_equals_separate_runs(
+    name: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batches = questions(model, 9, batch_size=4)
+    record = al.isolation_loyalty(
+        model, batches, layers=range(2), draws=3, seed=11, resamples=0, progress=False, **options
+    )
+    ids = batches[0].label_token_ids
+    clean = by_hand(model, batches, lambda batch: [])
+    isolated = by_hand(
+        model, batches, lambda batch: al.isolate_labels(model, batch, range(2), **options)
+    )
+    own = al.loyalty(clean, isolated, ids)
+    for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
+        torch.testing.assert_close(
+            getattr(record, field), getattr(own, field), rtol=1e-4, atol=1e-5
+        )
+    plain = {"renormalize": options.get("renormalize", True)}
+    draws = []
+    for seed in range(11, 14):
+        logits = by_hand(
+            model,
+            batches,
+            lambda batch, seed=seed: al.isolate_random(model, batch, range(2), seed, **plain),
+        )
+        draws.append(al.loyalty(clean, logits, ids))
+    for field in ("label_loyalty", "word_loyalty", "kl"):
+        expected = torch.stack([getattr(draw, field) for draw in draws])
+        ours = getattr(record, f"random_{field}")
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    for field in ("label_kept", "word_overlap"):
+        expected = torch.stack([getattr(draw, field) for draw in draws], dim=1)
+        torch.testing.assert_close(getattr(record, f"random_{field}"), expected)
+    for kind in ("label", "word"):
+        controls, labels = (getattr(record, f"{p}{kind}_loyalty") for p in ("random_", ""))
+        torch.testing.assert_close(getattr(record, f"{kind}_gap"), controls.mean() - labels)
+
+
+def test_keep_bos(llama: Any, gpt2: Any) -> None:
+    batches = questions(llama, 6)
+    options: dict[str, Any] = {"draws": 2, "resamples": 0, "progress": False}
+    kept = al.isolation_loyalty(llama, batches, 0, keep_bos=True, **options)
+    cut = al.isolation_loyalty(llama, batches, 0, **options)
+    assert float(kept.kl) != float(cut.kl)
+    assert (kept.random_kl != cut.random_kl).all()
+    clean = by_hand(llama, batches, lambda batch: [])
+    logits = by_hand(
+        llama, batches, lambda batch: al.isolate_labels(llama, batch, 0, keep_bos=True)
+    )
+    expected = al.loyalty(clean, logits, batches[0].label_token_ids)
+    torch.testing.assert_close(kept.kl, expected.kl, rtol=1e-4, atol=1e-5)
+    with pytest.raises(HookError, match="do not begin with a BOS"):
+        al.isolation_loyalty(gpt2, questions(gpt2, 2), 0, keep_bos=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_padding_and_order_change_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    options: dict[str, Any] = {"layers": range(2), "draws": 2, "resamples": 10, "progress": False}
+    plans = [
+        questions(model, batch_size=5),
+        questions(model, batch_size=1),
+        questions(model, batch_size=12, padding_side="left"),
+        questions(model, batch_size=5)[::-1],
+    ]
+    first, *others = (al.isolation_loyalty(model, batches, **options) for batches in plans)
+    for other in others:
+        for field, values in other.tensors().items():
+            torch.testing.assert_close(values, getattr(first, field), rtol=1e-4, atol=1e-5)
+        for field, bounds in other.intervals.items():
+            torch.testing.assert_close(bounds, first.intervals[field], rtol=1e-4, atol=1e-5)
+
+
+def test_intervals_and_info(gpt2: Any) -> None:
+    batches = questions(gpt2)
+    record = al.isolation_loyalty(gpt2, batches, range(-2, 0), draws=4, seed=5, progress=False)
+    numbers = {name for name, axes in record.axes().items() if "prompt" not in axes}
+    assert set(record.intervals) == numbers
+    for name in numbers:
+        low, high = record.intervals[name]
+        assert (low <= getattr(record, name)).all() and (getattr(record, name) <= high).all()
+    assert record.info["layers"] == [1, 2]
+    assert record.info["seed"] == 5 and record.info["prompts"] == 12
+    assert record.info["renormalize"] is True and record.info["keep_bos"] is False
+    assert record.info["whole_words"] is False
+    assert record.info["labels"][1] == "Entity"
+    assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
+
+
+def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+    options: dict[str, Any] = {"layers": 0, "resamples": 0, "progress": False}
+    three = al.isolation_loyalty(gpt2, batches, draws=3, seed=7, **options)
+    one = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
+    assert torch.equal(three.random_kl[2:], one.random_kl)
+    assert len(set(three.random_kl.tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 99}, r"from 0 to 2.*got \[99\]"),
+        ({"layers": []}, "got none"),
+        ({"layers": 0, "draws": 0}, "at least one draw; got 0"),
+    ],
+)
+def test_refusals_before_any_pass(
+    gpt2: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_run(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    batches = questions(gpt2, 2)
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(HookError, match=message):
+        al.isolation_loyalty(gpt2, batches, **options)
+
+
+@pytest.mark.without_jaxtyping
+def test_a_single_batch_is_refused(gpt2: Any) -> None:
+    with pytest.raises(AnchorlensError, match=r"write \[batch\]"):
+        al.isolation_loyalty(gpt2, questions(gpt2, 2)[0], 0)  # type: ignore[arg-type]
+
+
+def test_too_short_demonstrations_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_run(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    tight = al.PromptBatch.from_positions(
+        torch.tensor([[9, 5, 6, 8]]),
+        label_positions=[[1, 2]],
+        label_classes=[[0, 1]],
+        label_token_ids=[5, 6],
+    )
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(HookError, match="too few for a random control"):
+        al.isolation_loyalty(gpt2, [tight], 0)
+
+
+def test_the_figure(gpt2: Any) -> None:
+    record = al.isolation_loyalty(gpt2, questions(gpt2, 4), 0, draws=2, progress=False)
+    assert len(record.plot().data) == 2
+    assert len(al.plot_isolation({"first": record, "last": record}).data) == 4

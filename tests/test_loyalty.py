@@ -1,0 +1,124 @@
+"""Loyalty against slow Python sets, ties, KL, and refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.forward import run_pass
+
+
+def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    clean = torch.randn(size, vocab, generator=generator)
+    return clean, clean + 0.7 * torch.randn(size, vocab, generator=generator)
+
+
+@pytest.mark.parametrize("top", [1, 5, 10, 30])
+def test_against_slow_sets(top: int) -> None:
+    clean, changed = pair()
+    ids = [7, 3, 11]
+    record = al.loyalty(clean, changed, torch.tensor(ids), top=top)
+    kept, overlap = [], []
+    for a, b in zip(clean.tolist(), changed.tolist(), strict=True):
+        kept.append(
+            max(range(3), key=lambda k: a[ids[k]]) == max(range(3), key=lambda k: b[ids[k]])
+        )
+        best_a = set(sorted(range(30), key=lambda word: -a[word])[:top])
+        best_b = set(sorted(range(30), key=lambda word: -b[word])[:top])
+        overlap.append(len(best_a & best_b) / len(best_a | best_b))
+    assert 0 < sum(kept) < 40
+    assert record.label_kept.tolist() == [float(one) for one in kept]
+    assert record.word_overlap.tolist() == pytest.approx(overlap)
+    assert float(record.label_loyalty) == pytest.approx(sum(kept) / 40)
+    assert float(record.word_loyalty) == pytest.approx(sum(overlap) / 40)
+
+
+def test_kl_equals_torch() -> None:
+    clean, changed = pair()
+    record = al.loyalty(clean, changed, torch.tensor([0, 1]))
+    clean, changed = clean.double(), changed.double()
+    expected = torch.nn.functional.kl_div(
+        changed.log_softmax(-1), clean.log_softmax(-1), reduction="none", log_target=True
+    ).sum(-1)
+    torch.testing.assert_close(record.kl_per_prompt, expected)
+    torch.testing.assert_close(record.kl, expected.mean())
+    assert float(record.kl) > 0
+
+
+def test_ties_go_to_the_lowest_class() -> None:
+    clean = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]])
+    changed = torch.tensor([[0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
+    kept = al.loyalty(clean, changed, torch.tensor([1, 2]), top=2).label_kept
+    assert kept.tolist() == [1.0, 1.0, 0.0]
+    kept = al.loyalty(clean, changed, torch.tensor([2, 1]), top=2).label_kept
+    assert kept.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_nothing_changed_and_everything_changed() -> None:
+    clean, _ = pair()
+    same = al.loyalty(clean, clean, torch.tensor([0, 1]))
+    assert (float(same.label_loyalty), float(same.word_loyalty), float(same.kl)) == (1, 1, 0)
+    # A constant added to all logits changes no probability.
+    moved = al.loyalty(clean, clean + 3, torch.tensor([0, 1]))
+    assert float(moved.kl) == pytest.approx(0, abs=1e-6)
+    opposite = al.loyalty(clean, -clean, torch.tensor([0, 1]))
+    assert (float(opposite.label_loyalty), float(opposite.word_loyalty)) == (0, 0)
+
+
+def test_low_precision_logits() -> None:
+    clean, changed = (one.bfloat16() for one in pair())
+    record = al.loyalty(clean, changed, torch.tensor([0, 1]))
+    wide = al.loyalty(clean.float(), changed.float(), torch.tensor([0, 1]))
+    for name, values in record.tensors().items():
+        torch.testing.assert_close(values, getattr(wide, name))
+
+
+@pytest.mark.without_jaxtyping
+def test_two_shapes() -> None:
+    ids = torch.tensor([0, 1])
+    with pytest.raises(MetricError, match=r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"):
+        al.loyalty(torch.rand(2, 9), torch.rand(3, 9), ids)
+
+
+@pytest.mark.parametrize("top", [0, 10])
+def test_top_beyond_the_vocabulary(top: int) -> None:
+    with pytest.raises(MetricError, match=rf"at least `top` tokens; .*top={top}"):
+        al.loyalty(torch.rand(2, 9), torch.rand(2, 9), torch.tensor([0, 1]), top=top)
+
+
+def test_without_hooks_is_refused_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_run(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    batches = questions(gpt2, 2)
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(MetricError, match=r"nothing changes this run; give run\(\.\.\., hooks="):
+        al.run(gpt2, batches, [al.Loyalty()])
+
+
+def test_through_a_run(gpt2: Any) -> None:
+    batches = questions(gpt2, 9, batch_size=4)
+    results = al.run(
+        gpt2,
+        batches,
+        [al.Loyalty(top=3)],
+        hooks=lambda batch: al.isolate_labels(gpt2, batch, range(2)),
+        resamples=20,
+        progress=False,
+    )
+    clean, changed = torch.empty(9, gpt2.W_E.shape[0]), torch.empty(9, gpt2.W_E.shape[0])
+    for batch in batches:
+        clean[batch.index] = run_pass(gpt2, batch)
+        hooks = al.isolate_labels(gpt2, batch, range(2))
+        changed[batch.index] = run_pass(gpt2, batch, hooks=hooks)
+    expected = al.loyalty(clean, changed, batches[0].label_token_ids, top=3)
+    for name, values in results["loyalty"].tensors().items():
+        torch.testing.assert_close(values, getattr(expected, name))
+    assert set(results["loyalty"].intervals) == {"label_loyalty", "word_loyalty", "kl"}

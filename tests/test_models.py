@@ -1,0 +1,278 @@
+"""Loading, and the proof that the hooks of a model act."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import pytest
+import torch
+from conftest import questions, randomize, tiny_gpt2, tiny_llama
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import (
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.forward import run_pass
+from anchorlens.hooked import require_prepared
+
+TEXT = "Review: what a film\nSentiment: Positive"
+
+
+def boot(weights: Any, tokenizer: Any) -> Any:
+    """A bridge as anyone makes one: not prepared."""
+    weights.config.architectures = [type(weights).__name__]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.init_kwargs |= {"name_or_path": "tiny", "add_bos_token": True}
+    return TransformerBridge.boot_transformers("tiny", hf_model=weights, tokenizer=tokenizer)
+
+
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(tokens)
+    return getattr(out, "logits", out)
+
+
+def test_local_folder(tmp_path: Path, byte_level: Any) -> None:
+    weights = tiny_gpt2(len(byte_level))
+    weights.save_pretrained(tmp_path)
+    byte_level.save_pretrained(tmp_path)
+    for folder in (tmp_path, str(tmp_path)):
+        model = al.load_model(folder, device="cpu")
+    require_prepared(model)
+    tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
+    assert model.tokenizer(TEXT)["input_ids"] == tokens[0].tolist()
+    torch.testing.assert_close(logits_of(model, tokens), logits_of(weights, tokens))
+    assert next(model.parameters()).dtype == torch.float32
+    half = al.load_model(tmp_path, device="cpu", dtype=torch.bfloat16)
+    assert next(half.parameters()).dtype == torch.bfloat16
+    batch = questions(half, 2)[0]
+    assert run_pass(half, batch).dtype == torch.float32
+    assert al.saliency(half, batch).isfinite().all()
+
+
+def test_loaded_model(byte_level: Any) -> None:
+    weights = tiny_gpt2(len(byte_level))
+    tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
+    expected = logits_of(weights, tokens)
+    model = al.load_model(weights, tokenizer=byte_level)
+    torch.testing.assert_close(logits_of(model, tokens), expected)
+    double = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level, dtype=torch.float64)
+    assert {parameter.dtype for parameter in double.parameters()} == {torch.float64}
+
+
+def test_gguf_file(tmp_path: Path, byte_level: Any) -> None:
+    config = Qwen2Config(
+        vocab_size=len(byte_level),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    weights: Any = randomize(Qwen2ForCausalLM(config))
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(byte_level))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    for name, tensor in weights.state_dict().items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None
+        writer.add_tensor(stored, tensor.numpy())
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    model = al.load_model(path, tokenizer=byte_level, device="cpu")
+    tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
+    torch.testing.assert_close(
+        logits_of(model, tokens), logits_of(weights, tokens), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cure = "give a local folder or a .gguf file"
+    with pytest.raises(ModelError, match=f"'nobody/no-such-model' cannot be loaded.*{cure}"):
+        al.load_model("nobody/no-such-model")
+    with pytest.raises(ModelError, match=f"cannot be loaded.*{cure}"):
+        al.load_model(tmp_path)  # an empty folder
+    with pytest.raises(ModelError, match=r"there is no file .*missing\.gguf"):
+        al.load_model(tmp_path / "missing.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing more")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        al.load_model(tmp_path / "broken.gguf")
+
+
+@pytest.mark.without_jaxtyping
+def test_what_is_no_model(byte_level: Any) -> None:
+    with pytest.raises(ModelError, match=r"without a tokenizer; pass tokenizer=\.\.\."):
+        al.load_model(tiny_gpt2(700))
+    for thing in (tiny_gpt2(700), torch.nn.Linear(2, 2), "gpt2", None):
+        message = f"expected a TransformerBridge or HookedTransformer; got {type(thing).__name__}"
+        with pytest.raises(ModelError, match=message + r".*al\.load_model makes one"):
+            al.prepare_model(thing)  # type: ignore[arg-type]
+
+
+def test_a_bridge_of_ones_own(byte_level: Any, gpt2: Any) -> None:
+    raw: Any = boot(tiny_gpt2(len(byte_level)), byte_level)
+    batch = questions(raw, 2)[0]
+    with pytest.raises(ModelError, match=r"not been proven to act; call al\.prepare_model"):
+        al.isolate_labels(raw, batch, 0)
+    with pytest.raises(ModelError, match=r"not been proven to act"):
+        al.reweight_anchors(raw, batch, torch.zeros(3, 2, 6))
+    before = {name: parameter.clone() for name, parameter in raw.named_parameters()}
+    hooks = {name: len(point.fwd_hooks) for name, point in raw.hook_dict.items()}
+    after = dict(raw.named_parameters())
+    assert al.prepare_model(raw) is raw
+    for name, parameter in after.items():
+        assert torch.equal(parameter, before[name])
+        assert parameter.requires_grad and parameter.grad is None
+    assert {name: len(point.fwd_hooks) for name, point in raw.hook_dict.items()} == hooks
+    assert al.isolate_labels(raw, batch, 0)
+    torch.testing.assert_close(al.saliency(raw, batch), al.saliency(gpt2, batch))
+    # al.run proves the hooks at first use.
+    other = boot(tiny_gpt2(len(byte_level)), byte_level)
+    al.run(other, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    require_prepared(other)
+
+
+NATIVE = [
+    lambda: GPTJForCausalLM(
+        GPTJConfig(
+            vocab_size=700,
+            n_positions=64,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            rotary_dim=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ),
+    lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=700,
+            max_position_embeddings=64,
+            hidden_size=16,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ),
+    lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=700,
+            max_position_embeddings=64,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=16,
+            word_embed_proj_dim=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
+@pytest.mark.parametrize("make", NATIVE)
+def test_dead_hooks_are_refused(make: Any, byte_level: Any) -> None:
+    bridge = boot(randomize(make()), byte_level)
+    points = bridge.hook_dict.values()
+    before = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points]
+    message = r"hooks of .* do not act.*layer 0: .*; layer 1: .*HookedTransformer"
+    with pytest.raises(ModelError, match=message):
+        al.prepare_model(bridge)
+    with pytest.raises(ModelError, match=message):
+        al.run(bridge, questions(bridge, 1), [al.SaliencyFlows()])
+    assert all(p.requires_grad and p.grad is None for p in bridge.parameters())
+    assert [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points] == before
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_bos_is_where_the_tokenizer_puts_it(
+    kind: str, twice: bool, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    settings, ids = dict(tokenizer.init_kwargs), tokenizer(TEXT)["input_ids"]
+    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+    if twice:
+        model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=model.tokenizer)
+    assert model.tokenizer(TEXT)["input_ids"] == ids
+    assert (ids[0] == tokenizer.bos_token_id) == (kind == "sentencepiece_like")
+    assert tokenizer.init_kwargs == settings and tokenizer(TEXT)["input_ids"] == ids
+    assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
+
+
+def test_folded_value_biases_are_refused(byte_level: Any) -> None:
+    folded = boot(tiny_gpt2(len(byte_level)), byte_level)
+    folded.enable_compatibility_mode(disable_warnings=True)
+    batches = questions(folded, 1)
+    message = "value biases of this model are folded .*fold_value_biases=False"
+    for call in (
+        lambda: al.prepare_model(folded),
+        lambda: al.run(folded, batches, [al.SaliencyFlows()]),
+    ):
+        with pytest.raises(ModelError, match=message):
+            call()
+
+
+def test_folding_after_the_proof_is_refused(gpt2: Any) -> None:
+    """The proof was of other weights: the numbers would be those of the folded model."""
+    batches = questions(gpt2, 1)
+    gpt2.enable_compatibility_mode(disable_warnings=True)
+    for call in (
+        lambda: al.saliency(gpt2, batches[0]),
+        lambda: al.run(gpt2, batches, [al.SaliencyFlows()], progress=False),
+        lambda: al.reweight_anchors(gpt2, batches[0], torch.zeros(3, 2, 6)),
+    ):
+        with pytest.raises(ModelError, match="folded"):
+            call()
+
+
+def test_processing_without_folding_is_accepted(gpt2: Any, byte_level: Any) -> None:
+    processed = boot(tiny_gpt2(len(byte_level)), byte_level)
+    processed.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+    al.prepare_model(processed)
+    batch = questions(gpt2, 3)[0]
+    ours, plain = al.saliency(processed, batch), al.saliency(gpt2, batch)
+    assert float((ours - plain).abs().max() / plain.abs().max()) <= 1e-5
+
+
+def test_processing_of_a_model_without_biases(llama: Any, sentencepiece_like: Any) -> None:
+    processed = boot(tiny_llama(len(sentencepiece_like)), sentencepiece_like)
+    processed.enable_compatibility_mode(disable_warnings=True)  # nothing to fold
+    al.prepare_model(processed)
+    batch = questions(llama, 3)[0]
+    ours, plain = al.saliency(processed, batch), al.saliency(llama, batch)
+    assert float((ours - plain).abs().max() / plain.abs().max()) <= 1e-5

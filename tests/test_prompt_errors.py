@@ -1,0 +1,118 @@
+"""What has no certain positions is refused, with what came and what to do."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers, processors
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+
+refused = partial(pytest.raises, PromptError)
+SST2 = al.TASKS["sst2"]
+BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))
+REQUESTS: list[tuple[str, Any, Any]] = [
+    (r"no queries to build prompts for", [GOOD, BAD], []),
+    (r"no demonstration for the labels \[' Negative'\]; give at least one", [GOOD, GOOD], ["x"]),
+    (r"no demonstration for the labels \[' Negative', ' Positive'\]", [], ["x"]),
+    (r"the labels \[2, None\], but .* classes 0 to 1 \( Neg", [GOOD, ODD, al.Example("y")], ["x"]),
+    (r"query 1 has the label 2, but the task has the classes 0 to 1", [GOOD, BAD], [BAD, ODD]),
+    (r"either all queries have a label or none", [GOOD, BAD], ["x", GOOD]),
+    (r"2 sets of demonstrations came with 1 queries; give one set", [[GOOD, BAD]] * 2, ["x"]),
+    (r"must have one size; got 2 and 3", [[GOOD, BAD], [BAD, GOOD, BAD]], ["x", "y"]),
+    (r"no demonstration for the labels \[' Positive'\]", [[GOOD, BAD], [BAD, BAD]], ["x", "y"]),
+]
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece_like"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize(("message", "demos", "queries"), REQUESTS)
+def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, queries: Any) -> None:
+    with refused(match=message):
+        al.build_prompts(tokenizer, SST2, demos, queries)
+
+
+def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
+    with refused(match=r"batch_size must be at least 1; got 0"):
+        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
+    for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
+        with refused(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
+            al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
+
+
+@pytest.mark.without_jaxtyping
+def test_a_padding_side_that_is_none_is_refused(byte_level: Any) -> None:
+    side: Any = "both"
+    with refused(match=r"padding_side must be 'left' or 'right'; got 'both'"):
+        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], padding_side=side)
+
+
+def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any) -> None:
+    queries = ["x", "much " * 9, "y"]
+    build = partial(al.build_prompts, byte_level, SST2, [GOOD, BAD])
+    (batch,) = build(queries)
+    lengths = batch.attention_mask.sum(1)[batch.index.argsort()].tolist()
+    count = rf"1 of 3 prompts are longer than {lengths[0]} tokens"
+    named = rf" \(queries \[1\], the longest has {lengths[1]} tokens\)"
+    with refused(match=rf"{count}{named}; use fewer or shorter .*, or drop_too_long=True"):
+        build(queries, max_length=lengths[0])
+    with pytest.warns(UserWarning, match=f"{count} and are left out{named}"):
+        (batch,) = build(queries, max_length=lengths[0], drop_too_long=True)
+    assert sorted(batch.index.tolist()) == [0, 2]
+    assert len(build(queries, max_length=lengths[1])[0]) == 3
+    with refused(match="3 of 3 prompts are longer than 5 tokens"):
+        build(queries, max_length=5, drop_too_long=True)
+    limited = copy.deepcopy(byte_level)
+    limited.model_max_length = lengths[0]
+    with refused(match=count):
+        al.build_prompts(limited, SST2, [GOOD, BAD], queries)
+
+
+@pytest.mark.parametrize(
+    ("template", "labels", "message"),
+    [
+        (
+            "{text} is {label}",
+            ["No", "Positive"],
+            r"'No' merges .* before it .*change the template",
+        ),
+        ("{text}:{label}s", [" Positive", " No"], r"' Positive' merges with what stands after it"),
+        ("{text}:{label}", [" Ab", " A", " Abb"], r"' Ab' and ' A' have the same first token '.A'"),
+    ],
+)
+def test_labels_without_a_position_of_their_own_are_refused(
+    tokenizer: Any, template: str, labels: list[str], message: str
+) -> None:
+    demos = [al.Example("x", k) for k in range(len(labels))]
+    with refused(match=message):
+        al.build_prompts(tokenizer, al.Task(template, labels), demos, ["x"])
+
+
+def test_a_label_that_begins_differently_elsewhere_is_refused(byte_level: Any) -> None:
+    spaced = copy.deepcopy(byte_level)
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    task = al.Task("{text}{label}", ["A", "B"])
+    with refused(
+        match=r"label word 'A' begins with the token 'Ġ.*' in a demonstration, but with 'A'"
+    ):
+        al.build_prompts(spaced, task, [al.Example("", 0), al.Example("x", 1)], ["x"])
+
+
+def test_a_special_token_at_the_end_is_refused(byte_level: Any) -> None:
+    ending = copy.deepcopy(byte_level)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    with refused(match=r"adds a special token after the prompt, .*add_eos_token=False"):
+        al.build_prompts(ending, SST2, [GOOD, BAD], ["x"])
+
+
+def test_a_prompt_that_ends_in_a_demonstration_is_refused(tokenizer: Any) -> None:
+    with refused(match=r"query 1"):
+        al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])

@@ -1,0 +1,248 @@
+"""Positions against an oracle that knows no offsets: the bytes that each token spells."""
+
+import re
+from typing import Any, NamedTuple
+
+import conftest
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import anchorlens as al
+from anchorlens.batch import GROUPS, PADDING
+from anchorlens.errors import PromptError
+
+moderately = settings(max_examples=60, deadline=None)
+SST2 = al.TASKS["sst2"]
+BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
+TASKS = [
+    SST2,
+    al.Task(SST2.template, SST2.labels, prefix="Classify the reviews. Sentiment: Positive\n\n"),
+    al.Task("{text} ->{label}|", [" yes", " no way", " 不 😀"], separator="\n###\n"),
+    al.Task("({text})\n={label}", ["A b", "B"], separator="", prefix="\n "),
+]
+
+PARTS = ["", " ", "\n", " Positive", "Negative\n", "Sentiment:", "{text}{label}", "😀é"]
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
+texts = st.lists(st.sampled_from(PARTS) | st.text(characters, max_size=8), max_size=5).map("".join)
+
+
+class Prompts(NamedTuple):
+    task: al.Task
+    demos: list[al.Example]
+    queries: list[al.Example]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompts:
+    task = draw(st.sampled_from(TASKS))
+    classes = [*range(len(task.labels))]
+    labels = draw(st.permutations(classes * draw(st.integers(1, 3))))
+    asked = draw(st.lists(st.tuples(texts, st.sampled_from(classes)), min_size=1, max_size=4))
+    demos = [al.Example(draw(texts), label) for label in labels]
+    return Prompts(task, demos, [al.Example(*query) for query in asked])
+
+
+class Row(NamedTuple):
+    """One prompt of a batch without its padding."""
+
+    tokens: list[int]
+    groups: list[str]
+    words: list[tuple[int, int, int]]  # first token, last token, class
+    query_start: int
+    target: int
+    gold: int | None
+    demonstrations: int
+
+
+def rows(batches: list[al.PromptBatch]) -> list[Row]:
+    """The prompts of all batches in the order of their queries."""
+    found = {}
+    for batch in batches:
+        for row, mask in enumerate(batch.attention_mask):
+            start = int(mask.long().argmax())
+            words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
+            assert mask[start : start + int(mask.sum())].all()
+            assert ((batch.groups[row] == PADDING) == ~mask).all()
+            found[int(batch.index[row])] = Row(
+                tokens=batch.tokens[row, mask].tolist(),
+                groups=[GROUPS[group] for group in batch.groups[row, mask]],
+                words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
+                query_start=int(batch.query_start[row]) - start,
+                target=int(batch.target_positions[row]) - start,
+                gold=None if batch.gold is None else int(batch.gold[row]),
+                demonstrations=int(batch.demonstrations_id[row]),
+            )
+    assert sorted(found) == [*range(len(found))]
+    return [found[place] for place in sorted(found)]
+
+
+def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str, str, int]]:
+    before, between, after = re.fullmatch(  # type: ignore[union-attr]
+        r"(.*)\{text\}(.*)\{label\}(.*)", task.template, re.DOTALL
+    ).groups()
+    parts = [("other", task.prefix, -1)]
+    for demo in demos:
+        assert demo.label is not None
+        parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
+        parts += [("label", task.labels[demo.label], demo.label)]
+        parts += [("format", after + task.separator, -1)]
+    return [*parts, ("query", before + query + between, -1)]
+
+
+def spelled(token: str, tokenizer: Any) -> int:
+    """How many bytes of the prompt a token stands for."""
+    if tokenizer.bos_token == "<|endoftext|>":
+        return len(token)  # one symbol a byte
+    return 1 if re.fullmatch("<0x..>", token) else len(token.replace("▁", " ").encode())
+
+
+def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.Example) -> Row:
+    parts = pieces(task, demos, query.text)
+    text = "".join(part for _, part, _ in parts)
+    tokens = tokenizer(text)["input_ids"]
+    sizes = [spelled(token, tokenizer) for token in tokenizer.convert_ids_to_tokens(tokens)]
+    if tokens[0] == tokenizer.bos_token_id:
+        sizes[0] = 0
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    assert ends[-1] == len(text.encode())
+    owner = [group for group, part, _ in parts for _ in part.encode()]
+    groups = [owner[end - 1] if end else "other" for end in ends]
+    words, place = [], 0
+    for _, part, label in parts:
+        stop = place + len(part.encode())
+        if label >= 0:
+            words.append((ends.index(place) + 1, ends.index(stop), label))
+        place = stop
+    return Row(
+        tokens=tokens,
+        groups=[*groups[:-1], "target"],
+        words=words,
+        query_start=[*groups, "query"].index("query"),
+        target=len(tokens) - 1,
+        gold=query.label,
+        demonstrations=0,
+    )
+
+
+@pytest.fixture(scope="session", params=["byte_level", "sentencepiece_like"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def build(tokenizer: Any, case: Prompts, **options: Any) -> list[al.PromptBatch]:
+    return al.build_prompts(tokenizer, case.task, case.demos, case.queries, **options)
+
+
+@moderately
+@given(case=prompts())
+def test_positions_are_those_of_the_oracle(tokenizer: Any, case: Prompts) -> None:
+    batches = build(tokenizer, case, batch_size=3, padding_side="left")
+    for found, query in zip(rows(batches), case.queries, strict=True):
+        oracle = expected(tokenizer, case.task, case.demos, query)
+        assert found._replace(demonstrations=0) == oracle
+
+
+@moderately
+@given(case=prompts())
+def test_tokens_spell_what_the_positions_say(tokenizer: Any, case: Prompts) -> None:
+    task, batches = case.task, build(tokenizer, case)
+    for row, query in zip(rows(batches), case.queries, strict=True):
+        own = [token for token in row.tokens if token != tokenizer.bos_token_id]
+        shift = len(row.tokens) - len(own)
+        written = task.prefix
+        for demo, (first, last, label) in zip(case.demos, row.words, strict=True):
+            before, between, after = task.pieces
+            written += before + demo.text + between
+            assert label == demo.label
+            assert tokenizer.decode(own[: first - shift]) == written
+            assert tokenizer.decode(row.tokens[first : last + 1]) == task.labels[label]
+            assert row.tokens[first] == batches[0].label_token_ids[label]
+            assert set(row.groups[first : last + 1]) == {"label"}
+            written += task.labels[label] + after + task.separator
+        assert tokenizer.decode(own) == written + task.query(query.text)
+        inside = sum(last - first + 1 for first, last, _ in row.words)
+        assert row.groups.count("label") == inside
+        assert row.groups.index("target") == row.target == len(row.tokens) - 1
+        assert row.groups.count("target") == 1
+
+
+@moderately
+@given(case=prompts(), size=st.integers(1, 4))
+def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size: int) -> None:
+    alone = rows(build(tokenizer, case, batch_size=1))
+    for side in ("left", "right"):
+        batches = build(tokenizer, case, batch_size=size, padding_side=side)
+        assert rows(batches) == alone
+        assert max(map(len, batches)) <= size
+        for batch in batches:
+            ends = batch.attention_mask[:, -1 if side == "left" else 0]
+            assert ends.all()
+            assert batch.attention_mask.any(0).all()  # no longer than its longest prompt
+            assert batch.label_token_ids.tolist() == batches[0].label_token_ids.tolist()
+            assert batch.labels == case.task.labels
+
+
+@moderately
+@given(case=prompts(), side=st.sampled_from(["left", "right"]))
+def test_the_shared_prefix_is_the_longest(tokenizer: Any, case: Prompts, side: str) -> None:
+    (batch,) = build(tokenizer, case, padding_side=side)
+    tokens = [row.tokens for row in rows([batch])]
+    count = 0
+    while count < min(map(len, tokens)) and len({row[count] for row in tokens}) == 1:
+        count += 1
+    assert batch.shared_prefix == count
+
+
+def test_bos_is_there_where_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
+    for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
+        (batch,) = al.build_prompts(tokenizer, SST2, [GOOD, BAD], ["", "so so"])
+        assert batch.begins_with_bos == bool(count)
+        for row in rows([batch]):
+            assert row.tokens.count(tokenizer.bos_token_id) == count
+            assert row.groups[0] == ("other" if count else "format")
+
+
+def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
+    one, other = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
+    queries = ["a long query, much longer", "b", "c, longer", "d"]
+    batches = al.build_prompts(tokenizer, SST2, [one, other, one, other], queries, batch_size=2)
+    assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
+    found = rows(batches)
+    for sets in (one, other):
+        alone = rows(al.build_prompts(tokenizer, SST2, sets, queries))
+        places = [0, 2] if sets is one else [1, 3]
+        assert [found[k] for k in places] == [alone[k] for k in places]
+    assert len({row.demonstrations for row in found}) == 2
+
+
+def test_nothing_is_added_to_what_is_asked(byte_level: Any) -> None:
+    before = byte_level.backend_tokenizer.to_str()
+    demos, queries = [GOOD, BAD], ["x", "y z"]
+    (batch,) = al.build_prompts(byte_level, SST2, demos, queries)
+    assert (demos, queries) == ([GOOD, BAD], ["x", "y z"])
+    assert batch.gold is None
+    assert byte_level.backend_tokenizer.to_str() == before
+
+
+@pytest.fixture
+def indenting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Like GPT-NeoX's: one token for a newline and the spaces after it."""
+    monkeypatch.setattr(conftest, "TEXTS", [*conftest.TEXTS, *["a\n   b\n\n c"] * 30])
+    return conftest.byte_level_tokenizer()
+
+
+def test_white_space_may_share_a_token(indenting: Any) -> None:
+    task = al.Task("{text}\n  {label}", SST2.labels)
+    assert "ĊĠĠ" in indenting.tokenize("\n   x")
+    query = al.Example("  so so ", 0)
+    (found,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
+    assert found._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
+
+
+def test_a_label_that_changes_the_end_of_the_query_is_refused(indenting: Any) -> None:
+    task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
+    message = r"'Negative' changes how the tokenizer reads the end of the query 'x\\n\\n'"
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(indenting, task, [GOOD, BAD], ["x"])

@@ -1,0 +1,308 @@
+"""The loop: one pass feeds many metrics, anyone's own among them; refusals come before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import questions
+from jaxtyping import Float
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError, RunError
+from anchorlens.hooked import Hook, pattern_name
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
+)
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(5)]
+
+
+# A metric of one's own: how much the target attends to itself. Nothing else is needed.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SelfAttentionRecord(al.Record):
+    own: Float[Tensor, "layer head"]
+    per_prompt: Float[Tensor, "prompt layer head"]
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    power: float = 1.0
+    name: ClassVar[str] = "self_attention"
+    needs_gradient: ClassVar[bool] = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        kept: dict[int, Tensor] = {}
+
+        def hook_of(layer: int) -> Hook:
+            def keep(pattern: Tensor, hook: Any) -> None:
+                prompts = torch.arange(len(batch))
+                target = batch.target_positions
+                kept[layer] = pattern[prompts, :, target, target].cpu() ** self.power
+
+            return pattern_name(layer), keep
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return {"own": torch.stack([kept[k] for k in range(model.cfg.n_layers)], 1)}
+
+        return al.Observation(rows, [hook_of(k) for k in range(model.cfg.n_layers)])
+
+    def result(self, rows: Any) -> SelfAttentionRecord:
+        return SelfAttentionRecord(own=rows["own"].mean(0), per_prompt=rows["own"])
+
+
+@dataclass(frozen=True)
+class Failing(SelfAttention):
+    name: ClassVar[str] = "failing"
+
+    def result(self, rows: Any) -> SelfAttentionRecord:
+        raise MetricError("no number comes from these prompts")
+
+
+@dataclass(frozen=True)
+class WrongRows(SelfAttention):
+    name: ClassVar[str] = "wrong_rows"
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        return al.Observation(lambda logits, clean: {"short": torch.zeros(1)})
+
+
+def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: Any) -> Any:
+    return al.run(model, batches, metrics, **({"resamples": 0, "progress": False} | options))
+
+
+def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:
+    """Within ``tolerance`` of each tensor's largest value; NaN where the other is NaN."""
+    assert type(ours) is type(theirs)
+    for name, values in ours.tensors().items():
+        other = getattr(theirs, name)
+        assert torch.equal(values.isnan(), other.isnan()), name
+        values, other = (one.detach().nan_to_num().double() for one in (values, other))
+        largest = float(other.abs().max())
+        assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
+    assert set(ours.intervals) == set(theirs.intervals)
+
+
+def test_a_metric_of_ones_own(gpt2: Any) -> None:
+    assert isinstance(SelfAttention(), al.Metric)
+    batches = questions(gpt2, 7, batch_size=3)
+    results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)
+    record = results["self_attention"]
+    for batch in batches:
+        for n, place in enumerate(batch.index.tolist()):
+            tokens = batch.tokens[n][batch.attention_mask[n]][None]
+            with torch.no_grad():
+                _, cache = gpt2.run_with_cache(tokens)
+            own = torch.stack([cache[pattern_name(k)][0, :, -1, -1] for k in range(3)])
+            torch.testing.assert_close(record.per_prompt[place], own, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(record.own, record.per_prompt.mean(0))
+    low, high = record.intervals["own"]
+    assert set(record.intervals) == {"own"}
+    assert (low < record.own).all() and (record.own < high).all()
+    frame = record.to_frame()
+    assert set(frame["quantity"]) == {"own", "per_prompt"}
+    assert record.info["prompts"] == 7 and record.info["demonstration_sets"] == 1
+
+
+REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensError], str]] = [
+    (lambda m, b: run(m, b, []), MetricError, "no metrics"),
+    (
+        lambda m, b: run(m, b, [SelfAttention(), SelfAttention(2.0)]),
+        MetricError,
+        r"different names; got \['self_attention', 'self_attention'\]",
+    ),
+    (lambda m, b: run(m, [], METRICS), PromptError, "no batches to run"),
+    (
+        lambda m, b: run(
+            m, [*b, replace(b[0], label_token_ids=b[0].label_token_ids.flip(0))], METRICS
+        ),
+        PromptError,
+        "same label words; run each task by itself",
+    ),
+    (
+        lambda m, b: run(m, b, METRICS[:1], hooks=lambda batch: al.isolate_labels(m, batch, 99)),
+        AnchorlensError,
+        r"got \[99\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSED)
+def test_refusals_before_any_pass(
+    gpt2: Any,
+    call: Callable[..., Any],
+    kind: type[AnchorlensError],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse_to_run(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    batches = questions(gpt2, 4)
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(kind, match=message):
+        call(gpt2, batches)
+
+
+@pytest.mark.without_jaxtyping
+def test_what_is_of_another_type(gpt2: Any) -> None:
+    batches: Any = questions(gpt2, 4)
+    with pytest.raises(ModelError, match="expected a TransformerBridge"):
+        run("gpt2", [], METRICS)
+    with pytest.raises(PromptError, match=r"got a single one, so write \[batch\]"):
+        run(gpt2, batches[0], METRICS)
+    with pytest.raises(MetricError, match="an instance is needed"):
+        run(gpt2, batches, [al.AttentionAUCROC])
+    with pytest.raises(MetricError, match="has name, needs_gradient, observe"):
+        run(gpt2, batches, [object()])
+
+
+def test_many_metrics_in_one_pass_are_those_of_each_alone(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 9, batch_size=4)
+    metrics = [*METRICS, SelfAttention()]
+    alone = [run(gpt2, batches, [metric], resamples=5)[metric.name] for metric in metrics]
+    passes = {"forward": 0, "backward": 0}
+    forward, backward = type(gpt2).forward, Tensor.backward
+
+    def count_forward(self: Any, *args: Any, **options: Any) -> Any:
+        passes["forward"] += 1
+        return forward(self, *args, **options)
+
+    def count_backward(self: Any, *args: Any, **options: Any) -> Any:
+        passes["backward"] += 1
+        return backward(self, *args, **options)
+
+    monkeypatch.setattr(type(gpt2), "forward", count_forward)
+    monkeypatch.setattr(Tensor, "backward", count_backward)
+    together = run(gpt2, batches, metrics, resamples=5)
+    assert passes == {"forward": 3, "backward": 3}
+    for metric, record in zip(metrics, alone, strict=True):
+        assert_same(together[metric.name], record)
+    passes.update(forward=0, backward=0)
+    run(gpt2, batches, metrics[1:])
+    assert passes == {"forward": 3, "backward": 0}
+    passes.update(forward=0, backward=0)
+    run(gpt2, batches, metrics, hooks=lambda batch: al.isolate_labels(gpt2, batch, 0))
+    assert passes == {"forward": 6, "backward": 3}  # the clean pass runs first
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_rows_do_not_depend_on_the_batches(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name)
+    metrics = [*METRICS, al.Loyalty(), SelfAttention()]
+
+    def results_of(batches: list[al.PromptBatch]) -> dict[str, al.Record]:
+        # Every layer: the KL of a slight change is a difference of nearly equal float32 logits.
+        hooks = lambda batch: al.isolate_labels(model, batch, range(3))  # noqa: E731
+        return run(model, batches, metrics, hooks=hooks, resamples=3)
+
+    first = results_of(questions(model, batch_size=12))
+    for batches in (
+        questions(model, batch_size=1),
+        questions(model, batch_size=5, padding_side="left"),
+        questions(model, batch_size=5)[::-1],
+    ):
+        other = results_of(batches)
+        for metric in metrics:
+            assert_same(other[metric.name], first[metric.name])
+
+
+def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
+    """Each call counts its queries from 0; rows stay one set of demonstrations after another."""
+    examples = al.load_examples("questions")
+    one, two = (
+        al.build_prompts(
+            gpt2.tokenizer,
+            al.TASKS["trec"],
+            al.sample_demonstrations(examples, seed=seed),
+            examples[:count],
+            batch_size=2,
+        )
+        for seed, count in ((1, 3), (2, 5))
+    )
+    joined = run(gpt2, [*one, *two], [SelfAttention()])["self_attention"].per_prompt
+    assert joined.shape[0] == 8
+    parts = [run(gpt2, part, [SelfAttention()])["self_attention"].per_prompt for part in (one, two)]
+    torch.testing.assert_close(joined, torch.cat(parts))
+
+
+def test_results_hold_no_graph(gpt2: Any) -> None:
+    """Rows of a metric that does not detach would keep the graph of every batch alive."""
+    results = run(gpt2, questions(gpt2, 3), [SelfAttention(), al.SaliencyFlows()])
+    assert not results["self_attention"].per_prompt.requires_grad
+
+
+def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+
+    def only_itself(batch: al.PromptBatch) -> list[Hook]:
+        return al.isolate(gpt2, batch.target_positions[:, None], range(2))
+
+    seen = run(gpt2, batches, [SelfAttention()], hooks=only_itself)["self_attention"].per_prompt
+    assert (seen[:, :2] == 1).all() and (seen[:, 2] < 1).all()
+    flows = run(gpt2, batches, [al.SaliencyFlows()], hooks=only_itself)["saliency_flows"]
+    # What is cut has the pattern 0, so no saliency; above it nothing but the target counts.
+    assert not flows.per_prompt[:, 0, 1].any() and flows.per_prompt[:, 2, 1].all()
+
+
+def test_clean_logits_come_with_hooks_alone(gpt2: Any) -> None:
+    seen: list[Any] = []
+
+    class Spy(SelfAttention):
+        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+            usual = super().observe(model, batch)
+
+            def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+                seen.append((logits, clean_logits))
+                return usual.rows(logits, clean_logits)
+
+            return replace(usual, rows=rows)
+
+    batches = questions(gpt2, 3)
+    run(gpt2, batches, [Spy()])
+    run(gpt2, batches, [Spy()], hooks=lambda batch: al.isolate_labels(gpt2, batch, range(3)))
+    (plain, nothing), (changed, clean) = seen
+    assert nothing is None
+    torch.testing.assert_close(clean, plain)
+    assert not torch.allclose(changed, clean, atol=1e-3)
+
+
+def test_one_failing_metric_keeps_the_results_of_the_others(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+    metrics = [al.SaliencyFlows(), Failing(), SelfAttention()]
+    with pytest.raises(RunError, match="failing: no number comes from these prompts") as caught:
+        run(gpt2, batches, metrics, resamples=3)
+    assert set(caught.value.results) == {"saliency_flows", "self_attention"}
+    expected = run(gpt2, batches, [al.SaliencyFlows()], resamples=3)
+    assert_same(caught.value.results["saliency_flows"], expected["saliency_flows"])
+
+
+def test_rows_without_one_entry_a_prompt(gpt2: Any) -> None:
+    message = r"wrong_rows: row 'short' must have one entry a prompt, 3; got the shape \(1,\)"
+    with pytest.raises(MetricError, match=message):
+        run(gpt2, questions(gpt2, 3), [WrongRows()])
+
+
+def test_intervals(gpt2: Any) -> None:
+    batches = questions(gpt2, 8)
+    state = torch.get_rng_state()
+    results = run(gpt2, batches, METRICS, resamples=30)
+    again = run(gpt2, batches, METRICS, resamples=30)
+    assert torch.equal(torch.get_rng_state(), state)
+    for metric in METRICS:
+        record = results[metric.name]
+        expected = {name for name, axes in record.axes().items() if "prompt" not in axes}
+        assert set(record.intervals) == expected
+        for name, bounds in record.intervals.items():
+            assert bounds.shape == (2, *getattr(record, name).shape)
+            torch.testing.assert_close(
+                bounds, again[metric.name].intervals[name], rtol=0, atol=0, equal_nan=True
+            )
+    low, high = results["saliency_flows"].intervals["flows"]
+    flows = results["saliency_flows"].flows
+    assert ((low <= flows) & (flows <= high)).all() and (low < high)[0].all()
+    assert not run(gpt2, batches, METRICS)["saliency_flows"].intervals

@@ -1,0 +1,208 @@
+"""Saliency against finite differences and plain transformers, flows against slow loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens import edges
+from anchorlens.forward import run_pass
+from anchorlens.hooked import pattern_name
+
+MAKE: dict[str, Callable[[int], Any]] = {
+    "gpt2": tiny_gpt2,
+    "llama": tiny_llama,
+    "gemma3": tiny_gemma3,
+}
+SHORT = al.Task("{text} ->{label}", labels=(" Positive", " Negative"))
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int) -> Tensor:
+    """A * dL/dA of one prompt, Float["layer head query key"], by autograd in transformers."""
+    plain = MAKE[name](model.W_E.shape[0])
+    plain.set_attn_implementation("eager")
+    assert batch.gold is not None
+    tokens = batch.tokens[n][batch.attention_mask[n]][None]
+    out = plain(tokens, output_attentions=True)
+    for attention in out.attentions:
+        attention.retain_grad()
+    label_logits = out.logits[0, -1, batch.label_token_ids]
+    torch.nn.functional.cross_entropy(label_logits, batch.gold[n]).backward()
+    return torch.stack([(a * a.grad)[0] for a in out.attentions]).detach()
+
+
+def flows_by_loops(saliency: Tensor, anchors: list[int], target: int) -> list[float]:
+    """S_wp, S_pq, S_ww of one layer, as the paper writes them."""
+    kinds: dict[str, list[float]] = {"wp": [], "pq": [], "ww": []}
+    for i, row in enumerate(saliency.tolist()):
+        for j in range(i):
+            kind = "wp" if i in anchors else "pq" if i == target and j in anchors else "ww"
+            kinds[kind].append(row[j])
+    return [sum(values) / len(values) for values in kinds.values()]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_saliency_and_flows_equal_plain_transformers(
+    name: str, side: Any, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 3, padding_side=side)[0]
+    starts = batch.attention_mask.long().argmax(1).tolist()
+    assert len(set(batch.attention_mask.sum(1).tolist())) > 1
+    maps = al.saliency(model, batch)
+    metrics = [al.SaliencyFlows()]
+    record = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
+    metrics = [al.SaliencyFlows(absolute_per_head=True)]
+    variant = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
+    per_head = []
+    for n, start in enumerate(starts):
+        products = plain_products(name, model, batch, n)
+        merged = products.sum(1).abs()
+        stop = start + merged.shape[-1]
+        assert difference(maps[n, :, start:stop, start:stop], merged) <= 1e-5
+        outside = maps[n].clone()
+        outside[:, start:stop, start:stop] = 0
+        assert not outside.any()
+        anchors = (batch.label_positions[n] - start).tolist()
+        target = merged.shape[-1] - 1
+        place = int(batch.index[n])
+        slow = torch.tensor([flows_by_loops(one, anchors, target) for one in merged])
+        assert difference(record.per_prompt[place], slow.double()) <= 1e-5
+        absolute = products.abs()
+        slow = torch.tensor([flows_by_loops(one, anchors, target) for one in absolute.sum(1)])
+        assert difference(variant.per_prompt[place], slow.double()) <= 1e-5
+        heads = [[flows_by_loops(head, anchors, target) for head in one] for one in absolute]
+        per_head.append(torch.tensor(heads))
+    assert difference(record.per_head, torch.stack(per_head).mean(0).double()) <= 1e-5
+    assert difference(record.flows, record.per_prompt.mean(0)) <= 1e-12
+    share = record.flows / record.flows.sum(-1, keepdim=True)
+    assert difference(record.share, share) <= 1e-12
+    means = torch.stack([maps[n][:, edges.tq(batch)[n]].mean(1) for n in range(3)]).mean(0)
+    assert difference(record.tq, means.double()) <= 1e-5
+    assert difference(record.pq_over_tq, record.flows[:, 1] / record.tq) <= 1e-12
+
+
+def test_flows_equal_means_over_edges(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+    maps = al.saliency(gpt2, batch)
+    record = al.run(gpt2, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    flows = record["saliency_flows"].per_prompt[batch.index]
+    for k, chosen in enumerate((edges.wp(batch), edges.pq(batch), edges.ww(batch))):
+        for n in range(3):
+            mean = maps[n][:, chosen[n]].mean(1).double()
+            assert difference(flows[n, :, k], mean) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_saliency_equals_finite_differences(name: str, request: pytest.FixtureRequest) -> None:
+    """A_ij scaled by 1 +- e in every head at once: the change of L is the head sum of A dL/dA.
+
+    Central differences err by O(e^2) of the third derivative, 1e-8 here, and by rounding / e. In
+    float64 rounding is 1e-16 / 1e-4; but where transformers takes the softmax in float32 (as in
+    Llama) the loss is smooth only behind the first scaled pattern, and later layers round it to
+    6e-8, so that e must be larger and the tolerance with it. Measured: 2e-9 (GPT-2), 3e-5 (Llama).
+    """
+    fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
+    tokenizer = request.getfixturevalue(fixture)
+    model = al.load_model(MAKE[name](len(tokenizer)), tokenizer=tokenizer, dtype=torch.float64)
+    step, tolerance = {"gpt2": (1e-4, 1e-6), "llama": (1e-2, 1e-3)}[name]
+    demos = [al.Example("good", 0), al.Example("bad", 1)]
+    batch = al.build_prompts(model.tokenizer, SHORT, demos, [al.Example("fine", 0)])[0]
+    ours = al.saliency(model, batch)[0]
+
+    def loss(layer: int, i: int, j: int, factor: float) -> float:
+        def scale(pattern: Tensor, hook: Any) -> Tensor:
+            pattern = pattern.clone()
+            pattern[:, :, i, j] *= factor
+            return pattern
+
+        logits = run_pass(model, batch, hooks=[(pattern_name(layer), scale)])
+        return float(al.label_cross_entropy(logits, batch)[0])
+
+    target, anchors = int(batch.target_positions[0]), batch.label_positions[0].tolist()
+    places = [(i, j) for i in (*anchors, target - 1, target) for j in {0, anchors[0], i - 1, i}]
+    numeric = torch.tensor(
+        [
+            [abs(loss(k, i, j, 1 + step) - loss(k, i, j, 1 - step)) / (2 * step) for i, j in places]
+            for k in range(3)
+        ],
+        dtype=torch.float64,
+    )
+    chosen = torch.stack([ours[:, i, j] for i, j in places], 1)
+    assert (chosen > 0).sum() > len(places)
+    assert difference(chosen.double(), numeric) <= tolerance
+
+
+def test_custom_loss(gpt2: Any) -> None:
+    """A loss that is one logit: its saliency is the gradient of that logit."""
+    batch = questions(gpt2, 2)[0]
+
+    def first_label(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        return logits[:, batch.label_token_ids[0]]
+
+    maps = al.saliency(gpt2, batch, loss=first_label)
+    plain = tiny_gpt2(gpt2.W_E.shape[0])
+    plain.set_attn_implementation("eager")
+    for n in range(2):
+        tokens = batch.tokens[n][batch.attention_mask[n]][None]
+        out = plain(tokens, output_attentions=True)
+        grads = torch.autograd.grad(out.logits[0, -1, batch.label_token_ids[0]], out.attentions)
+        products = [(a * g)[0].sum(0).abs() for a, g in zip(out.attentions, grads, strict=True)]
+        reference = torch.stack(products).detach()
+        size = tokens.shape[1]
+        assert difference(maps[n, :, :size, :size], reference) <= 1e-5
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_batching_padding_and_order_change_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    plans: list[dict[str, Any]] = [
+        {"batch_size": 1},
+        {"batch_size": 5},
+        {"batch_size": 12},
+        {"batch_size": 5, "padding_side": "left"},
+    ]
+    records = [
+        al.run(model, questions(model, **plan), [al.SaliencyFlows()], resamples=5, progress=False)[
+            "saliency_flows"
+        ]
+        for plan in plans
+    ]
+    shuffled = questions(model, batch_size=5)[::-1]
+    records.append(
+        al.run(model, shuffled, [al.SaliencyFlows()], resamples=5, progress=False)["saliency_flows"]
+    )
+    for record in records[1:]:
+        for field, values in record.tensors().items():
+            assert difference(values, getattr(records[0], field)) <= 1e-5
+            if field in record.intervals:
+                assert difference(record.intervals[field], records[0].intervals[field]) <= 1e-5
+
+
+def test_sets_of_demonstrations_are_averaged_by_share(gpt2: Any) -> None:
+    """Flows of each set, then its shares, then the mean over sets."""
+    generator = torch.Generator().manual_seed(0)
+    rows = {
+        "flows": torch.rand(5, 2, 4, generator=generator),
+        "head_flows": torch.rand(5, 2, 3, 4, generator=generator),
+        "demonstrations_id": torch.tensor([7, 9, 7, 7, 9]),
+    }
+    record = al.SaliencyFlows().result(rows)
+    a, b = (rows["flows"][k].double().mean(0) for k in ([0, 2, 3], [1, 4]))
+    three = [one[:, :3] for one in (a, b)]
+    shares = [one / one.sum(-1, keepdim=True) for one in three]
+    torch.testing.assert_close(record.flows, (three[0] + three[1]) / 2)
+    torch.testing.assert_close(record.share, (shares[0] + shares[1]) / 2)
+    torch.testing.assert_close(record.pq_over_tq, (a[:, 1] / a[:, 3] + b[:, 1] / b[:, 3]) / 2)

@@ -1,0 +1,232 @@
+"""A run that died goes on where it was; a folder of another run is an error."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import questions, tiny_gpt2
+from jaxtyping import Float
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import StoreError
+from anchorlens.store import Store, same_rows, versions
+
+
+class Killed(BaseException):
+    """What a job that runs out of time looks like."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogitsRecord(al.Record):
+    logits: Float[Tensor, "prompt class"]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A user's metric: the label words' logits. Counts its batches and may die in one."""
+
+    seen: list[int] = field(default_factory=list, repr=False)
+    dies_in: int | None = field(default=None, repr=False)
+    scale: float = 1.0
+    name: ClassVar[str] = "logits"
+    needs_gradient: ClassVar[bool] = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            if len(self.seen) == self.dies_in:
+                raise Killed
+            self.seen.append(len(batch))
+            return {"logits": self.scale * logits[:, batch.label_token_ids].cpu()}
+
+        return al.Observation(rows)
+
+    def result(self, rows: Any) -> LogitsRecord:
+        return LogitsRecord(logits=rows["logits"])
+
+
+def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict[str, Any]:
+    batches = options.pop("batches", None) or questions(model, count=4, batch_size=1)
+    metrics = options.pop("metrics", [metric, al.SaliencyFlows(), al.AttentionAUCROC()])
+    return al.run(model, batches, metrics, folder=folder, progress=False, resamples=5, **options)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Bit for bit, intervals too."""
+    return (
+        found.keys() == expected.keys()
+        and all(
+            torch.equal(value.nan_to_num(-1), getattr(expected[name], field).nan_to_num(-1))
+            and found[name].intervals.keys() == expected[name].intervals.keys()
+            for name, record in found.items()
+            for field, value in record.tensors().items()
+        )
+        and all(
+            torch.equal(bound.nan_to_num(-1), expected[name].intervals[field].nan_to_num(-1))
+            for name, record in found.items()
+            for field, bound in record.intervals.items()
+        )
+    )
+
+
+def isolated(model: Any, layers: Any) -> Callable[[al.PromptBatch], Any]:
+    return lambda batch: al.isolate_labels(model, batch, layers=layers)
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resumed_run_is_an_uninterrupted_one(gpt2: Any, tmp_path: Path, changed: bool) -> None:
+    options = {"hooks": isolated(gpt2, [0])} if changed else {}
+    whole, first, second = Logits(), Logits(dies_in=2), Logits()
+    expected = run(gpt2, whole, None, **options)
+    with pytest.raises(Killed):
+        run(gpt2, first, tmp_path / "rows", **options)
+    names = sorted(path.name for path in (tmp_path / "rows").iterdir())
+    assert names == ["rows-00000.safetensors", "rows-00001.safetensors", "run.json"]
+    found = run(gpt2, second, tmp_path / "rows", **options)
+    assert same(found, expected)
+    assert (whole.seen, first.seen, second.seen) == ([1] * 4, [1] * 2, [1] * 3)
+    again = Logits()
+    assert same(run(gpt2, again, tmp_path / "rows", **options), expected)
+    assert again.seen == [1]  # the first batch is checked again, nothing else runs
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
+def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> None:
+    expected = run(gpt2, Logits(), tmp_path)
+    for number, damage in ((1, b""), (2, b"torn")):
+        (tmp_path / f"rows-0000{number}.safetensors").write_bytes(damage)
+    whole = (tmp_path / "rows-00003.safetensors").read_bytes()
+    (tmp_path / "rows-00003.safetensors").write_bytes(whole[:-8])
+    metric = Logits()
+    assert same(run(gpt2, metric, tmp_path), expected)
+    assert metric.seen == [1] * 4
+    assert (tmp_path / "rows-00003.safetensors").read_bytes() == whole
+    (tmp_path / "rows-00002.safetensors").unlink()
+    metric = Logits()
+    assert same(run(gpt2, metric, tmp_path), expected)
+    assert metric.seen == [1] * 2
+
+
+def other_weights(model: Any) -> Any:
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    return model
+
+
+def a_loss(logits: Float[Tensor, "batch vocab"], batch: al.PromptBatch) -> Float[Tensor, " batch"]:
+    return logits[:, 0]
+
+
+@pytest.fixture
+def stored(gpt2: Any, tmp_path: Path) -> Path:
+    run(gpt2, Logits(), tmp_path, metrics=[Logits()])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (
+            lambda model: {"metrics": [Logits(scale=2.0)]},
+            r"metrics: stored 'Logits\(scale=1.0\)', now",
+        ),
+        (
+            lambda model: {"metrics": [Logits(), al.SaliencyFlows()]},
+            r"metrics: stored .*SaliencyFlows",
+        ),
+        (lambda model: {"loss": a_loss}, r"loss: stored .*label_cross_entropy', now '.*a_loss'"),
+        (lambda model: {"hooks": isolated(model, [0])}, "hooks: stored 'none', now 'some'"),
+        (lambda model: {"batches": questions(model, count=4, batch_size=2)}, "prompts: stored '"),
+        (lambda model: {"batches": questions(model, count=5, batch_size=1)}, "prompts: stored '"),
+        (lambda model: {"model": other_weights(model)}, "weights: stored '"),
+    ],
+)
+def test_another_run_is_refused_and_told_apart(
+    gpt2: Any, stored: Path, change: Callable[[Any], dict[str, Any]], differs: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in stored.iterdir()}
+    options = {"metrics": [Logits()]} | change(gpt2)
+    with pytest.raises(
+        StoreError, match="holds the rows of another run; use another folder"
+    ) as caught:
+        run(options.pop("model", gpt2), Logits(), stored, **options)
+    assert re.search(differs, str(caught.value))
+    assert str(caught.value).count(": stored ") == 1
+    assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
+
+
+def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any) -> None:
+    deeper = al.load_model(tiny_gpt2(len(byte_level), n_layer=4), tokenizer=byte_level)
+    with pytest.raises(StoreError, match=r"another run.* weights: stored"):
+        run(deeper, Logits(), stored, metrics=[Logits()])
+
+
+def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
+    written = json.loads((stored / "run.json").read_text())
+    assert written.items() >= versions().items()
+    (stored / "run.json").write_text(json.dumps(written | {"torch": "1.0"}))
+    with pytest.raises(StoreError, match=r"torch: stored '1\.0', now '\d"):
+        run(gpt2, Logits(), stored, metrics=[Logits()])
+
+
+def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) -> None:
+    run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [0]))
+    with pytest.raises(StoreError, match=r"first batch gives other numbers .* hooks, loss or"):
+        run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [2]))
+
+
+def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        run(gpt2, Logits(), tmp_path, metrics=[al.SaliencyFlows()], loss=partial(a_loss))
+
+
+@pytest.mark.parametrize("damage", ["", "[1]", "{"])
+def test_an_unreadable_folder_is_refused(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "run.json").write_text(damage)
+    with pytest.raises(StoreError, match=r"run\.json cannot be read: .*; use another folder"):
+        Store.open(tmp_path, {"model": "x"})
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path / "new" / "folder", {"model": "x"})
+    store.write(0, {"a": torch.ones(3, 2).T})
+    assert store.read(1) is None
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", die)
+        for number in (0, 1):
+            with pytest.raises(Killed):
+                store.write(number, {"a": torch.zeros(2)})
+    kept = store.read(0)
+    assert kept is not None
+    assert torch.equal(kept["a"], torch.ones(2, 3))
+    assert store.read(1) is None
+    store.write(1, {"a": torch.zeros(2)})
+    names = {path.name for path in store.folder.glob("*.safetensors")}
+    assert names == {"rows-00000.safetensors", "rows-00001.safetensors"}
+
+
+def test_same_rows_forgives_rounding_and_nothing_else() -> None:
+    rows = {"a": torch.tensor([1.0, 1e-3]), "b": torch.tensor([torch.nan])}
+    assert same_rows(rows, rows | {"a": rows["a"] + 5e-5})
+    assert not same_rows(rows, rows | {"a": rows["a"] + 2e-4})
+    assert not same_rows(rows, rows | {"a": rows["a"][:1]})
+    assert not same_rows(rows, rows | {"b": torch.zeros(1)})
+    assert not same_rows(rows, {"a": rows["a"]})
+
+
+def test_batches_that_differ_in_nothing_are_the_same_run(gpt2: Any, stored: Path) -> None:
+    batches = [replace(batch) for batch in questions(gpt2, count=4, batch_size=1)]
+    metric = Logits()
+    run(gpt2, metric, stored, metrics=[metric], batches=batches)
+    assert metric.seen == [1]

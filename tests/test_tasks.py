@@ -1,0 +1,138 @@
+"""Tasks refuse what cannot be a prompt; demonstrations are drawn fairly."""
+
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import DataError, PromptError
+from anchorlens.tasks import sample_queries
+
+refused = partial(pytest.raises, DataError)
+WORDS = [" Negative", " Positive"]
+EXAMPLES = [al.Example("dull", 0), al.Example("schön", 1), al.Example("fun", 1)]
+
+# Table 4 of the paper: a demonstration of each class.
+TABLE_4 = {
+    "sst2": ("Review: S\nSentiment:", ["Negative", "Positive"]),
+    "trec": (
+        "Question: S\nAnswer Type:",
+        ["Abbreviation", "Entity", "Description", "Person", "Location", "Number"],
+    ),
+    "agnews": ("Article: S\nAnswer:", ["World", "Sports", "Business", "Technology"]),
+    "emo": ("Dialogue: S\nEmotion:", ["Others", "Happy", "Sad", "Angry"]),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_tasks_are_those_of_the_paper(name: str) -> None:
+    written, words = TABLE_4[name]
+    task = al.TASKS[name]
+    assert set(al.TASKS) == set(TABLE_4)
+    assert task.query("S") == written
+    assert [task.demonstration("S", k) for k in range(len(words))] == [
+        f"{written} {word}" for word in words
+    ]
+    assert (task.separator, task.prefix, len(task.labels)) == ("\n", "", len(words))
+
+
+def test_pieces_put_the_template_together_again() -> None:
+    task = al.Task("<{x} {text}>\n[{label}] {{", WORDS)
+    assert task.pieces == ("<{x} ", ">\n[", "] {{")
+    # Fields inside a text are text.
+    assert task.demonstration("a {label} {text}", 1) == "<{x} a {label} {text}>\n[ Positive] {{"
+    assert task.query("{label}") == "<{x} {label}>\n["
+
+
+def test_a_task_keeps_its_own_labels() -> None:
+    words = list(WORDS)
+    task = al.Task("{text}{label}", words)
+    words.clear()
+    assert task.labels == tuple(WORDS)
+    assert hash(task) == hash(al.Task("{text}{label}", WORDS))
+
+
+@pytest.mark.parametrize(
+    ("template", "labels", "message"),
+    [
+        ("no text:{label}", WORDS, r"contain \{text\} exactly once, but contains it 0 times: 'no"),
+        ("{text}", WORDS, r"contain \{label\} exactly once, but contains it 0 times"),
+        ("{text}{text}{label}", WORDS, r"\{text\} exactly once, but contains it 2 times"),
+        ("{text}{label}{label}", WORDS, r"\{label\} exactly once, but contains it 2 times"),
+        ("{label}: {text}", WORDS, r"\{text\} before \{label\}, because .*; got '\{label\}: "),
+        ("{text}{label}", ["one"], r"at least two label words; got \['one'\]"),
+        ("{text}{label}", [], r"at least two label words; got \[\]"),
+        ("{text}{label}", ["a", "b", "a"], r"different and not blank; got \['a', 'b', 'a'\]"),
+        ("{text}{label}", ["a", " "], r"different and not blank; got \['a', ' '\]"),
+    ],
+)
+def test_bad_tasks_are_refused(template: str, labels: list[str], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.Task(template, labels)
+
+
+def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, shots=4, seed=3)
+    assert Counter(demo.label for demo in demos) == dict.fromkeys(range(6), 4)
+    assert len(set(demos)) == 24
+    assert set(demos) <= set(examples)
+    assert [demo.label for demo in demos] != sorted(demo.label or 0 for demo in demos)
+    everything = al.sample_demonstrations(examples, shots=47)
+    assert set(everything) == set(examples)
+
+
+def test_a_seed_is_a_draw() -> None:
+    examples = al.load_examples("sentiment")
+    assert al.sample_demonstrations(examples, 2, 5) == al.sample_demonstrations(examples, 2, 5)
+    assert len({tuple(al.sample_demonstrations(examples, 2, seed)) for seed in range(8)}) == 8
+    assert sample_queries(examples, 9, 5) == sample_queries(examples, 9, 5)
+    assert len({tuple(sample_queries(examples, 9, seed)) for seed in range(8)}) == 8
+
+
+def test_the_order_of_classes_is_drawn_too() -> None:
+    examples = al.load_examples("sentiment")
+    orders = {
+        tuple(d.label for d in al.sample_demonstrations(examples, 1, seed)) for seed in range(20)
+    }
+    assert orders == {(0, 1), (1, 0)}
+
+
+@pytest.mark.without_jaxtyping
+def test_sampling_leaves_the_global_random_state_alone() -> None:
+    examples = al.load_examples("sentiment")
+    before = list(examples), random.getstate(), torch.get_rng_state()
+    al.sample_demonstrations(examples, shots=3, seed=1)
+    sample_queries(examples, 5, seed=1)
+    assert examples == before[0]
+    assert random.getstate() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(
+    ("examples", "shots", "message"),
+    [
+        (EXAMPLES, 0, "shots must be at least 1; got 0"),
+        (EXAMPLES, 2, "class 0 has 1 examples, but 2 of each class .*; lower shots or give more"),
+        ([al.Example("a", 2)], 1, "class 0 has 0 examples, but 1 of"),
+        ([al.Example("a", 0), al.Example("why?")], 1, r"need a label, .*'why\?' has none"),
+        ([], 1, "no examples to draw demonstrations from"),
+        ([al.Example("a", 0), al.Example("b", -1)], 1, "-1"),
+    ],
+)
+def test_too_few_examples_are_refused(examples: list[al.Example], shots: int, message: str) -> None:
+    with refused(match=message):
+        al.sample_demonstrations(examples, shots)
+
+
+def test_queries_are_none_of_the_demonstrations() -> None:
+    examples = [*EXAMPLES, al.Example("dull", 1)]  # a text that comes twice
+    assert sorted(sample_queries(examples, 2, exclude=EXAMPLES[:1]), key=str) == sorted(
+        EXAMPLES[1:], key=str
+    )
+    with refused(match=r"3 queries are asked for, but only 2 examples are left .*fewer"):
+        sample_queries(examples, 3, exclude=EXAMPLES[:1])
+    assert len(set(sample_queries(al.load_examples("news"), 124))) == 124
