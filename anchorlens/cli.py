@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -237,8 +238,9 @@ def _table(
     yield f"  {'S_pq / S_tq, first / last third (median)':<46}{early:6.2f} / {late:.2f}"
     late = attention.aucroc[-third:].mean()
     yield f"  {'AUCROC_l, mean of the last third':<46}{late:6.2f}"
-    correlation = distances.correlation[layer]
-    yield f"  {f'confusions, rank correlation in layer {layer}':<46}{correlation:6.2f}"
+    correlation = float(distances.correlation[layer])
+    agreement = "too few pairs of classes" if isnan(correlation) else f"{correlation:.2f}"
+    yield f"  {f'confusions, rank correlation in layer {layer}':<46}  {agreement}"
     title = "isolated (random: mean and range of draws)"
     yield f"  {title:<44}{'label loyalty':>18}{'word loyalty':>20}"
     for place, record in isolations.items():

@@ -78,7 +78,9 @@ def lines_by_layer(
     if reference is not None:
         figure.add_hline(reference, line_dash="dot", annotation_text=f"reference {reference:g}")
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=_literal(y_title))
-    return figure.update_xaxes(dtick=1 + values.shape[1] // 16, unifiedhovertitle_text="layer %{x}")
+    layers = values.shape[1]
+    figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
+    return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
 
 def grouped_bars(
@@ -136,12 +138,12 @@ def confusion_pair(
     """Draw a predicted and an actual confusion matrix side by side (paper: Figure 6).
 
     Args:
-        predicted, actual: a distance between every two classes; low means confused.
+        predicted, actual: for every two classes a number from 0 (confused) to 1 (told apart).
         class_names: one per class.
         title, predicted_title, actual_title: texts over the figure and its two matrices.
 
     Returns:
-        The figure: heatmaps in the same colours, each over its own range, without diagonals.
+        The figure: heatmaps in the same colours, from 0 to 1, without diagonals.
 
     Raises:
         AnchorlensError: a matrix has not one row and one column per class name.
@@ -157,7 +159,8 @@ def confusion_pair(
     for column, matrix in enumerate((predicted, actual), start=1):
         _check_shape(matrix, (count, count), "pass one class name per row and column")
         cells = matrix.clone().fill_diagonal_(torch.nan).tolist()
-        heat = go.Heatmap(z=cells, colorscale="Cividis", texttemplate="%{z:.2f}", xgap=2, ygap=2)
+        heat = go.Heatmap(z=cells, zmin=0, zmax=1, colorscale="Cividis", xgap=2, ygap=2)
+        heat.update(texttemplate="%{z:.2f}")
         heat.update(hovertemplate="%{y} | %{x}: %{z:.3g}<extra></extra>", hoverongaps=False)
         bar = {"title": {"text": "low = confused", "side": "right"}, "x": (0.39, 1.0)[column - 1]}
         figure.add_trace(heat.update(colorbar=bar, colorbar_thickness=12), 1, column)

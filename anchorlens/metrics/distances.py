@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, ClassVar
 
 import torch
@@ -51,12 +52,17 @@ class AnchorDistancesRecord(Record):
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
+        correlation = float(self.correlation[layer])
+        agreement = (
+            "too few pairs of classes for a rank correlation"
+            if isnan(correlation)
+            else f"rank correlation {correlation:.2f}"
+        )
         return figures.confusion_pair(
             self.anchor_distance[layer],
             self.pair_auc,
             [name.strip() for name in names],
-            title=f"Which classes are confused (layer {layer}, "
-            f"rank correlation {float(self.correlation[layer]):.2f})",
+            title=f"Which classes are confused (layer {layer}, {agreement})",
             predicted_title="predicted: distance of keys",
             actual_title="actual: AUC-ROC of the pair",
         )
