@@ -13,7 +13,13 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import MetricError, ModelError, PromptError
-from .hooked import Hook, HookedModel, HookFunction, require_prepared
+from .hooked import (
+    Hook,
+    HookedModel,
+    HookFunction,
+    refuse_folded_value_biases,
+    require_prepared,
+)
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
@@ -61,10 +67,13 @@ def run_pass(
         Logits at the target positions, detached, in float32 or the model's wider type.
 
     Raises:
-        ModelError: The model was not prepared, or its logits are not finite.
+        ModelError: The model was not prepared, its logits are not finite, or a loss is given and
+            its value biases are folded.
         PromptError: The prompts do not fit the model.
     """
     require_prepared(model)
+    if loss is not None:
+        refuse_folded_value_biases(model)
     check_fits(model, batch)
     own = [] if loss is None else [_leaf_hook()]
     narrowed = all(_stands_in_a_block(name) for name, _ in hooks)

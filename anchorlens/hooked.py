@@ -72,18 +72,20 @@ def require_prepared(model: HookedModel) -> None:
             "the attention hooks of this model have not been proven to act; call "
             "al.prepare_model(model) once (al.load_model does it)"
         )
-    refuse_folded_value_biases(model)  # it can be folded after the proof
 
 
 def refuse_folded_value_biases(model: Any) -> None:
-    """Folded value biases leave zeros where the query and key biases have none."""
+    """Refuse what scales or differentiates the pattern after the softmax on folded biases.
+
+    Folding moves each head's value bias, times the row's sum of the pattern, into a constant.
+    Known by zeros where the query and key biases have none; a model can be folded at any time.
+    """
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias, which leaves the "
-            "logits alone but changes saliency, re-weighting and every edit of the pattern; load "
-            "it with fold_value_biases=False (HookedTransformer.from_pretrained(..., "
-            "fold_value_biases=False) or enable_compatibility_mode(fold_value_biases=False)), or "
-            "with al.load_model"
+            "logits alone but changes saliency, re-weighting and every edit of the pattern after "
+            "the softmax; load it with al.load_model, or with fold_value_biases=False "
+            "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
         )
 
 

@@ -20,6 +20,7 @@ from .hooked import (
     layer_numbers,
     numbers_of,
     pattern_name,
+    refuse_folded_value_biases,
     require_prepared,
     scores_name,
 )
@@ -51,7 +52,8 @@ def block_edges(
     Raises:
         HookError: A layer or head does not exist, or ``renormalize`` would cut a position off from
             itself, which can leave a row nothing to attend to.
-        ModelError: The model was not prepared.
+        ModelError: The model was not prepared, or its value biases are folded and
+            ``renormalize`` is False.
 
     Example:
         >>> cut = block_edges(model, edges.pq(batch), layers=range(3))           # doctest: +SKIP
@@ -221,13 +223,14 @@ def reweight_anchors(
 
     Raises:
         HookError: The shape of ``beta`` does not fit the model and the prompts.
-        ModelError: The model was not prepared.
+        ModelError: The model was not prepared, or its value biases are folded.
 
     Example:
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)         # doctest: +SKIP
         >>> hooks = reweight_anchors(model, batch, beta)                         # doctest: +SKIP
     """
     require_prepared(model)
+    refuse_folded_value_biases(model)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(beta.shape) != expected:
         raise HookError(
@@ -276,6 +279,8 @@ def _blocking_hooks(
     renormalize: bool,
 ) -> list[Hook]:
     require_prepared(model)
+    if not renormalize:
+        refuse_folded_value_biases(model)
     count = model.cfg.n_heads
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[numbers_of("head", range(count) if heads is None else heads, count)] = True

@@ -13,8 +13,6 @@ from .hooked import (
     HookedModel,
     pattern_name,
     proven,
-    refuse_folded_value_biases,
-    require_prepared,
     scores_name,
 )
 
@@ -83,8 +81,7 @@ def prepare_model(model: HookedModel) -> HookedModel:
         The same model.
 
     Raises:
-        ModelError: Hooks do not act (the layers are named), or value biases were folded into the
-            output bias, which changes saliency, re-weighting and every edit of the pattern.
+        ModelError: Hooks do not act; the layers are named.
 
     Example:
         >>> model = prepare_model(TransformerBridge.boot_transformers("gpt2"))   # doctest: +SKIP
@@ -94,7 +91,6 @@ def prepare_model(model: HookedModel) -> HookedModel:
             f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
-    refuse_folded_value_biases(model)
     _refuse_missing_hooks(model)
     faults = _probe(model)
     if faults:
@@ -110,10 +106,8 @@ def prepare_model(model: HookedModel) -> HookedModel:
 
 
 def ensure_prepared(model: HookedModel) -> None:
-    """Prove the hooks at first use; later calls cost next to nothing."""
-    if model in proven:
-        require_prepared(model)
-    else:
+    """Prove the hooks at first use; later calls cost nothing."""
+    if model not in proven:
         prepare_model(model)
 
 

@@ -19,7 +19,7 @@ from .forward import (
     undisturbed,
     vocabulary_of,
 )
-from .hooked import Hook, HookedModel
+from .hooked import Hook, HookedModel, refuse_folded_value_biases
 from .metrics.metric import Metric
 from .models import ensure_prepared
 from .results import Record, Rows, with_intervals
@@ -160,6 +160,8 @@ def _check(
         check = getattr(metric, "check", None)
         if check is not None:
             check(batches, changed=hooks is not None)
+    if gradient:
+        refuse_folded_value_biases(model)
     for batch in batches:
         if gradient:
             loss(torch.zeros(len(batch), vocabulary_of(model)), batch.to("cpu"))

@@ -1,6 +1,7 @@
 """Loading, and the proof that the hooks of a model act."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from conftest import questions, randomize, tiny_gpt2, tiny_llama
+from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
     GPTJConfig,
@@ -234,30 +236,41 @@ def test_bos_is_where_the_tokenizer_puts_it(
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
 
 
-def test_folded_value_biases_are_refused(byte_level: Any) -> None:
-    folded = boot(tiny_gpt2(len(byte_level)), byte_level)
-    folded.enable_compatibility_mode(disable_warnings=True)
-    batches = questions(folded, 1)
-    message = "value biases of this model are folded .*fold_value_biases=False"
-    for call in (
-        lambda: al.prepare_model(folded),
-        lambda: al.run(folded, batches, [al.SaliencyFlows()]),
-    ):
-        with pytest.raises(ModelError, match=message):
-            call()
-
-
-def test_folding_after_the_proof_is_refused(gpt2: Any) -> None:
-    """The proof was of other weights: the numbers would be those of the folded model."""
-    batches = questions(gpt2, 1)
+def test_folded_value_biases_are_refused_where_they_matter(gpt2: Any) -> None:
+    """Also after the proof: a model can be folded at any time."""
+    batches = questions(gpt2, 3)
+    batch = batches[0]
     gpt2.enable_compatibility_mode(disable_warnings=True)
-    for call in (
-        lambda: al.saliency(gpt2, batches[0]),
+    calls: list[Callable[[], Any]] = [
+        lambda: al.saliency(gpt2, batch),
         lambda: al.run(gpt2, batches, [al.SaliencyFlows()], progress=False),
-        lambda: al.reweight_anchors(gpt2, batches[0], torch.zeros(3, 2, 6)),
-    ):
-        with pytest.raises(ModelError, match="folded"):
+        lambda: al.reweight_anchors(gpt2, batch, torch.zeros(3, 2, 6)),
+        lambda: al.isolate_labels(gpt2, batch, 0, renormalize=False),
+        lambda: al.block_edges(gpt2, al.edges.wp(batch), 0, renormalize=False),
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
+def test_the_other_analyses_of_a_folded_model(gpt2: Any) -> None:
+    batches = questions(gpt2, 12)
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty()]
+
+    def results() -> list[Tensor]:
+        def cut(batch: al.PromptBatch) -> Any:
+            return al.isolate_labels(gpt2, batch, range(3))
+
+        found = al.run(gpt2, batches, metrics, hooks=cut, resamples=0, progress=False)
+        assert found["attention_aucroc"].aucroc.isfinite().all()
+        target_logits = run_pass(gpt2, batches[0], hooks=cut(batches[0])).log_softmax(-1)
+        return [found["anchor_distances"].anchor_distance, found["loyalty"].kl, target_logits]
+
+    plain = results()
+    gpt2.enable_compatibility_mode(disable_warnings=True)
+    for values, expected in zip(results(), plain, strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_processing_without_folding_is_accepted(gpt2: Any, byte_level: Any) -> None:

@@ -135,7 +135,7 @@ def saliency(
 
     Raises:
         MetricError: The loss needs true labels and there are none.
-        ModelError: The model was not prepared.
+        ModelError: The model was not prepared, or its value biases are folded.
 
     Example:
         >>> figure = figures.token_arcs(tokens, saliency(model, batch)[0], ...)  # doctest: +SKIP
