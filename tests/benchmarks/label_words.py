@@ -7,10 +7,14 @@ where two runs of the same prompts are compared.
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import anchorlens as al
@@ -23,6 +27,30 @@ def interval(values: np.ndarray, seed: int = 0) -> str:
     means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
     low, high = np.quantile(means, [0.025, 0.975])
     return f"{values.mean():6.3f} [{low:.3f}, {high:.3f}]"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LastThirdRecord(al.Record):
+    """AUCROC_l, the mean over the last third of the layers."""
+
+    mean: Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class LastThird(al.AttentionAUCROC):
+    """One number of AttentionAUCROC, so that it has an interval of its own."""
+
+    name: ClassVar[str] = "last_third"
+
+    def result(self, rows: Any) -> Any:
+        by_layer = super().result(rows).aucroc
+        return LastThirdRecord(mean=by_layer[-(len(by_layer) // 3) :].mean())
+
+
+def last_third(model: Any, batches: list[al.PromptBatch]) -> str:
+    record = al.run(model, batches, [LastThird()])["last_third"]
+    low, high = record.intervals["mean"]
+    return f"{float(record.mean):.3f} [{float(low):.3f}, {float(high):.3f}]"
 
 
 def random_twin(model_name: str, tokenizer: object) -> object:
@@ -55,21 +83,21 @@ def main() -> None:
     results = al.run(model, everything, metrics)
     for name, record in results.items():
         record.save(options.out / f"{name}.safetensors")
-    third = model.cfg.n_layers // 3
     aucroc = results["attention_aucroc"].aucroc
     print(f"accuracy {float(results['anchor_distances'].accuracy):.3f}")
     print("AUCROC_l", [round(float(value), 3) for value in aucroc])
-    print(f"AUCROC_l, mean of the last third, all seeds: {float(aucroc[-third:].mean()):.3f}")
+    print(f"AUCROC_l, mean of the last third, all seeds: {last_third(model, everything)}")
     for seed, batches in seeds.items():
-        own = al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"]
-        print(f"  seed {seed}: {float(own.aucroc[-third:].mean()):.3f}")
+        print(f"  seed {seed}: {last_third(model, batches)}")
 
     flows = results["saliency_flows"]
     twin = random_twin(options.model, model.tokenizer)
     control = al.run(twin, everything, [al.SaliencyFlows()])["saliency_flows"]  # type: ignore[arg-type]
     for name, record in (("trained", flows), ("random weights", control)):
-        ratios = [round(float(value), 2) for value in record.pq_over_tq]
-        print(f"S_pq / S_tq, {name}: {ratios}, S_pq share last layer {record.share[-1, 1]:.3f}")
+        low, high = record.intervals["pq_over_tq"]
+        bounds = zip(record.pq_over_tq, low, high, strict=True)
+        ratios = "  ".join(f"{value:.2f} [{a:.2f}, {b:.2f}]" for value, a, b in bounds)
+        print(f"S_pq / S_tq, {name}: {ratios}; S_pq share last layer {record.share[-1, 1]:.3f}")
 
     for keep_bos in (False, True):
         if keep_bos and not everything[0].begins_with_bos:
