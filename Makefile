@@ -11,7 +11,6 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
 MODEL ?= $(WEIGHTS)
-BENCHMARKS ?= $(sort $(wildcard tests/benchmarks/*.py))
 
 # One line and exit status 2 where PYTHON is missing or too old; said before anything else runs.
 ASK := import sys; print("%s %d.%d.%d" % ((("old", "ok")[sys.version_info >= (3, 11)],) + sys.version_info[:3]))
@@ -29,7 +28,7 @@ help:
 	@echo 'make test    format, lint and type checks, then the tests with and without shape checking'
 	@echo 'make lint    format, lint and type checks only'
 	@echo 'make docs    build the documentation into site/, warnings are errors'
-	@echo 'make bench   run the benchmarks on the offline weights'
+	@echo 'make bench   what saliency flows cost against plain passes, on the offline weights'
 	@echo 'make clean   remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
@@ -50,8 +49,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
-	$(if $(strip $(BENCHMARKS)),,$(error there are no benchmarks: tests/benchmarks/*.py matches nothing))
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script" --model '$(MODEL)'; done
+	$(BIN)/python tests/benchmarks/saliency_cost.py --model '$(MODEL)'
 
 clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
