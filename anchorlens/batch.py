@@ -79,7 +79,7 @@ class PromptBatch:
     def prompt(self, number: int) -> "PromptBatch":
         """One prompt as a batch of its own, without padding.
 
-        Example:
+        Examples:
             >>> saliency(model, batch.prompt(0))                                 # doctest: +SKIP
         """
         if not 0 <= number < len(self):
@@ -141,7 +141,7 @@ class PromptBatch:
                 target; classes or gold labels are out of range; label tokens are not distinct;
                 or the shapes do not fit together. The message says which.
 
-        Example:
+        Examples:
             >>> batch = PromptBatch.from_positions(
             ...     torch.tensor([[5, 1, 6, 2, 7, 8]]),
             ...     label_positions=[[1, 3]], label_classes=[[0, 1]], label_token_ids=[1, 2])

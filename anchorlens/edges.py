@@ -3,7 +3,7 @@
 Edge (i, j) is True where query position i attends to key position j and j < i; the diagonal and
 padding belong to no edge set. The algebra is the tensors' own: ``|``, ``&``, ``& ~``.
 
-Example:
+Examples:
     >>> to_labels = between(group(batch, "query"), anchors(batch))               # doctest: +SKIP
     >>> without_bos = wp(batch) & ~from_first(batch)                             # doctest: +SKIP
 """
@@ -29,7 +29,7 @@ def between(queries: Positions, keys: Positions) -> Edges:
     Returns:
         True at (i, j) where i is in ``queries``, j in ``keys``, and j < i.
 
-    Example:
+    Examples:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
         [[[False, False], [True, False]]]
     """

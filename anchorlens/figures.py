@@ -46,8 +46,10 @@ def lines_by_layer(
     Args:
         values: heights of the lines, in the unit that `y_title` names.
         names: one per series, for the legend.
-        title, y_title: texts over the figure and along its y axis.
-        low, high: both ends of an interval around each value, drawn as bands; both or neither.
+        title: text over the figure.
+        y_title: text along its y axis.
+        low: lower ends of intervals around the values, drawn as bands.
+        high: their upper ends; both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
 
@@ -57,7 +59,7 @@ def lines_by_layer(
     Raises:
         AnchorlensError: shapes or counts do not fit, or `dashed` holds no name of a series.
 
-    Example:
+    Examples:
         >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
         >>> lines_by_layer(auc, ["label", "random"], title="AUC", y_title="AUC").data[0].y
         (0.5, 0.75)
@@ -97,9 +99,12 @@ def grouped_bars(
 
     Args:
         values: heights of the bars, in the unit that `y_title` names.
-        groups, series: one name per row, for the x axis, and one per column, for the legend.
-        title, y_title: texts over the figure and along its y axis.
-        low, high: heights of both ends of each error bar; both or neither.
+        groups: one name per row, for the x axis.
+        series: one name per column, for the legend.
+        title: text over the figure.
+        y_title: text along its y axis.
+        low: heights of the lower ends of the error bars.
+        high: of their upper ends; both or neither.
 
     Returns:
         The figure, with one trace per series.
@@ -107,7 +112,7 @@ def grouped_bars(
     Raises:
         AnchorlensError: shapes or counts do not fit.
 
-    Example:
+    Examples:
         >>> loyalty = torch.tensor([[0.25, 0.5], [0.75, 1.0]])
         >>> names = ["first layers", "last layers"], ["label loyalty", "word loyalty"]
         >>> grouped_bars(loyalty, *names, title="Isolation", y_title="loyalty").data[1].y
@@ -138,9 +143,12 @@ def confusion_pair(
     """Draw a predicted and an actual confusion matrix side by side (paper: Figure 6).
 
     Args:
-        predicted, actual: for every two classes a number from 0 (confused) to 1 (told apart).
+        predicted: for every two classes a number from 0 (confused) to 1 (told apart).
+        actual: the same, measured.
         class_names: one per class.
-        title, predicted_title, actual_title: texts over the figure and its two matrices.
+        title: text over the figure.
+        predicted_title: text over the left matrix.
+        actual_title: text over the right one.
 
     Returns:
         The figure: heatmaps in the same colours, from 0 to 1, without diagonals.
@@ -148,11 +156,11 @@ def confusion_pair(
     Raises:
         AnchorlensError: a matrix has not one row and one column per class name.
 
-    Example:
+    Examples:
         >>> matrix = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
         >>> confusion_pair(matrix, matrix, ["entity", "person"], title="TREC",
-        ...                predicted_title="predicted", actual_title="actual").data[0].z[0]
-        [nan, 0.5]
+        ...                predicted_title="predicted", actual_title="actual").data[0].z[0][1]
+        0.5
     """
     count, titles = len(class_names), [_literal(predicted_title), _literal(actual_title)]
     figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.22)
@@ -198,7 +206,7 @@ def token_arcs(
     Raises:
         AnchorlensError: shapes or positions do not fit, or there is nothing to draw.
 
-    Example:
+    Examples:
         >>> figure = token_arcs(["Good", ":", " yes", " Bad", ":"], torch.rand(2, 5, 5),
         ...                     label_positions=[2], target_position=4, title="Flows")
         >>> len(figure.layout.sliders[0].steps)

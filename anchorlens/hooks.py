@@ -55,7 +55,7 @@ def block_edges(
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
 
-    Example:
+    Examples:
         >>> cut = block_edges(model, edges.pq(batch), layers=range(3))           # doctest: +SKIP
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)           # doctest: +SKIP
     """
@@ -101,7 +101,7 @@ def isolate(
         HookError: A position is negative or beyond the prompt, or a layer or head does not exist.
         ModelError: The model was not prepared.
 
-    Example:
+    Examples:
         >>> isolate(model, torch.tensor([[12, 27]]), layers=range(5))            # doctest: +SKIP
     """
     if (positions < 0).any():
@@ -146,7 +146,7 @@ def isolate_labels(
         HookError: ``keep_bos`` for prompts without a BOS, or a layer that does not exist.
         ModelError: The model was not prepared.
 
-    Example:
+    Examples:
         >>> hooks = isolate_labels(model, batch, layers=range(5))                # doctest: +SKIP
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)         # doctest: +SKIP
     """
@@ -225,7 +225,7 @@ def reweight_anchors(
         HookError: The shape of ``beta`` does not fit the model and the prompts.
         ModelError: The model was not prepared, or its value biases are folded.
 
-    Example:
+    Examples:
         >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)         # doctest: +SKIP
         >>> hooks = reweight_anchors(model, batch, beta)                         # doctest: +SKIP
     """

@@ -43,7 +43,7 @@ def load_model(
         ModelError: The model cannot be found or read, TransformerLens does not know its
             architecture, or its attention hooks do not act.
 
-    Example:
+    Examples:
         >>> model = load_model("gpt2", device="cpu")                             # doctest: +SKIP
     """
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ def prepare_model(model: HookedModel) -> HookedModel:
     Raises:
         ModelError: Hooks do not act; the layers are named.
 
-    Example:
+    Examples:
         >>> model = prepare_model(TransformerBridge.boot_transformers("gpt2"))   # doctest: +SKIP
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(model, HookedModel):

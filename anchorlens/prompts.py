@@ -54,7 +54,7 @@ def build_prompts(
             their first token, a class has no demonstration, a label is out of range, a prompt is
             too long, or the tokenizer has no character offsets.
 
-    Example:
+    Examples:
         >>> batches = build_prompts(tokenizer, task, demos, ["what a film"])  # doctest: +SKIP
         >>> batches[0].label_positions                                       # doctest: +SKIP
     """

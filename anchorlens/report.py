@@ -53,7 +53,7 @@ def write_report(
     Raises:
         AnchorlensError: There is nothing to report.
 
-    Example:
+    Examples:
         >>> write_report(results, "report.html")                                 # doctest: +SKIP
     """
     if not results and not figures:

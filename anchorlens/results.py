@@ -42,7 +42,7 @@ class Record:
     def axes(cls) -> dict[str, tuple[str, ...]]:
         """The axis words of each tensor field, in order.
 
-        Example:
+        Examples:
             >>> SaliencyFlowsRecord.axes()["flows"]                              # doctest: +SKIP
             ('layer', 'flow')
         """

@@ -68,7 +68,7 @@ def run(
         RunError: A metric has no result for these rows; the others' are in its ``results``.
         StoreError: ``folder`` holds another run.
 
-    Example:
+    Examples:
         >>> results = run(model, batches, [SaliencyFlows(), AttentionAUCROC()])  # doctest: +SKIP
         >>> results["saliency_flows"].to_frame()                                 # doctest: +SKIP
     """

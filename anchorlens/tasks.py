@@ -27,7 +27,7 @@ class Task:
         PromptError: The template lacks a field or has them in the wrong order, there are fewer
             than two labels, or two labels are the same.
 
-    Example:
+    Examples:
         >>> task = Task("Review: {text}\nSentiment:{label}", labels=[" Negative", " Positive"])
         >>> task.demonstration("fun", 1)
         'Review: fun\nSentiment: Positive'
@@ -161,7 +161,7 @@ def load_examples(
         DataError: The source, split or column does not exist, a label is not a class, or the hub
             cannot be reached.
 
-    Example:
+    Examples:
         >>> examples = load_examples("sentiment", split="train")
         >>> sorted({example.label for example in examples})
         [0, 1]
@@ -200,7 +200,7 @@ def sample_demonstrations(
     Raises:
         DataError: A class has no example or fewer than ``shots``, or an example has no label.
 
-    Example:
+    Examples:
         >>> demos = sample_demonstrations(load_examples("questions"), shots=1, seed=42)
         >>> sorted(demo.label for demo in demos)
         [0, 1, 2, 3, 4, 5]

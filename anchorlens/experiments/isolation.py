@@ -89,7 +89,7 @@ def isolation_loyalty(
         HookError: A layer does not exist, ``keep_bos`` without BOS, or demonstrations with too few
             other words for the control: before any pass over the prompts.
 
-    Example:
+    Examples:
         >>> isolation_loyalty(model, batches, layers=range(5)).word_gap          # doctest: +SKIP
     """
     ensure_prepared(model)

@@ -62,7 +62,7 @@ class AttentionAUCROC:
     AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled; over sets AUCROC
     is averaged, then R_l is taken. With fewer than two predicted classes it is NaN, with a warning.
 
-    Example:
+    Examples:
         >>> al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"].r  # doctest: +SKIP
     """
 
@@ -135,7 +135,7 @@ def aucroc(
     Returns:
         From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
 
-    Example:
+    Examples:
         >>> aucroc(torch.tensor([[[.9, .1], [.2, .8]]]), torch.tensor([0, 1])).tolist()
         [1.0]
     """

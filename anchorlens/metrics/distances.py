@@ -81,7 +81,7 @@ class AnchorDistances:
     Args:
         directions: Number of directions kept (the paper's 10).
 
-    Example:
+    Examples:
         >>> al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]    # doctest: +SKIP
     """
 

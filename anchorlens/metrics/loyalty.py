@@ -56,7 +56,7 @@ class Loyalty:
     Args:
         top: Number of most likely next tokens that word loyalty compares (the paper's 5).
 
-    Example:
+    Examples:
         >>> results = al.run(model, batches, [al.Loyalty()],                     # doctest: +SKIP
         ...     hooks=lambda batch: al.isolate_labels(model, batch, layers=range(5)))
     """
@@ -105,7 +105,7 @@ def loyalty(
     Raises:
         MetricError: The two runs have different shapes, or fewer tokens than ``top``.
 
-    Example:
+    Examples:
         >>> same = torch.eye(3, 8)
         >>> float(loyalty(same, same, torch.tensor([0, 1])).word_loyalty)
         1.0

@@ -67,7 +67,7 @@ class SaliencyFlows:
         absolute_per_head: Take the absolute value before the sum over heads (the paper's
             footnote) instead of after it (its published code).
 
-    Example:
+    Examples:
         >>> al.run(model, batches, [al.SaliencyFlows()])["saliency_flows"].share  # doctest: +SKIP
     """
 
@@ -137,7 +137,7 @@ def saliency(
         MetricError: The loss needs true labels and there are none.
         ModelError: The model was not prepared, or its value biases are folded.
 
-    Example:
+    Examples:
         >>> figure = figures.token_arcs(tokens, saliency(model, batch)[0], ...)  # doctest: +SKIP
     """
     maps: dict[int, Tensor] = {}
