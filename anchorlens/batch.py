@@ -32,7 +32,8 @@ class PromptBatch:
         attention_mask: True where a token stands, False under padding.
         label_positions: Position of each label word of the demonstrations (the paper's p_k), in
             order of appearance; the first token of a word that has several.
-        label_ends: Position of the last token of each label word.
+        label_ends: Position of the last token of each label word. With
+            ``dataclasses.replace(batch, label_positions=batch.label_ends)`` it is the anchor.
         label_classes: Class of each anchor.
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word.
@@ -120,6 +121,7 @@ class PromptBatch:
         | Bool[Tensor, "batch position"]
         | None = None,
         target_positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
+        begins_with_bos: bool = False,
     ) -> "PromptBatch":
         """A batch from tokens and positions of your own.
 
@@ -131,6 +133,7 @@ class PromptBatch:
             gold: True class of each prompt.
             attention_mask: 1 or True where a token stands; all, by default.
             target_positions: Where the label is predicted; each row's last token, by default.
+            begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Returns:
             A batch. Tokens after the last label word are in the group "query", those before that
@@ -166,7 +169,7 @@ class PromptBatch:
 
         def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
             try:
-                tensor = torch.as_tensor(value, device=device).long()
+                tensor = torch.as_tensor(value, device=device)
             except ValueError as error:  # rows of different lengths
                 raise PromptError(
                     f"{name} must be a table of the shape {shape}: {error}"
@@ -177,7 +180,9 @@ class PromptBatch:
             )
             if not fits:
                 raise PromptError(f"{name} must have the shape {shape}; got {tuple(tensor.shape)}")
-            return tensor
+            if tensor.is_floating_point() or tensor.dtype == torch.bool:
+                raise PromptError(f"{name} must be integers; got {tensor.dtype}")
+            return tensor.long()
 
         anchors = row_of_ints("label_positions", label_positions, (size, None))
         classes = row_of_ints("label_classes", label_classes, (size, anchors.shape[1]))
@@ -205,6 +210,7 @@ class PromptBatch:
             query_start=query_start,
             demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
             index=torch.arange(size, device=device),
+            begins_with_bos=begins_with_bos,
         )
         _check(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
@@ -243,10 +249,10 @@ def _check(batch: PromptBatch) -> None:
                     f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
                     f"its tokens stand at {_range(batch.attention_mask[row])}"
                 )
-    ordered = batch.label_positions.sort(1).values
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
+    if (batch.label_positions.diff(dim=1) <= 0).any():
         raise PromptError(
-            f"label_positions of one prompt must be different; got {batch.label_positions.tolist()}"
+            "label_positions of one prompt must be different, and in order of appearance; got "
+            f"{batch.label_positions.tolist()}"
         )
     late = batch.label_positions >= batch.target_positions[:, None]
     if late.any():
@@ -265,6 +271,8 @@ def _check(batch: PromptBatch) -> None:
     ids = batch.label_token_ids.tolist()
     if len(set(ids)) < len(ids):
         raise PromptError(f"label_token_ids must be different; got {ids}")
+    if min(ids) < 0:
+        raise PromptError(f"label_token_ids count from 0; got {ids}")
 
 
 def _range(mask: Bool[Tensor, " position"]) -> str:

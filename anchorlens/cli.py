@@ -14,7 +14,7 @@ import typer
 
 from . import figures
 from .batch import PromptBatch
-from .errors import AnchorlensError, DataError
+from .errors import AnchorlensError, DataError, RunError, StoreError
 from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isolation
 from .hooked import layer_numbers
 from .metrics.aucroc import AttentionAUCROC
@@ -61,8 +61,8 @@ class Dtype(StrEnum):
 Model = Annotated[str, typer.Option(help="Hub name, local folder, or .gguf file.")]
 Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first there is.")]
-Layers = Annotated[int, typer.Option(help="Layers isolated at each end of the model.")]
-Draws = Annotated[int, typer.Option(help="Random controls of each isolation.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
+Draws = Annotated[int, typer.Option(min=1, help="Random controls of each isolation.")]
 
 
 @app.command()
@@ -70,11 +70,12 @@ def demo(
     model: Model = DEMO_MODEL,
     out: Out = Path("demo-output"),
     device: Device = None,
-    queries: Annotated[int, typer.Option(help="Queries of each task.")] = 24,
+    queries: Annotated[int, typer.Option(min=1, help="Queries of each task.")] = 24,
     layers: Layers = 5,
     draws: Draws = 3,
 ) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each."""
+    _make_folder(out)
     loaded = load_model(model, device=device, dtype=torch.float32)
     settings = {"model": model, "tasks": ["questions", "sentiment"], "queries": queries}
     settings |= {"shots": 1, "seed": [42], "isolated_layers": layers, "random_draws": draws}
@@ -96,8 +97,8 @@ def run(
             "and queries; the bundled or the hub's examples of the task by default."
         ),
     ] = None,
-    queries: Annotated[int, typer.Option(help="Queries for each seed.")] = 100,
-    shots: Annotated[int, typer.Option(help="Demonstrations of each class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, help="Queries for each seed.")] = 100,
+    shots: Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")] = 1,
     layers: Layers = 5,
     draws: Draws = 10,
     device: Device = None,
@@ -105,13 +106,14 @@ def run(
     seed: Annotated[
         list[int] | None, typer.Option(help="Seed of a set of demonstrations; may be repeated.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts in a batch.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
     out: Out = Path("anchorlens-output"),
 ) -> None:
     """Analyse a model on a task: one set of demonstrations for each seed."""
     seeds = seed or [42]
     weights = None if dtype is None else getattr(torch, dtype)
     _check_task(task)
+    _make_folder(out)
     loaded = load_model(model, device=device, dtype=weights)
     batches = _batches(loaded, task, data, shots, queries, seeds, batch_size)
     settings = {
@@ -149,6 +151,13 @@ def _check_task(task: str) -> None:
         raise DataError(f"there is no task {task!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
+
+
 def _batches(
     model: Any,
     task: str,
@@ -178,7 +187,7 @@ def _analyse(
     """All analyses of one task; each result is saved as soon as it is there."""
     layer_numbers(model, range(layers))
     folder = out / task
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder)
     typer.echo(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
     records: dict[str, Record] = {}
 
@@ -187,7 +196,12 @@ def _analyse(
         records[f"{task}: {name}"] = record
 
     metrics: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    for name, record in run_metrics(model, batches, metrics).items():
+    try:
+        results = run_metrics(model, batches, metrics)
+    except RunError as error:  # a metric that this model cannot give; the others go on
+        results = dict(error.results)
+        typer.echo(f"warning: {error}", err=True)
+    for name, record in results.items():
         keep(name, record)
     isolations: dict[str, IsolationRecord] = {}
     places = [(f"first {layers} layers", range(layers), False)]
@@ -224,23 +238,27 @@ def _table(
     task: str, records: dict[str, Record], isolations: dict[str, IsolationRecord]
 ) -> Iterator[str]:
     """The numbers that matter most, with their 95 % intervals."""
-    flows: Any = records[f"{task}: saliency_flows"]
-    attention: Any = records[f"{task}: attention_aucroc"]
-    distances: Any = records[f"{task}: anchor_distances"]
-    third = len(flows.tq) // 3 or 1
-    layer = int(distances.default_layer)
+    flows: Any = records.get(f"{task}: saliency_flows")
+    attention: Any = records.get(f"{task}: attention_aucroc")
+    distances: Any = records.get(f"{task}: anchor_distances")
     yield f"{task}"
-    yield _line("accuracy", distances, "accuracy")
-    for k, flow in enumerate(("S_wp", "S_pq", "S_ww")):
-        early, late = flows.share[:third, k].mean(), flows.share[-third:, k].mean()
-        yield f"  {f'{flow} share, first / last third of layers':<46}{early:6.2f} / {late:.2f}"
-    early, late = flows.pq_over_tq[:third].median(), flows.pq_over_tq[-third:].median()
-    yield f"  {'S_pq / S_tq, first / last third (median)':<46}{early:6.2f} / {late:.2f}"
-    late = attention.aucroc[-third:].mean()
-    yield f"  {'AUCROC_l, mean of the last third':<46}{late:6.2f}"
-    correlation = float(distances.correlation[layer])
-    agreement = "too few pairs of classes" if isnan(correlation) else f"{correlation:.2f}"
-    yield f"  {f'confusions, rank correlation in layer {layer}':<46}  {agreement}"
+    if distances:
+        yield _line("accuracy", distances, "accuracy")
+    if flows:
+        third = len(flows.tq) // 3 or 1
+        for k, flow in enumerate(("S_wp", "S_pq", "S_ww")):
+            early, late = flows.share[:third, k].mean(), flows.share[-third:, k].mean()
+            yield f"  {f'{flow} share, first / last third of layers':<46}{early:6.2f} / {late:.2f}"
+        early, late = flows.pq_over_tq[:third].median(), flows.pq_over_tq[-third:].median()
+        yield f"  {'S_pq / S_tq, first / last third (median)':<46}{early:6.2f} / {late:.2f}"
+    if attention:
+        late = attention.aucroc[-(len(attention.aucroc) // 3 or 1) :].mean()
+        yield f"  {'AUCROC_l, mean of the last third':<46}{late:6.2f}"
+    if distances:
+        layer = int(distances.default_layer)
+        value = float(distances.correlation[layer])
+        agreement = "too few pairs of classes" if isnan(value) else f"{value:.2f}"
+        yield f"  {f'confusions, rank correlation in layer {layer}':<46}  {agreement}"
     title = "isolated (random: mean and range of draws)"
     yield f"  {title:<44}{'label loyalty':>18}{'word loyalty':>20}"
     for place, record in isolations.items():

@@ -62,8 +62,10 @@ def target(batch: PromptBatch) -> Positions:
 
 
 def every(batch: PromptBatch) -> Edges:
-    """All edges of the prompt: every token to every earlier token."""
-    return between(batch.attention_mask, batch.attention_mask)
+    """All edges up to the target, to every earlier token: nothing after it can reach it."""
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    inside = batch.attention_mask & (where <= batch.target_positions[:, None])
+    return between(inside, inside)
 
 
 def wp(batch: PromptBatch) -> Edges:

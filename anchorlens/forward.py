@@ -75,8 +75,9 @@ def run_pass(
     if loss is not None:
         refuse_folded_value_biases(model)
     check_fits(model, batch)
-    own = [] if loss is None else [_leaf_hook()]
-    narrowed = all(_stands_in_a_block(name) for name, _ in hooks)
+    leaves: list[Tensor] = []
+    own = [] if loss is None else [_leaf_hook(leaves)]
+    narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     forward_hooks = [*own, *hooks, *observers, *last]
     # inference_mode outside would make tensors that autograd refuses.
@@ -89,7 +90,7 @@ def run_pass(
         logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if loss is not None:
-            _backward(loss(logits, batch), batch)
+            _backward(loss(logits, batch), batch, leaves)
     logits = logits.detach()
     if not logits.isfinite().all():
         raise ModelError(
@@ -145,13 +146,16 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
         )
 
 
-def _backward(losses: Float[Tensor, " batch"], batch: PromptBatch) -> None:
+def _backward(
+    losses: Float[Tensor, " batch"], batch: PromptBatch, leaves: Sequence[Tensor]
+) -> None:
     if losses.shape != (len(batch),):
         raise MetricError(
             f"a loss must give one number a prompt, shape ({len(batch)},); "
             f"got {tuple(losses.shape)}"
         )
-    losses.sum().backward()
+    # Into the leaf alone: what else requires a gradient, in a hook say, is the user's own.
+    losses.sum().backward(inputs=list(leaves))
 
 
 def _at_target(
@@ -161,11 +165,12 @@ def _at_target(
     return values[rows, batch.target_positions.to(values.device) - batch.first_query]
 
 
-def _leaf_hook() -> Hook:
+def _leaf_hook(leaves: list[Tensor]) -> Hook:
     """With every parameter frozen something must require a gradient: the input of block 0."""
 
     def make_leaf(resid: Tensor, hook: Any) -> Tensor:
-        return resid.detach().requires_grad_()
+        leaves.append(resid.detach().requires_grad_())
+        return leaves[-1]
 
     return "blocks.0.hook_resid_pre", make_leaf
 

@@ -92,6 +92,6 @@ def refuse_folded_value_biases(model: Any) -> None:
 def _all_zero(model: Any, name: str) -> bool:
     try:
         biases = getattr(model, name)
-    except AttributeError:  # a bridge over projections without biases
+    except (AttributeError, TypeError):  # a bridge over projections without biases
         return True
     return not bool(biases.detach().any())

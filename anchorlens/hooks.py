@@ -160,6 +160,7 @@ def isolate_random(
     layers: Iterable[int] | int,
     seed: int,
     *,
+    whole_words: bool = False,
     keep_bos: bool = False,
     renormalize: bool = True,
 ) -> list[Hook]:
@@ -174,6 +175,8 @@ def isolate_random(
         batch: Prompts with known label words.
         layers: Layers to act in, negative ones from the end.
         seed: Number of the draw. One draw is no control: use about 10.
+        whole_words: Draw as many positions as all tokens of the label words, the control of
+            ``isolate_labels(whole_words=True)``.
         keep_bos: See :func:`isolate_labels`.
         renormalize: See :func:`block_edges`.
 
@@ -181,31 +184,38 @@ def isolate_random(
         HookError: The demonstrations have fewer other positions than label words.
         ModelError: The model was not prepared.
     """
-    positions = random_positions(batch, seed)
-    receivers = torch.zeros_like(batch.attention_mask).scatter(1, positions, True)
+    receivers = random_positions(batch, seed, whole_words=whole_words)
     return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
 
 
-def random_positions(batch: PromptBatch, seed: int) -> Int[Tensor, "batch anchor"]:
-    """As many positions as there are label words, drawn from the rest of the demonstrations."""
+def random_positions(
+    batch: PromptBatch, seed: int, *, whole_words: bool = False
+) -> Bool[Tensor, "batch position"]:
+    """As many positions as label words have, drawn from the rest of the demonstrations."""
     last = batch.label_ends.max(1, keepdim=True).values
     where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     first = batch.attention_mask.long().argmax(1, keepdim=True)
     allowed = batch.attention_mask & (where < last) & (where != first)
-    allowed &= ~edge_sets.group(batch, "label") & ~edge_sets.anchors(batch)
-    count = batch.label_positions.shape[1]
-    drawn = []
-    for row, name in zip(allowed.cpu(), batch.demonstrations_id.tolist(), strict=True):
-        candidates = row.nonzero().flatten()
+    labels = edge_sets.group(batch, "label") | edge_sets.anchors(batch)
+    allowed &= ~labels
+    # Instructions are no demonstrations; batches from bare positions do not tell them apart.
+    inside = edge_sets.group(batch, "text") | edge_sets.group(batch, "format")
+    allowed &= inside | ~inside.any(1, keepdim=True)
+    counts = (labels if whole_words else edge_sets.anchors(batch)).sum(1).tolist()
+    drawn = torch.zeros_like(allowed, device="cpu")
+    rows = zip(allowed.cpu(), counts, batch.demonstrations_id.tolist(), strict=True)
+    for row, (may, count, name) in enumerate(rows):
+        candidates = may.nonzero().flatten()
         if len(candidates) < count:
             raise HookError(
-                f"the demonstrations have {len(candidates)} tokens besides their {count} label "
-                "words, too few for a random control; use longer demonstrations"
+                f"the demonstrations have {len(candidates)} tokens besides the {count} of their "
+                "label words, too few for a random control; use longer demonstrations"
             )
         # The order of the candidates is that of the demonstrations, whatever the padding.
         generator = torch.Generator().manual_seed((seed * 1_000_003 + name) % 2**63)
-        drawn.append(candidates[torch.randperm(len(candidates), generator=generator)[:count]])
-    return torch.stack(drawn).to(batch.tokens.device)
+        chosen = torch.randperm(len(candidates), generator=generator)[:count]
+        drawn[row, candidates[chosen]] = True
+    return drawn.to(batch.tokens.device)
 
 
 def reweight_anchors(

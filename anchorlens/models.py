@@ -29,10 +29,11 @@ def load_model(
     Weights stay as trained: nothing is folded or centred.
 
     Args:
-        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
+        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model,
+            which becomes a part of the hooked model: pass a copy to go on using it by itself.
         tokenizer: Needed only with a loaded model; the one beside the weights otherwise.
         device: ``"cuda"``, ``"mps"`` or ``"cpu"``; the first that there is, by default. A loaded
-            model stays where it is unless a device is named.
+            model stays where it is unless a device is named; then it is copied.
         dtype: Type of the weights; as stored, by default.
 
     Returns:
@@ -52,15 +53,13 @@ def load_model(
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
-        if dtype is not None:
-            weights = weights.to(dtype)
-        if device is not None:
-            weights = weights.to(device)
+        if dtype is not None or device is not None:
+            weights = _moved(copy.deepcopy(weights), device or weights.device, dtype)
         name = weights.config.name_or_path or type(weights).__name__
     else:
         name = str(source)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
-        weights = weights.to(device or _best_device())
+        weights = _moved(weights, device or _best_device(), dtype)
     model = _boot(name, weights, tokenizer)
     return prepare_model(model)
 
@@ -109,6 +108,16 @@ def ensure_prepared(model: HookedModel) -> None:
     """Prove the hooks at first use; later calls cost nothing."""
     if model not in proven:
         prepare_model(model)
+
+
+def _moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -> Any:
+    try:
+        return weights.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"the model cannot be put on the device {str(device)!r}: "
+            f"{str(error).partition(chr(10))[0]}; name one that this machine has (cuda, mps, cpu)"
+        ) from error
 
 
 def _best_device() -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def _plain(value: Any) -> str:
 
 def _reading(record: Record) -> str:
     """How to read the numbers: the record's own documentation."""
-    text, _, attributes = (type(record).__doc__ or "").partition("Attributes:")
+    # Python 3.13 strips the indentation of docstrings; cleandoc does so on every version.
+    text, _, attributes = cleandoc(type(record).__doc__ or "").partition("Attributes:")
     items = "".join(f"<li>{escape(line)}</li>" for line in _entries(attributes))
     return (
         f"<p>{escape(' '.join(text.split()))}</p>"
@@ -129,7 +131,7 @@ def _entries(attributes: str) -> list[str]:
     """The entries of an attribute list, each on one line."""
     entries: list[str] = []
     for line in attributes.splitlines():
-        if line.startswith(" " * 8) and not line.startswith(" " * 9):
+        if line.startswith(" " * 4) and not line.startswith(" " * 5):
             entries.append(line.strip())
         elif line.strip() and entries:
             entries[-1] += " " + line.strip()

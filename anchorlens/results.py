@@ -126,6 +126,9 @@ def with_intervals(
 ) -> _R:
     """The result of all rows, with 95 % percentile intervals of a bootstrap over prompts.
 
+    Prompts are drawn with replacement within their set of demonstrations. Where each prompt has a
+    set of its own, all count as one set.
+
     Args:
         result: Function from rows, Tensor["prompt ..."] each, to a record.
         rows: What each prompt contributed.
@@ -137,10 +140,14 @@ def with_intervals(
         The record; every tensor field without a prompt axis has an interval. NaN where no resample
         has a number.
     """
+    sets = rows.get("demonstrations_id")
+    if sets is not None and len(sets.unique()) == len(sets):
+        # A set of its own for each prompt: what is a mean over prompts must not become one of sets.
+        rows = {**rows, "demonstrations_id": torch.zeros_like(sets)}
     record = replace(result(rows), info=info)
     if not resamples:
         return record
-    n_prompts = len(next(iter(rows.values())))
+    strata = _strata(rows)
     generator = torch.Generator().manual_seed(seed)
     averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
     drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
@@ -148,7 +155,9 @@ def with_intervals(
         # What is worth a warning was said of all rows already.
         warnings.simplefilter("ignore")
         for _ in range(resamples):
-            chosen = torch.randint(n_prompts, (n_prompts,), generator=generator)
+            chosen = torch.cat(
+                [one[torch.randint(len(one), (len(one),), generator=generator)] for one in strata]
+            )
             resampled = result({name: values[chosen] for name, values in rows.items()})
             for name in averaged:
                 drawn[name].append(getattr(resampled, name))
@@ -158,6 +167,14 @@ def with_intervals(
         for name, values in drawn.items()
     }
     return replace(record, intervals=intervals)
+
+
+def _strata(rows: Rows) -> list[Tensor]:
+    """Places of the prompts of each set of demonstrations, so that no resample lacks a set."""
+    sets = rows.get("demonstrations_id")
+    if sets is None:
+        return [torch.arange(len(next(iter(rows.values()))))]
+    return [(sets == one).nonzero().flatten() for one in sets.unique()]
 
 
 def by_set(rows: Rows) -> list[dict[str, Tensor]]:

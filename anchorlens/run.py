@@ -1,5 +1,6 @@
 """The loop: batches through the model, rows of every metric, results with intervals."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def run(
         >>> results["saliency_flows"].to_frame()                                 # doctest: +SKIP
     """
     ensure_prepared(model)
+    check_batches(model, batches, resamples)
     _check(model, batches, metrics, hooks, loss)
     store = None
     if folder is not None:
@@ -82,14 +84,15 @@ def run(
             "hooks": "none" if hooks is None else "some",
         }
         store = Store.open(folder, fingerprint(model, batches, settings))
+    failures: dict[str, AnchorlensError] = {}
     rows = collect(
         model,
         batches,
-        lambda batch: _rows_of_batch(model, batch, metrics, hooks, loss),
+        lambda batch: _rows_of_batch(model, batch, metrics, hooks, loss, failures),
         store=store,
         progress=progress,
     )
-    return _results(metrics, rows, describe(model, batches), resamples)
+    return _results(metrics, rows, describe(model, batches), resamples, failures)
 
 
 def collect(
@@ -118,7 +121,8 @@ def collect(
                     store.write(number, rows)
             collected.append(rows if stored is None else stored)
     order = _order_of_queries(batches)
-    return {name: torch.cat([rows[name] for rows in collected])[order] for name in collected[0]}
+    shared = [name for name in collected[0] if all(name in rows for rows in collected)]
+    return {name: torch.cat([rows[name] for rows in collected])[order] for name in shared}
 
 
 def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
@@ -142,7 +146,6 @@ def _check(
     loss: Loss,
 ) -> None:
     """Everything that can be refused before the model runs."""
-    check_batches(model, batches)
     if not metrics:
         raise MetricError("there are no metrics to compute")
     # A class has the attributes of its instances, so that the protocol alone does not refuse it.
@@ -162,17 +165,20 @@ def _check(
             check(batches, changed=hooks is not None)
     if gradient:
         refuse_folded_value_biases(model)
-    for batch in batches:
+    device = device_of(model)
+    for batch in (one.to(device) for one in batches):
         if gradient:
-            loss(torch.zeros(len(batch), vocabulary_of(model)), batch.to("cpu"))
+            loss(torch.zeros(len(batch), vocabulary_of(model), device=device), batch)
         if hooks is not None:
             hooks(batch)
         for metric in metrics:
             metric.observe(model, batch)
 
 
-def check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
+def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples: int) -> None:
     """Refuse batches that do not fit the model or one another."""
+    if resamples < 0:
+        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
     if isinstance(batches, PromptBatch):
         raise PromptError("expected a list of batches; got a single one, so write [batch]")
     if not batches:
@@ -191,7 +197,9 @@ def _rows_of_batch(
     metrics: Sequence[Metric],
     hooks: HooksOfBatch | None,
     loss: Loss,
+    failures: dict[str, AnchorlensError],
 ) -> dict[str, Tensor]:
+    """Rows of every metric; one that fails is set aside, so that the others go on."""
     changes = () if hooks is None else hooks(batch)
     clean = None if hooks is None else run_pass(model, batch)
     observations = [metric.observe(model, batch) for metric in metrics]
@@ -203,25 +211,37 @@ def _rows_of_batch(
         backward_hooks=[hook for one in observations for hook in one.backward_hooks],
         loss=loss if any(metric.needs_gradient for metric in metrics) else None,
     )
-    rows = {}
+    rows: dict[str, Tensor] = {}
     for metric, observation in zip(metrics, observations, strict=True):
-        for name, values in observation.rows(logits, clean).items():
-            if len(values) != len(batch):
-                raise MetricError(
-                    f"{metric.name}: row {name!r} must have one entry a prompt, {len(batch)}; got "
-                    f"the shape {tuple(values.shape)}"
-                )
-            # Detached, or a metric that forgot to would keep the graph of every batch.
-            rows[f"{metric.name}/{name}"] = values.detach().cpu()
+        try:
+            own = observation.rows(logits, clean)
+            _check_rows(metric.name, own, len(batch))
+        except MetricError as error:
+            failures.setdefault(metric.name, error)
+            continue
+        # Detached, or a metric that forgot to would keep the graph of every batch.
+        rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
     return rows
 
 
+def _check_rows(metric: str, rows: Rows, count: int) -> None:
+    for name, values in rows.items():
+        if len(values) != count:
+            raise MetricError(
+                f"{metric}: row {name!r} must have one entry a prompt, {count}; got the shape "
+                f"{tuple(values.shape)}"
+            )
+
+
 def _results(
-    metrics: Sequence[Metric], rows: Rows, info: Mapping[str, Any], resamples: int
+    metrics: Sequence[Metric],
+    rows: Rows,
+    info: Mapping[str, Any],
+    resamples: int,
+    failures: dict[str, AnchorlensError],
 ) -> dict[str, Record]:
     results: dict[str, Record] = {}
-    failures: dict[str, AnchorlensError] = {}
-    for metric in metrics:
+    for metric in (one for one in metrics if one.name not in failures):
         start = f"{metric.name}/"
         own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
         try:
@@ -229,7 +249,7 @@ def _results(
                 metric.result, own, resamples=resamples, info=info
             )
         except AnchorlensError as error:
-            failures[metric.name] = error
+            failures.setdefault(metric.name, error)
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
         raise RunError(f"no result for {reasons}", results)
@@ -240,12 +260,16 @@ def _order_of_queries(batches: Sequence[PromptBatch]) -> Tensor:
     """Sorts rows by their place among the queries, whatever the batches were.
 
     Where lists of several calls are joined a place comes twice: then by set of demonstrations, in
-    the order in which the sets appear, and by place within it.
+    the order in which the sets appear, and within it the first of each place before the second.
     """
     places = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(places)) == len(places):
         return torch.tensor(places).argsort()
     sets = torch.cat([batch.demonstrations_id for batch in batches]).tolist()
     rank = {name: k for k, name in enumerate(dict.fromkeys(sets))}
-    keys = [(rank[name], place) for name, place in zip(sets, places, strict=True)]
+    seen: Counter[tuple[int, int]] = Counter()
+    keys = []
+    for name, place in zip(sets, places, strict=True):
+        keys.append((rank[name], seen[name, place], place))
+        seen[name, place] += 1
     return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

@@ -39,7 +39,7 @@ def rows(values: Tensor) -> list[Any]:
 def test_what_is_not_given_is_filled_in() -> None:
     made = al.PromptBatch.from_positions(
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
-        label_positions=[[3, 1]],
+        label_positions=[[1, 3]],
         label_classes=[[1, 0]],
         label_token_ids=[1, 2],
     )
@@ -47,7 +47,7 @@ def test_what_is_not_given_is_filled_in() -> None:
     assert made.attention_mask.all()
     assert made.gold is None
     assert rows(made.target_positions) == [5]
-    assert rows(made.label_ends) == rows(made.label_positions) == [[3, 1]]  # in the given order
+    assert rows(made.label_ends) == rows(made.label_positions) == [[1, 3]]
     assert [GROUPS[k] for k in made.groups[0]] == [
         *("other", "label", "other", "label", "query", "target")
     ]
@@ -207,7 +207,9 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
             {"target_positions": [5, 6]},
             r"target_positions of prompt 0 has a position under padding",
         ),
-        ({"label_positions": [[1, 1], [1, 3]]}, r"one prompt must be different; got \[\[1, 1\]"),
+        ({"label_positions": [[1, 1], [1, 3]]}, r"must be different, .* got \[\[1, 1\]"),
+        ({"label_positions": [[3, 1], [1, 3]]}, r"in order of appearance; got \[\[3, 1\]"),
+        ({"label_token_ids": [21, -2]}, r"label_token_ids count from 0; got \[21, -2\]"),
         (
             {"label_positions": [[1, 3], [1, 6]]},
             r"before the target position; prompt 1 .*\[1, 6\].* 6",
@@ -253,6 +255,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
             {"tokens": torch.tensor(PROMPTS[0])},
             r"tokens must have the shape \(batch, .*; got \(5,\)",
         ),
+        ({"gold": [0.9, 1.2]}, r"gold must be integers; got torch.float32"),
+        ({"label_positions": [[1.7, 3], [1, 3]]}, r"label_positions must be integers"),
         ({"tokens": torch.zeros(2, 0).long()}, r"tokens must have the shape .*; got \(2, 0\)"),
         ({"attention_mask": torch.ones(2, 6)}, r"shape of tokens, \(2, 7\); got \(2, 6\)"),
         ({"label_positions": torch.ones(2).long()}, r"label_positions must have the shape"),

@@ -95,6 +95,20 @@ def test_mistakes_are_one_line(
     assert words in error[0]
 
 
+def test_a_device_that_is_not_there(monkeypatch: Any, model_folder: Path, capsys: Any) -> None:
+    arguments = ("--model", str(model_folder), "--task", "questions", "--device", "foo")
+    assert call(monkeypatch, "run", *arguments) == 1
+    assert "device 'foo'" in capsys.readouterr().err
+
+
+def test_out_that_is_a_file(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert call(monkeypatch, "demo", "--model", "x", "--out", str(tmp_path / "file")) == 1
+    assert "error: --out" in capsys.readouterr().err
+
+
 def test_model_that_cannot_be_reached_names_the_way_out(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert call(monkeypatch, "demo") == 1

@@ -111,15 +111,39 @@ def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None
         widths.append(tensor.shape[1])
         return 2 * tensor
 
-    narrow = run_pass(gpt2, batch, observers=[("unembed.hook_out", watch)])
+    narrow = run_pass(gpt2, batch)
+    run_pass(gpt2, batch, observers=[(name, watch)])
     wide = run_pass(gpt2, batch, hooks=[(name, double)])
-    assert widths == [1, batch.tokens.shape[1]]
+    assert widths == [batch.tokens.shape[1]] * 2
     with torch.no_grad():
         full = gpt2.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=[(name, double)]
         )
     torch.testing.assert_close(wide, full[torch.arange(4), batch.target_positions])
     assert not torch.allclose(wide, narrow, atol=1e-2)
+
+
+def test_only_the_target_is_unembedded(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    gpt2.unembed.original_component.register_forward_pre_hook(
+        lambda module, inputs: widths.append(inputs[0].shape[1])
+    )
+    run_pass(gpt2, batch_of(gpt2))
+    assert widths == [1]
+
+
+def test_gradients_of_ones_own_stay_ones_own(gpt2: Any) -> None:
+    batch = batch_of(gpt2)
+    beta = torch.zeros(3, 2, 6, requires_grad=True)
+    al.run(
+        gpt2,
+        [batch],
+        METRICS[:1],
+        hooks=lambda batch: al.reweight_anchors(gpt2, batch, beta),
+        resamples=0,
+        progress=False,
+    )
+    assert beta.grad is None
 
 
 def test_interventions_come_before_observers(gpt2: Any) -> None:

@@ -225,9 +225,10 @@ def test_refusals_say_what_was_expected_and_what_came(
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
     for batch in questions(model, 7, **options):
-        starts = batch.attention_mask.long().argmax(1, keepdim=True)
-        relative = (random_positions(batch, seed) - starts).sort(1).values
-        drawn |= dict(zip(batch.index.tolist(), relative.tolist(), strict=True))
+        for place, row, mask in zip(
+            batch.index.tolist(), random_positions(batch, seed), batch.attention_mask, strict=True
+        ):
+            drawn[place] = row[mask].nonzero().flatten().tolist()
     return drawn
 
 
@@ -253,10 +254,33 @@ def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None
 def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any, batch: al.PromptBatch) -> None:
     patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))
     positions = random_positions(batch, 3)
-    for row, places, mask in zip(patterns, positions, batch.attention_mask, strict=True):
+    for row, drawn, mask in zip(patterns, positions, batch.attention_mask, strict=True):
         diagonal = row.diagonal(dim1=-2, dim2=-1)[:, :, mask][:, :, 1:]
-        expected = torch.zeros_like(mask).scatter(0, places, True)[mask][1:]
-        assert torch.equal(diagonal == 1, expected.expand_as(diagonal))
+        assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
+
+
+def test_random_control_of_whole_words_is_as_large(gpt2: Any) -> None:
+    demos = [al.Example("one two three four five", 0), al.Example("six seven eight nine", 1)]
+    batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
+    labels = edges.group(batch, "label")
+    assert int(labels.sum()) > batch.label_positions.shape[1]
+    drawn = random_positions(batch, 3, whole_words=True)
+    assert int(drawn.sum()) == int(labels.sum()) and not (drawn & labels).any()
+    own = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=True)
+    alone = patterns_of(gpt2, batch, own)[0, 0, 0].diagonal()[1:] == 1
+    assert torch.equal(alone, drawn[0, 1:])
+
+
+def test_instructions_are_never_drawn(gpt2: Any) -> None:
+    task = al.Task(
+        "In: {text}\nOut:{label}", (" Table", " Window"), prefix="Say which it is.\n" * 9
+    )
+    demos = [al.Example("one two three", 0), al.Example("six seven eight", 1)]
+    batch = al.build_prompts(gpt2.tokenizer, task, demos, ["four five"])[0]
+    instructions = edges.group(batch, "other")
+    assert int(instructions.sum()) > 20
+    for seed in range(20):
+        assert not (random_positions(batch, seed) & instructions).any()
 
 
 def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
@@ -266,7 +290,7 @@ def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
         label_classes=[[0, 1]],
         label_token_ids=[5, 6],
     )
-    with pytest.raises(HookError, match=r"have 0 tokens besides their 2 .*longer demonstrations"):
+    with pytest.raises(HookError, match=r"have 0 tokens besides the 2 of .*longer demonstrations"):
         al.isolate_random(gpt2, tight, 0, seed=0)
 
 

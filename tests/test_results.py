@@ -202,6 +202,31 @@ def test_warnings_are_said_once() -> None:
     assert len(said) == 1
 
 
+def mean_over_sets(rows: Mapping[str, Tensor]) -> Other:
+    return mean_of({"value": torch.stack([one["value"].mean() for one in by_set(rows)])})
+
+
+def test_prompts_are_resampled_within_their_sets() -> None:
+    """With sets far apart, an interval over all prompts at once would reach between them."""
+    values = torch.cat([torch.zeros(20), torch.full((5,), 100.0)])
+    values += torch.rand(25, generator=torch.Generator().manual_seed(0))
+    rows = {"value": values, "demonstrations_id": torch.tensor([4] * 20 + [2] * 5)}
+    made = with_intervals(mean_over_sets, rows, resamples=100, info={})
+    low, high = made.intervals["mean"]
+    assert 50 < low < float(made.mean) < high < 51
+
+
+def test_a_set_for_each_prompt_is_one_set_of_all() -> None:
+    values = torch.rand(30, generator=torch.Generator().manual_seed(0))
+    own = {"value": values, "demonstrations_id": torch.arange(30)}
+    pooled = {"value": values, "demonstrations_id": torch.zeros(30)}
+    ours, expected = (
+        with_intervals(mean_over_sets, rows, resamples=50, info={}) for rows in (own, pooled)
+    )
+    assert float(ours.mean) == pytest.approx(float(values.mean()))
+    assert torch.equal(ours.intervals["mean"], expected.intervals["mean"])
+
+
 def test_rows_of_a_set_stay_together() -> None:
     rows = {"demonstrations_id": torch.tensor([7, 3, 7]), "value": torch.tensor([1.0, 2.0, 3.0])}
     found = [one["value"].tolist() for one in by_set(rows)]

@@ -282,9 +282,45 @@ def test_one_failing_metric_keeps_the_results_of_the_others(gpt2: Any) -> None:
 
 
 def test_rows_without_one_entry_a_prompt(gpt2: Any) -> None:
-    message = r"wrong_rows: row 'short' must have one entry a prompt, 3; got the shape \(1,\)"
-    with pytest.raises(MetricError, match=message):
-        run(gpt2, questions(gpt2, 3), [WrongRows()])
+    message = r"wrong_rows: row 'short' must have one entry a prompt, 2; got the shape \(1,\)"
+    with pytest.raises(RunError, match=message) as caught:
+        run(gpt2, questions(gpt2, 3, batch_size=2), [WrongRows(), al.SaliencyFlows()])
+    assert set(caught.value.results) == {"saliency_flows"}
+
+
+def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    footnote = al.SaliencyFlows(absolute_per_head=True, name="footnote")
+    results = run(gpt2, batches, [al.SaliencyFlows(), footnote])
+    assert (results["footnote"].flows >= results["saliency_flows"].flows).all()
+    batch = batches[0]
+    edge = al.edges.pq(batch)[:, None]
+    maps = al.saliency(gpt2, batch, absolute_per_head=True) * edge
+    expected = maps.sum((2, 3)) / edge.sum((2, 3))
+    order = batch.index.argsort()
+    torch.testing.assert_close(results["footnote"].per_prompt[..., 1].float(), expected[order])
+
+
+def test_batches_of_bare_positions_keep_their_order(gpt2: Any) -> None:
+    """Each counts its prompts from 0 again."""
+    tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
+    batches = [
+        al.PromptBatch.from_positions(
+            rows,
+            label_positions=[[1, 2]] * len(rows),
+            label_classes=[[0, 1]] * len(rows),
+            label_token_ids=[5, 6],
+        )
+        for rows in (tokens[:2], tokens[2:])
+    ]
+    joined = run(gpt2, batches, [SelfAttention()])["self_attention"].per_prompt
+    parts = [run(gpt2, [one], [SelfAttention()])["self_attention"].per_prompt for one in batches]
+    torch.testing.assert_close(joined, torch.cat(parts))
+
+
+def test_negative_resamples(gpt2: Any) -> None:
+    with pytest.raises(MetricError, match=r"resamples must be 0 .* got -3"):
+        run(gpt2, questions(gpt2, 3), METRICS, resamples=-3)
 
 
 def test_intervals(gpt2: Any) -> None:

@@ -13,7 +13,7 @@ from ..batch import PromptBatch
 from ..errors import HookError
 from ..forward import run_pass
 from ..hooked import HookedModel, layer_numbers
-from ..hooks import isolate_labels, isolate_random, random_positions
+from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
@@ -25,9 +25,12 @@ class IsolationRecord(Record):
     """Loyalty with label words isolated, and with as many random words isolated.
 
     Attributes:
-        label_loyalty: Share of prompts whose predicted label survives, from 0 to 1.
-        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1.
-        kl: Mean KL(clean || isolated) of the next token, in nats.
+        label_loyalty: Share of prompts whose predicted label survives, from 0 to 1; high means
+            that isolation changes little.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high means
+            that isolation changes little.
+        kl: Mean KL(clean || isolated) of the next token, in nats, ``sum p log(p / q)``, from 0 up;
+            low means that isolation changes little.
         random_label_loyalty: Label loyalty of each random draw.
         random_word_loyalty: Word loyalty of each random draw.
         random_kl: KL of each random draw.
@@ -85,7 +88,12 @@ def isolation_loyalty(
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
+    Returns:
+        Loyalties of both, the gap between them, and what each prompt contributed.
+
     Raises:
+        ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
+            is False.
         HookError: A layer does not exist, ``keep_bos`` without BOS, or demonstrations with too few
             other words for the control: before any pass over the prompts.
 
@@ -93,15 +101,18 @@ def isolation_loyalty(
         >>> isolation_loyalty(model, batches, layers=range(5)).word_gap          # doctest: +SKIP
     """
     ensure_prepared(model)
-    check_batches(model, batches)
+    check_batches(model, batches, resamples)
     chosen = layer_numbers(model, layers)
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
-    options: dict[str, Any] = {"keep_bos": keep_bos, "renormalize": renormalize}
-    own_options = options | {"whole_words": whole_words}
+    options: dict[str, Any] = {
+        "whole_words": whole_words,
+        "keep_bos": keep_bos,
+        "renormalize": renormalize,
+    }
     for batch in batches:
-        isolate_labels(model, batch, chosen, **own_options)
-        random_positions(batch, seed)
+        isolate_labels(model, batch, chosen, **options)
+        isolate_random(model, batch, chosen, seed, **options)
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
         clean = run_pass(model, batch)
@@ -110,7 +121,7 @@ def isolation_loyalty(
             logits = run_pass(model, batch, hooks=hooks)
             return loyalty_rows(clean, logits, batch.label_token_ids)
 
-        own = loyalty_with(isolate_labels(model, batch, chosen, **own_options))
+        own = loyalty_with(isolate_labels(model, batch, chosen, **options))
         controls = [
             loyalty_with(isolate_random(model, batch, chosen, seed + draw, **options))
             for draw in range(draws)
@@ -119,7 +130,7 @@ def isolation_loyalty(
         return own | stacked
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
-    info = describe(model, batches) | {"layers": chosen, "seed": seed, **own_options}
+    info = describe(model, batches) | {"layers": chosen, "seed": seed, **options}
     return with_intervals(_record, rows, resamples=resamples, info=info)
 
 

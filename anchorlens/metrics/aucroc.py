@@ -1,7 +1,6 @@
 """How well the attention from target to label words tells the model's own prediction."""
 
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
@@ -32,8 +31,6 @@ class AttentionAUCROCRecord(Record):
     aucroc: Float[Tensor, " layer"]
     r: Float[Tensor, " layer"]
     per_head: Float[Tensor, "layer head"]
-
-    names: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def plot(self) -> Any:
         """AUCROC_l and R_l by layer (the paper's Figure 5)."""
@@ -66,7 +63,7 @@ class AttentionAUCROC:
         >>> al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"].r  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "attention_aucroc"
+    name: str = "attention_aucroc"
     needs_gradient: ClassVar[bool] = False
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -74,13 +71,13 @@ class AttentionAUCROC:
         kept: dict[int, Tensor] = {}
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-        of_class = torch.nn.functional.one_hot(batch.label_classes, n_classes)
+        of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
 
         def keep_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             queries = batch.target_positions[:, None] - batch.first_query
             attention = pattern.detach()[prompts, :, queries, batch.label_positions]
-            by_anchor = attention.double()  # [batch, anchor, head]
-            kept[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class.double()).cpu()
+            by_anchor = attention.cpu().double()  # [batch, anchor, head]
+            kept[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             attention = torch.stack([kept[layer] for layer in range(model.cfg.n_layers)], dim=1)

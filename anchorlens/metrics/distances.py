@@ -80,31 +80,39 @@ class AnchorDistances:
 
     Args:
         directions: Number of directions kept (the paper's 10).
+        name: Key of the result.
 
     Examples:
         >>> al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]    # doctest: +SKIP
     """
 
     directions: int = 10
-    name: ClassVar[str] = "anchor_distances"
+    name: str = "anchor_distances"
     needs_gradient: ClassVar[bool] = False
 
     def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Refuse sets of demonstrations with too few prompts for the directions."""
+        if self.directions < 1:
+            raise MetricError(f"directions must be at least 1; got {self.directions}")
         sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
         small = int(sizes[1].min())
         if small <= self.directions:
             raise MetricError(
                 f"anchor distances need more prompts than directions ({self.directions}) in each "
-                f"set of demonstrations, but one has {small}; use more queries, or "
-                f"AnchorDistances(directions={max(1, small - 1)})"
+                f"set of demonstrations, but one has {small}; use more queries for each set"
+                + (f", or AnchorDistances(directions={small - 1})" if small > 1 else "")
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Watch the target's queries and the label words' keys of every layer."""
+        if getattr(model.cfg, "qk_norm_after_rope", False):
+            raise MetricError(
+                f"{model.cfg.model_name} normalises queries and keys after their hook points, so "
+                "that those are not what attention multiplies; leave AnchorDistances out"
+            )
         gold = require_gold(batch.gold, "the confusion of classes")
         n_classes = len(batch.label_token_ids)
-        of_class = torch.nn.functional.one_hot(batch.label_classes, n_classes).double()
+        of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
         counts = of_class.sum(1)
         if not counts.all():
             raise MetricError(
@@ -125,21 +133,25 @@ class AnchorDistances:
             _check_width(model, layer, key)
             at_anchors = key.detach()[prompts[:, None], batch.label_positions]
             own = at_anchors.repeat_interleave(model.cfg.n_heads // key.shape[2], dim=2)
-            mean = torch.einsum("bac,bahd->bchd", shares.to(own), own)
-            keys[layer] = mean.flatten(2).float().cpu()
+            mean = torch.einsum("bac,bahd->bchd", shares, own.cpu().double())
+            keys[layer] = mean.flatten(2).float()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             layers = range(model.cfg.n_layers)
             silent = [layer for layer in layers if layer not in queries or layer not in keys]
             if silent:
-                raise MetricError(f"the query or key hooks of layers {silent} were never called")
+                raise MetricError(
+                    f"the query or key hooks of layers {silent} of {model.cfg.model_name} are "
+                    "never called, so that distances of keys cannot be read off this model; leave "
+                    "AnchorDistances out"
+                )
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
-            positions = (batch.label_positions - starts).double()
+            positions = (batch.label_positions - starts).cpu().double()
             return {
                 "queries": torch.stack([queries[layer] for layer in layers], dim=1),
                 "keys": torch.stack([keys[layer] for layer in layers], dim=1),
-                "positions": torch.einsum("bac,ba->bc", shares, positions).cpu(),
-                "label_logits": logits[:, batch.label_token_ids].double().cpu(),
+                "positions": torch.einsum("bac,ba->bc", shares, positions),
+                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
                 "gold": gold.cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }

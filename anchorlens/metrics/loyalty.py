@@ -22,10 +22,12 @@ class LoyaltyRecord(Record):
     """Loyalty of a changed run to the clean one.
 
     Attributes:
-        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1.
+        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
+            that the change matters little.
         word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 says
             that the same words stand at the top.
-        kl: Mean KL(clean || changed) of the next-token distributions, in nats, from 0 up.
+        kl: Mean KL(clean || changed) of the next-token distributions, ``sum p log(p / q)``, in
+            nats, from 0 up; low means that the change matters little.
         label_kept: 1 for each prompt whose label is unchanged, else 0.
         word_overlap: Jaccard similarity of each prompt.
         kl_per_prompt: KL divergence of each prompt, in nats.
@@ -40,12 +42,18 @@ class LoyaltyRecord(Record):
 
     def plot(self) -> Any:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
+        own = torch.stack([self.label_loyalty, self.word_loyalty])[:, None]
+        fields = ("label_loyalty", "word_loyalty")
+        bounds = [self.intervals[one] for one in fields if one in self.intervals]
+        ends = torch.stack(bounds, dim=1)[..., None] if bounds else None
         return figures.grouped_bars(
-            torch.stack([self.label_loyalty, self.word_loyalty])[:, None],
+            own,
             ["label loyalty", "word loyalty"],
             ["changed run"],
             title="What the change leaves as it was",
             y_title="loyalty",
+            low=None if ends is None else ends[0],
+            high=None if ends is None else ends[1],
         )
 
 
@@ -62,7 +70,7 @@ class Loyalty:
     """
 
     top: int = 5
-    name: ClassVar[str] = "loyalty"
+    name: str = "loyalty"
     needs_gradient: ClassVar[bool] = False
 
     def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
@@ -127,13 +135,13 @@ def loyalty_rows(
         )
     kept = predicted_class(reference, label_token_ids) == predicted_class(logits, label_token_ids)
     before, after = reference.topk(top).indices, logits.topk(top).indices
-    common = (before[:, :, None] == after[:, None, :]).sum((1, 2)).double()
-    clean = reference.double().log_softmax(-1)
-    kl = (clean.exp() * (clean - logits.double().log_softmax(-1))).sum(-1)
+    common = (before[:, :, None] == after[:, None, :]).sum((1, 2)).cpu().double()
+    clean = reference.cpu().double().log_softmax(-1)  # not every device has float64
+    kl = (clean.exp() * (clean - logits.cpu().double().log_softmax(-1))).sum(-1)
     return {
-        "label_kept": kept.double().cpu(),
-        "word_overlap": (common / (2 * top - common)).cpu(),
-        "kl": kl.cpu(),
+        "label_kept": kept.cpu().double(),
+        "word_overlap": common / (2 * top - common),
+        "kl": kl,
     }
 
 

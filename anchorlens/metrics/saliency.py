@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import edges, figures
 from ..batch import PromptBatch
+from ..errors import PromptError
 from ..forward import Loss, device_of, label_cross_entropy, run_pass, undisturbed
 from ..hooked import Hook, HookedModel, pattern_name
 from ..results import Record, Rows, by_set
@@ -66,13 +67,14 @@ class SaliencyFlows:
     Args:
         absolute_per_head: Take the absolute value before the sum over heads (the paper's
             footnote) instead of after it (its published code).
+        name: Key of the result; another one lets both variants share a run.
 
     Examples:
         >>> al.run(model, batches, [al.SaliencyFlows()])["saliency_flows"].share  # doctest: +SKIP
     """
 
     absolute_per_head: bool = False
-    name: ClassVar[str] = "saliency_flows"
+    name: str = "saliency_flows"
     needs_gradient: ClassVar[bool] = True
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -85,7 +87,7 @@ class SaliencyFlows:
 
         def keep_sums(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
             size = product.abs()
-            saliency = size.sum(1) if self.absolute_per_head else product.sum(1).abs()
+            saliency = _over_heads(product, self.absolute_per_head)
             mean = weights.to(product) / counts[:, None].to(product)
             merged[layer] = (saliency.flatten(1)[:, None] @ mean)[:, 0].cpu()
             by_head[layer] = (size.flatten(2) @ mean).cpu()
@@ -118,7 +120,11 @@ class SaliencyFlows:
 
 
 def saliency(
-    model: HookedModel, batch: PromptBatch, *, loss: Loss = label_cross_entropy
+    model: HookedModel,
+    batch: PromptBatch,
+    *,
+    loss: Loss = label_cross_entropy,
+    absolute_per_head: bool = False,
 ) -> Float[Tensor, "batch layer query key"]:
     """Saliency of every edge in every layer, for looking at a few prompts.
 
@@ -129,21 +135,25 @@ def saliency(
         model: A prepared model.
         batch: Prompts; batches from ``build_prompts`` go to the model's device by themselves.
         loss: Function of (logits, batch) to one number a prompt.
+        absolute_per_head: See :class:`SaliencyFlows`.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.
 
     Raises:
         MetricError: The loss needs true labels and there are none.
+        PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
         >>> figure = figures.token_arcs(tokens, saliency(model, batch)[0], ...)  # doctest: +SKIP
     """
+    if not isinstance(batch, PromptBatch):
+        raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
     maps: dict[int, Tensor] = {}
 
     def keep(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
-        maps[layer] = product.sum(1).abs().cpu()
+        maps[layer] = _over_heads(product, absolute_per_head).cpu()
 
     hooks, backward_hooks = _product_hooks(model, keep)
     with undisturbed(model):
@@ -155,6 +165,12 @@ def saliency(
             loss=loss,
         )
     return torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+
+
+def _over_heads(
+    product: Float[Tensor, "batch head query key"], absolute_per_head: bool
+) -> Float[Tensor, "batch query key"]:
+    return product.abs().sum(1) if absolute_per_head else product.sum(1).abs()
 
 
 def _product_hooks(

@@ -9,7 +9,7 @@ where two runs of the same prompts are compared.
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class LastThirdRecord(al.Record):
 class LastThird(al.AttentionAUCROC):
     """One number of AttentionAUCROC, so that it has an interval of its own."""
 
-    name: ClassVar[str] = "last_third"
+    name: str = "last_third"
 
     def result(self, rows: Any) -> Any:
         by_layer = super().result(rows).aucroc
