@@ -81,7 +81,8 @@ class PromptBatch:
         """One prompt as a batch of its own, without padding.
 
         Examples:
-            >>> saliency(model, batch.prompt(0))                                 # doctest: +SKIP
+            >>> al.saliency(model, batch.prompt(0)).shape[:2] == (1, model.cfg.n_layers)
+            True
         """
         if not 0 <= number < len(self):
             raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number}")

@@ -4,8 +4,10 @@ Edge (i, j) is True where query position i attends to key position j and j < i; 
 padding belong to no edge set. The algebra is the tensors' own: ``|``, ``&``, ``& ~``.
 
 Examples:
-    >>> to_labels = between(group(batch, "query"), anchors(batch))               # doctest: +SKIP
-    >>> without_bos = wp(batch) & ~from_first(batch)                             # doctest: +SKIP
+    >>> to_labels = edges.between(edges.group(batch, "query"), edges.anchors(batch))
+    >>> without_bos = edges.wp(batch) & ~edges.from_first(batch)
+    >>> bool((to_labels & edges.wp(batch)).any())
+    False
 """
 
 import torch

@@ -29,10 +29,23 @@ def label_cross_entropy(
 ) -> Float[Tensor, " batch"]:
     """Cross entropy of the true label over the label words' logits only, in nats.
 
-    ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1.
+    ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1. From 0 up;
+    high means that the model prefers another label.
+
+    Args:
+        logits: Next-token logits at the target positions.
+        batch: The prompts, with their true labels.
+
+    Returns:
+        One number a prompt.
 
     Raises:
         MetricError: The prompts have no true labels.
+
+    Examples:
+        >>> logits = torch.zeros(len(batch), model.tokenizer.vocab_size)
+        >>> al.label_cross_entropy(logits, batch)[0].exp().round().item()  # as many as labels
+        6.0
     """
     if batch.gold is None:
         raise MetricError(

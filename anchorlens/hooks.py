@@ -56,8 +56,8 @@ def block_edges(
             ``renormalize`` is False.
 
     Examples:
-        >>> cut = block_edges(model, edges.pq(batch), layers=range(3))           # doctest: +SKIP
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)           # doctest: +SKIP
+        >>> cut = al.block_edges(model, al.edges.pq(batch), layers=range(3))
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
     if renormalize and edges.diagonal(dim1=1, dim2=2).any():
         raise HookError(
@@ -102,7 +102,8 @@ def isolate(
         ModelError: The model was not prepared.
 
     Examples:
-        >>> isolate(model, torch.tensor([[12, 27]]), layers=range(5))            # doctest: +SKIP
+        >>> len(al.isolate(model, torch.tensor([[12, 27]]), layers=range(5)))
+        5
     """
     if (positions < 0).any():
         raise HookError(f"positions count from 0; got {positions.tolist()}")
@@ -147,8 +148,8 @@ def isolate_labels(
         ModelError: The model was not prepared.
 
     Examples:
-        >>> hooks = isolate_labels(model, batch, layers=range(5))                # doctest: +SKIP
-        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)         # doctest: +SKIP
+        >>> hooks = al.isolate_labels(model, batch, layers=range(5))
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
     """
     receivers = edge_sets.group(batch, "label") if whole_words else edge_sets.anchors(batch)
     return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
@@ -183,6 +184,9 @@ def isolate_random(
     Raises:
         HookError: The demonstrations have fewer other positions than label words.
         ModelError: The model was not prepared.
+
+    Examples:
+        >>> hooks = [al.isolate_random(model, batch, range(5), seed) for seed in range(10)]
     """
     receivers = random_positions(batch, seed, whole_words=whole_words)
     return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
@@ -236,8 +240,8 @@ def reweight_anchors(
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
-        >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)         # doctest: +SKIP
-        >>> hooks = reweight_anchors(model, batch, beta)                         # doctest: +SKIP
+        >>> beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(demos))
+        >>> hooks = al.reweight_anchors(model, batch, beta)
     """
     require_prepared(model)
     refuse_folded_value_biases(model)

@@ -45,7 +45,7 @@ def load_model(
             architecture, or its attention hooks do not act.
 
     Examples:
-        >>> model = load_model("gpt2", device="cpu")                             # doctest: +SKIP
+        >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
     """
     from transformers import PreTrainedModel
 
@@ -83,7 +83,8 @@ def prepare_model(model: HookedModel) -> HookedModel:
         ModelError: Hooks do not act; the layers are named.
 
     Examples:
-        >>> model = prepare_model(TransformerBridge.boot_transformers("gpt2"))   # doctest: +SKIP
+        >>> al.prepare_model(model) is model
+        True
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(model, HookedModel):
         raise ModelError(

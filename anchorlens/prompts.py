@@ -55,8 +55,9 @@ def build_prompts(
             too long, or the tokenizer has no character offsets.
 
     Examples:
-        >>> batches = build_prompts(tokenizer, task, demos, ["what a film"])  # doctest: +SKIP
-        >>> batches[0].label_positions                                       # doctest: +SKIP
+        >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
+        >>> batches[0].label_positions.shape == (1, len(demos))
+        True
     """
     _check_request(tokenizer, task, queries, batch_size, padding_side)
     sets = _one_set_per_query(demonstrations, len(queries), task)

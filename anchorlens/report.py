@@ -55,7 +55,9 @@ def write_report(
         AnchorlensError: There is nothing to report.
 
     Examples:
-        >>> write_report(results, "report.html")                                 # doctest: +SKIP
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
+        >>> al.write_report(results, folder / "report.html").name
+        'report.html'
     """
     if not results and not figures:
         raise AnchorlensError("there are no results to report")

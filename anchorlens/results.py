@@ -43,7 +43,7 @@ class Record:
         """The axis words of each tensor field, in order.
 
         Examples:
-            >>> SaliencyFlowsRecord.axes()["flows"]                              # doctest: +SKIP
+            >>> al.SaliencyFlowsRecord.axes()["flows"]
             ('layer', 'flow')
         """
         hints = get_type_hints(cls)

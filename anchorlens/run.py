@@ -70,8 +70,9 @@ def run(
         StoreError: ``folder`` holds another run.
 
     Examples:
-        >>> results = run(model, batches, [SaliencyFlows(), AttentionAUCROC()])  # doctest: +SKIP
-        >>> results["saliency_flows"].to_frame()                                 # doctest: +SKIP
+        >>> metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
+        >>> results = al.run(model, batches, metrics, progress=False)
+        >>> frame = results["saliency_flows"].to_frame()
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)

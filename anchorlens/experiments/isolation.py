@@ -98,7 +98,9 @@ def isolation_loyalty(
             other words for the control: before any pass over the prompts.
 
     Examples:
-        >>> isolation_loyalty(model, batches, layers=range(5)).word_gap          # doctest: +SKIP
+        >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
+        >>> bool(0 <= result.word_loyalty <= 1)
+        True
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
@@ -139,6 +141,14 @@ def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
 
     Args:
         records: Records by what was isolated where ("first 5 layers", "last 5 layers").
+
+    Returns:
+        A plotly figure; bars of label words have their 95 % intervals, those of random words the
+        range of their draws.
+
+    Examples:
+        >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
+        >>> figure = al.plot_isolation({"first 5 layers": result})
     """
     series, values, low, high = [], [], [], []
     for name, record in records.items():

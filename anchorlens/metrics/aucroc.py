@@ -60,7 +60,9 @@ class AttentionAUCROC:
     is averaged, then R_l is taken. With fewer than two predicted classes it is NaN, with a warning.
 
     Examples:
-        >>> al.run(model, batches, [al.AttentionAUCROC()])["attention_aucroc"].r  # doctest: +SKIP
+        >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)
+        >>> results["attention_aucroc"].aucroc.shape == (model.cfg.n_layers,)
+        True
     """
 
     name: str = "attention_aucroc"

@@ -83,7 +83,8 @@ class AnchorDistances:
         name: Key of the result.
 
     Examples:
-        >>> al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]    # doctest: +SKIP
+        >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
+        >>> figure = results["anchor_distances"].plot()
     """
 
     directions: int = 10

@@ -65,8 +65,10 @@ class Loyalty:
         top: Number of most likely next tokens that word loyalty compares (the paper's 5).
 
     Examples:
-        >>> results = al.run(model, batches, [al.Loyalty()],                     # doctest: +SKIP
+        >>> results = al.run(model, batches, [al.Loyalty()], progress=False,
         ...     hooks=lambda batch: al.isolate_labels(model, batch, layers=range(5)))
+        >>> bool(0 <= results["loyalty"].word_loyalty <= 1)
+        True
     """
 
     top: int = 5

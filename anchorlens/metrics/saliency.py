@@ -70,7 +70,9 @@ class SaliencyFlows:
         name: Key of the result; another one lets both variants share a run.
 
     Examples:
-        >>> al.run(model, batches, [al.SaliencyFlows()])["saliency_flows"].share  # doctest: +SKIP
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
+        >>> results["saliency_flows"].share.sum(-1).allclose(torch.ones(1).double())
+        True
     """
 
     absolute_per_head: bool = False
@@ -146,7 +148,12 @@ def saliency(
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
-        >>> figure = figures.token_arcs(tokens, saliency(model, batch)[0], ...)  # doctest: +SKIP
+        >>> one = batch.prompt(0)
+        >>> flows = al.saliency(model, one)[0]  # [layer, query, key]
+        >>> figure = al.figures.token_arcs(
+        ...     model.tokenizer.convert_ids_to_tokens(one.tokens[0]), flows, title="Flows",
+        ...     label_positions=one.label_positions[0].tolist(),
+        ...     target_position=int(one.target_positions[0]))
     """
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
