@@ -149,3 +149,21 @@ def test_a_group_that_does_not_exist_is_refused(batch: al.PromptBatch) -> None:
         PromptError, match=r"no token group 'labels'; the groups are other, text, label"
     ):
         edges.group(batch, "labels")
+
+
+def test_nothing_after_the_target_is_an_edge() -> None:
+    """It cannot reach the target, and would only thin out the mean of S_ww."""
+    rows = torch.tensor([[9, 5, 8, 6, 7, 4, 4]])
+    whole, ended = (
+        al.PromptBatch.from_positions(
+            tokens,
+            label_positions=[[1, 3]],
+            label_classes=[[0, 1]],
+            label_token_ids=[5, 6],
+            target_positions=[4],
+        )
+        for tokens in (rows, rows[:, :5])
+    )
+    for flow in (edges.every, edges.wp, edges.pq, edges.ww, edges.tq):
+        assert torch.equal(flow(whole)[:, :5, :5], flow(ended))
+        assert not flow(whole)[:, 5:].any() and not flow(whole)[:, :, 5:].any()
