@@ -97,6 +97,9 @@ def isolate(
             except where the model has attention sinks, which keep their share.
         first_query: Position of the first query row, where a prefix is cached.
 
+    Returns:
+        Hooks for ``run_with_hooks``.
+
     Raises:
         HookError: A position is negative or beyond the prompt, or a layer or head does not exist.
         ModelError: The model was not prepared.
@@ -143,6 +146,9 @@ def isolate_labels(
             one, that edge alone does much of the damage, so that both are worth reporting.
         renormalize: See :func:`block_edges`.
 
+    Returns:
+        Hooks for ``run_with_hooks``.
+
     Raises:
         HookError: ``keep_bos`` for prompts without a BOS, or a layer that does not exist.
         ModelError: The model was not prepared.
@@ -180,6 +186,9 @@ def isolate_random(
             ``isolate_labels(whole_words=True)``.
         keep_bos: See :func:`isolate_labels`.
         renormalize: See :func:`block_edges`.
+
+    Returns:
+        Hooks for ``run_with_hooks``.
 
     Raises:
         HookError: The demonstrations have fewer other positions than label words.
@@ -234,6 +243,9 @@ def reweight_anchors(
         batch: Prompts with known label words and target.
         beta: Logarithm of the factor for each layer, head and anchor in order of appearance; 0
             changes nothing.
+
+    Returns:
+        Hooks for ``run_with_hooks``.
 
     Raises:
         HookError: The shape of ``beta`` does not fit the model and the prompts.

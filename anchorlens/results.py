@@ -84,7 +84,17 @@ class Record:
         return frame
 
     def save(self, path: str | Path) -> Path:
-        """Write the record into one safetensors file, its ``info`` as json in the header."""
+        """Write the record into one safetensors file, its ``info`` as json in the header.
+
+        Returns:
+            The path.
+
+        Examples:
+            >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
+            >>> same = al.IsolationRecord.load(result.save(folder / "result.safetensors"))
+            >>> bool(same.word_loyalty == result.word_loyalty)
+            True
+        """
         path = Path(path)
         bounds = {f"intervals.{name}": bound for name, bound in self.intervals.items()}
         own = self.tensors() | bounds
