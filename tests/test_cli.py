@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import randomize
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens import cli
@@ -119,3 +121,27 @@ def test_command_is_installed() -> None:
     command = Path(sys.executable).parent / "anchorlens"
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "demo" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
+def test_a_metric_that_a_model_cannot_give_spares_the_others(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """GPT-NeoX never calls the hooks of its rotated queries and keys."""
+    config = GPTNeoXConfig(
+        vocab_size=len(byte_level),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=1024,
+    )
+    model, out = tmp_path / "model", tmp_path / "out"
+    randomize(GPTNeoXForCausalLM(config)).save_pretrained(model)  # type: ignore[operator]
+    byte_level.save_pretrained(model)
+    arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))
+    assert call(monkeypatch, "run", *arguments, "--layers", "1", "--draws", "1") == 0
+    said = capsys.readouterr()
+    assert "warning: no result for anchor_distances" in said.err and "S_pq share" in said.out
+    assert (out / "report.html").exists()
+    assert (out / "questions" / "saliency_flows.safetensors").exists()
