@@ -9,12 +9,7 @@ from torch import Tensor
 
 from .errors import ModelError
 from .forward import device_of, undisturbed, vocabulary_of
-from .hooked import (
-    HookedModel,
-    pattern_name,
-    proven,
-    scores_name,
-)
+from .hooked import HookedModel, pattern_name, proven, scores_name
 
 
 def load_model(

@@ -17,6 +17,8 @@ from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBat
 from .errors import PromptError
 from .tasks import Example, Task
 
+_SPACE = "Ġ"  # how byte-level tokenizers write a space
+
 
 def build_prompts(
     tokenizer: Any,
@@ -87,9 +89,6 @@ def build_prompts(
         _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
         for start in range(0, len(prompts), batch_size)
     ]
-
-
-_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 class _Piece(NamedTuple):

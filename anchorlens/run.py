@@ -177,7 +177,7 @@ def _check(
 
 
 def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples: int) -> None:
-    """Refuse batches that do not fit the model or one another."""
+    """Refuse batches that do not fit the model or one another, and resamples below 0."""
     if resamples < 0:
         raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
     if isinstance(batches, PromptBatch):
@@ -242,15 +242,18 @@ def _results(
     failures: dict[str, AnchorlensError],
 ) -> dict[str, Record]:
     results: dict[str, Record] = {}
-    for metric in (one for one in metrics if one.name not in failures):
+    for metric in metrics:
         start = f"{metric.name}/"
         own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+        if not own:
+            failures.setdefault(metric.name, MetricError("it has no rows of some stored batch"))
+            continue
         try:
             results[metric.name] = with_intervals(
                 metric.result, own, resamples=resamples, info=info
             )
         except AnchorlensError as error:
-            failures.setdefault(metric.name, error)
+            failures[metric.name] = error
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
         raise RunError(f"no result for {reasons}", results)

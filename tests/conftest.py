@@ -16,6 +16,7 @@ from tokenizers import (
     processors,
     trainers,
 )
+from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -27,8 +28,12 @@ from transformers import (
 )
 
 import anchorlens as al
+from anchorlens.hooked import pattern_name
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# Label words of several tokens.
+LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
 
 TEXTS = [
     *(
@@ -177,6 +182,21 @@ def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatc
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos][:count]
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
+
+
+def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
+    with torch.no_grad():
+        logits = model.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+    return logits[torch.arange(len(batch)), batch.target_positions]
+
+
+def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
+    seen: list[Tensor] = []
+    watch = [(pattern_name(k), lambda a, hook: seen.append(a)) for k in range(model.cfg.n_layers)]
+    logits_of(model, batch, [*hooks, *watch])
+    return torch.stack(seen, 1)  # [batch, layer, head, query, key]
 
 
 class GoldenCase:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions, tiny_gpt2
+from conftest import LONG_LABELS, logits_of, patterns_of, questions, tiny_gpt2
 from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 
@@ -15,29 +15,11 @@ import anchorlens as al
 from anchorlens import edges
 from anchorlens.errors import HookError
 from anchorlens.hooked import Hook, pattern_name
-from anchorlens.hooks import random_positions
-
-LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
 
 
 @pytest.fixture
 def batch(gpt2: Any) -> al.PromptBatch:
     return questions(gpt2, 4, batch_size=4, padding_side="left")[0]
-
-
-def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> Tensor:
-    with torch.no_grad():
-        logits = model.run_with_hooks(
-            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
-        )
-    return logits[torch.arange(len(batch)), batch.target_positions]
-
-
-def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> Tensor:
-    seen: list[Tensor] = []
-    watch = [(pattern_name(k), lambda a, hook: seen.append(a)) for k in range(model.cfg.n_layers)]
-    logits_of(model, batch, [*hooks, *watch])
-    return torch.stack(seen, 1)  # [batch, layer, head, query, key]
 
 
 def cut_by_hand(
@@ -220,78 +202,6 @@ def test_refusals_say_what_was_expected_and_what_came(
 ) -> None:
     with pytest.raises(HookError, match=message):
         call(gpt2, batch)
-
-
-def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
-    drawn: dict[int, list[int]] = {}
-    for batch in questions(model, 7, **options):
-        for place, row, mask in zip(
-            batch.index.tolist(), random_positions(batch, seed), batch.attention_mask, strict=True
-        ):
-            drawn[place] = row[mask].nonzero().flatten().tolist()
-    return drawn
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None:
-    model = request.getfixturevalue(name)
-    state = torch.get_rng_state()
-    draws = [random_by_prompt(model, seed, batch_size=3) for seed in range(20)]
-    assert torch.equal(torch.get_rng_state(), state)
-    for options in ({"batch_size": 1}, {"padding_side": "left"}):
-        assert random_by_prompt(model, 5, **options) == draws[5]
-    assert len({tuple(draw[0]) for draw in draws}) == 20
-    batch = questions(model, 1)[0]
-    labels = edges.group(batch, "label") | edges.anchors(batch)
-    words = set(labels[0].nonzero().flatten().tolist())
-    for draw in draws:
-        assert len(set(draw[0])) == batch.label_positions.shape[1]
-        assert not {0, *words} & set(draw[0])
-        assert max(draw[0]) < int(batch.label_ends.max())
-        assert all(draw[k] == draw[0] for k in draw)  # one set of demonstrations, one draw
-
-
-def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any, batch: al.PromptBatch) -> None:
-    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))
-    positions = random_positions(batch, 3)
-    for row, drawn, mask in zip(patterns, positions, batch.attention_mask, strict=True):
-        diagonal = row.diagonal(dim1=-2, dim2=-1)[:, :, mask][:, :, 1:]
-        assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
-
-
-def test_random_control_of_whole_words_is_as_large(gpt2: Any) -> None:
-    demos = [al.Example("one two three four five", 0), al.Example("six seven eight nine", 1)]
-    batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
-    labels = edges.group(batch, "label")
-    assert int(labels.sum()) > batch.label_positions.shape[1]
-    drawn = random_positions(batch, 3, whole_words=True)
-    assert int(drawn.sum()) == int(labels.sum()) and not (drawn & labels).any()
-    own = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=True)
-    alone = patterns_of(gpt2, batch, own)[0, 0, 0].diagonal()[1:] == 1
-    assert torch.equal(alone, drawn[0, 1:])
-
-
-def test_instructions_are_never_drawn(gpt2: Any) -> None:
-    task = al.Task(
-        "In: {text}\nOut:{label}", (" Table", " Window"), prefix="Say which it is.\n" * 9
-    )
-    demos = [al.Example("one two three", 0), al.Example("six seven eight", 1)]
-    batch = al.build_prompts(gpt2.tokenizer, task, demos, ["four five"])[0]
-    instructions = edges.group(batch, "other")
-    assert int(instructions.sum()) > 20
-    for seed in range(20):
-        assert not (random_positions(batch, seed) & instructions).any()
-
-
-def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
-    tight = al.PromptBatch.from_positions(
-        torch.tensor([[9, 5, 6, 8]]),
-        label_positions=[[1, 2]],
-        label_classes=[[0, 1]],
-        label_token_ids=[5, 6],
-    )
-    with pytest.raises(HookError, match=r"have 0 tokens besides the 2 of .*longer demonstrations"):
-        al.isolate_random(gpt2, tight, 0, seed=0)
 
 
 def test_first_query_acts_on_the_slice(gpt2: Any, batch: al.PromptBatch) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from conftest import questions, tiny_gpt2
 from jaxtyping import Float
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import StoreError
+from anchorlens.errors import RunError, StoreError
 from anchorlens.store import Store, same_rows, versions
 
 
@@ -112,6 +113,17 @@ def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> 
     metric = Logits()
     assert same(run(gpt2, metric, tmp_path), expected)
     assert metric.seen == [1] * 2
+
+
+def test_a_metric_without_rows_of_a_stored_batch_is_said(gpt2: Any, tmp_path: Path) -> None:
+    """As one leaves them that failed in a later batch before the run was interrupted."""
+    run(gpt2, Logits(), tmp_path)
+    path = tmp_path / "rows-00003.safetensors"
+    rows = load_file(path)
+    save_file({name: rows[name] for name in rows if name.startswith("saliency_flows/")}, path)
+    with pytest.raises(RunError, match="logits: it has no rows of some stored batch") as caught:
+        run(gpt2, Logits(), tmp_path)
+    assert "saliency_flows" in caught.value.results
 
 
 def other_weights(model: Any) -> Any:

@@ -47,8 +47,7 @@ class LastThird(al.AttentionAUCROC):
         return LastThirdRecord(mean=by_layer[-(len(by_layer) // 3) :].mean())
 
 
-def last_third(model: Any, batches: list[al.PromptBatch]) -> str:
-    record = al.run(model, batches, [LastThird()])["last_third"]
+def mean_of(record: Any) -> str:
     low, high = record.intervals["mean"]
     return f"{float(record.mean):.3f} [{float(low):.3f}, {float(high):.3f}]"
 
@@ -79,16 +78,22 @@ def main() -> None:
         seeds[seed] = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
 
     everything = [batch for batches in seeds.values() for batch in batches]
-    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
+    metrics: list[al.Metric] = [
+        al.SaliencyFlows(),
+        al.AttentionAUCROC(),
+        al.AnchorDistances(),
+        LastThird(),
+    ]
     results = al.run(model, everything, metrics)
     for name, record in results.items():
         record.save(options.out / f"{name}.safetensors")
     aucroc = results["attention_aucroc"].aucroc
     print(f"accuracy {float(results['anchor_distances'].accuracy):.3f}")
     print("AUCROC_l", [round(float(value), 3) for value in aucroc])
-    print(f"AUCROC_l, mean of the last third, all seeds: {last_third(model, everything)}")
+    print(f"AUCROC_l, mean of the last third, all seeds: {mean_of(results['last_third'])}")
     for seed, batches in seeds.items():
-        print(f"  seed {seed}: {last_third(model, batches)}")
+        own = al.run(model, batches, [LastThird()])["last_third"]
+        print(f"  seed {seed}: {mean_of(own)}")
 
     flows = results["saliency_flows"]
     twin = random_twin(options.model, model.tokenizer)
