@@ -9,7 +9,7 @@ import torch
 from .errors import ModelError
 from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
 from .probe import probe
-from .taps import connect_attention, connect_operands, disconnect
+from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
 
 
 def load_model(
@@ -88,7 +88,7 @@ def prepare_model(model: HookedModel) -> HookedModel:
         >>> al.prepare_model(model) is model
         True
     """
-    if not isinstance(model, torch.nn.Module) or not isinstance(model, HookedModel):
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
         raise ModelError(
             f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
@@ -116,10 +116,8 @@ def restore_model(model: HookedModel) -> HookedModel:
         True
         >>> model = al.prepare_model(model)
     """
-    assert isinstance(model, torch.nn.Module)
     proven.pop(model, None)
-    for module in model.modules():
-        disconnect(module)
+    restore(model)
     return model
 
 
@@ -189,29 +187,30 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
 
 
 def _refuse_missing_hooks(model: Any) -> None:
-    names = set(model.hook_dict)
+    name, names = model.cfg.model_name, set(model.hook_dict)
+    if any(name.startswith(("encoder", "decoder")) for name in names):
+        raise ModelError(
+            f"{name} is an encoder-decoder; these analyses are of left-to-right language models, "
+            "whose label words stand in the same prompt as the query"
+        )
+    if not isinstance(model, HookedModel):
+        raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
     missing = [
         layer
         for layer in range(model.cfg.n_layers)
         if not {pattern_name(layer), scores_name(layer)} <= names
     ]
-    if not missing:
-        return
-    if any(name.startswith(("encoder", "decoder")) for name in names):
+    if missing:
         raise ModelError(
-            f"{model.cfg.model_name} is an encoder-decoder; these analyses are of left-to-right "
-            "language models, whose label words stand in the same prompt as the query"
+            f"layers {missing} of {name} have no attention pattern to hook (they are state-space "
+            "layers, say), and these analyses need one in every layer"
         )
-    raise ModelError(
-        f"layers {missing} of {model.cfg.model_name} have no attention pattern to hook "
-        "(they are state-space layers, say), and these analyses need one in every layer"
-    )
 
 
 def _connected(model: Any) -> tuple[Operands | None, ...]:
     """Tap what needs it and prove the hooks; each layer's queries and keys."""
-    for block in model.blocks:
-        connect_attention(block.attn)
+    if any([connect_attention(block.attn) for block in model.blocks]):
+        form_patterns(model)
     faults, operands = probe(model)
     silent = [layer for layer, found in enumerate(operands) if found is None]
     tried = [layer for layer in silent if connect_operands(model.blocks[layer].attn)]
@@ -221,10 +220,12 @@ def _connected(model: Any) -> tuple[Operands | None, ...]:
         if operands[layer] is None:
             disconnect(model.blocks[layer].attn)
     if faults:
-        lines = "; ".join(f"layer {layer}: {fault}" for layer, fault in sorted(faults.items()))
+        reasons = "; ".join(
+            f"layers {[layer for layer, fault in faults.items() if fault == one]}: {one}"
+            for one in dict.fromkeys(faults.values())
+        )
         raise ModelError(
-            f"the attention of {model.cfg.model_name} cannot be hooked, so every number from its "
-            f"hooks would be wrong. {lines}. Load it with attn_implementation='eager', or as a "
-            "HookedTransformer (transformer-lens 3.9) where that supports it"
+            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number from "
+            f"it would be wrong. {reasons}"
         )
     return operands

@@ -16,6 +16,10 @@ _QUERY_AND_KEY = (
     ("hook_q_normed", "hook_k_normed"),
     ("hook_q", "hook_k"),
 )
+_CURE = (
+    "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
+    "(transformer-lens 3.9) where that supports it"
+)
 
 
 @dataclass
@@ -141,8 +145,9 @@ def _are_multiplied(
 def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
     pattern, factor = layer.pattern, layer.factor
     if pattern is None or factor is None or layer.calls != 1:
-        return f"the score hook was called {layer.calls} times in one pass, the pattern hook " + (
-            "never" if pattern is None else "once"
+        return (
+            f"the score hook was called {layer.calls} times in one pass and the pattern hook "
+            f"{'never' if pattern is None else 'once'}, where each should be called once; {_CURE}"
         )
     if tuple(pattern.shape) != shape:
         return f"the pattern has the shape {tuple(pattern.shape)}, not {shape}"
@@ -154,9 +159,9 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
     if values.triu(1).any():
         return "tokens attend to later ones: it is no left-to-right language model"
     if values[:, :, 2, 1].any():
-        return "an edit of the scores does not reach the pattern"
+        return f"an edit of the scores does not reach the pattern; {_CURE}"
     if factor.grad is None or pattern.grad is None or not factor.grad.any():
-        return "an edit of the pattern does not reach the logits"
+        return f"an edit of the pattern does not reach the logits, or has no gradient; {_CURE}"
     expected = values * pattern.grad.float()
     wrong = (factor.grad.float() - expected).abs().max()
     if wrong > 0.02 * expected.abs().max():
@@ -165,8 +170,10 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
 
 
 def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
-    reached = [number for number, layer in enumerate(layers) if _has_gradient(layer)]
-    where = f"below layer {min(reached)}" if reached else "at the last layer or above"
+    reached = min((n for n, one in enumerate(layers) if _has_gradient(one)), default=len(layers))
+    where = f"between the attention of layer {reached - 1} and " + (
+        f"that of layer {reached}" if reached < len(layers) else "the logits"
+    )
     return (
         f"the backward pass of {model.cfg.model_name} fails {where} "
         f"({str(error).partition(chr(10))[0]}); quantised weights often have none: load the model "

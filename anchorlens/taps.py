@@ -10,6 +10,7 @@ would need a copy of it for each architecture, and a global registration.
 
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+# Models that ran a fused attention, which forms no pattern, and which one.
+_fused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def connect_attention(attention: Any) -> bool:
@@ -35,6 +40,22 @@ def connect_operands(attention: Any) -> bool:
         return False
     _stand_in(attention, _run_rebuilt)
     return True
+
+
+def form_patterns(model: Any) -> None:
+    """Have transformers form the attention pattern, which its fused kernels do not."""
+    implementation = model.original_model.config._attn_implementation
+    if implementation != "eager":
+        model.original_model.set_attn_implementation("eager")
+        _fused[model] = implementation
+
+
+def restore(model: Any) -> None:
+    """Take all taps off a model, and give it back the kernels that it had."""
+    for module in model.modules():
+        disconnect(module)
+    if model in _fused:
+        model.original_model.set_attn_implementation(_fused.pop(model))
 
 
 def disconnect(attention: Any) -> None:

@@ -149,7 +149,7 @@ def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
     hooked_before = hooks_on(model)
     al.prepare_model(model)
     assert hooks_on(model) == hooked_before
-    assert torch.equal(logits_of(model, batch, []), before)
+    assert relative(logits_of(model, batch, []), before) <= 1e-5
     calls: list[str] = []
 
     def note(tensor: Tensor, hook: Any) -> None:
@@ -203,6 +203,21 @@ def test_restored(make: Make, byte_level: Any) -> None:
         assert torch.equal(logits_of(model, batch, [edit_of(0)]), clean)
         assert [set(vars(module)) for module in modules] == before
     assert hooks_on(model) == hooked_before
+
+
+def test_fused_kernels_are_given_back(byte_level: Any) -> None:
+    model = bridge_of(opt, byte_level)
+    batch = questions(model, 2)[0]
+    fused = model.original_model
+    fused.set_attn_implementation("sdpa")
+    clean = logits_of(model, batch, [])
+    al.prepare_model(model)
+    assert fused.config._attn_implementation == "eager"
+    assert relative(logits_of(model, batch, []), clean) <= 1e-5
+    assert not torch.allclose(logits_of(model, batch, [edit_of(1)]), clean)
+    al.restore_model(model)
+    assert fused.config._attn_implementation == "sdpa"
+    assert torch.equal(logits_of(model, batch, []), clean)
 
 
 def test_models_do_not_meet(byte_level: Any) -> None:
