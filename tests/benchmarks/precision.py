@@ -39,7 +39,8 @@ def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tenso
 def compare(title: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, values in found.items():
         difference = (values - expected[name]).abs()
-        # Shares and AUCROC are numbers from 0 to 1; flows are compared with themselves.
+        # Shares and AUCROC are numbers from 0 to 1; flows are compared with themselves. Those to
+        # label words in the last layer are 0, because nothing reads them there.
         if name.startswith("flow"):
             difference = difference / expected[name]
         print(
