@@ -1,11 +1,14 @@
 """Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hooked_transformers import hooked_transformer
 from safetensors.torch import load_file
 from tokenizers import (
     Tokenizer,
@@ -141,6 +144,53 @@ def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
     return randomize(Gemma3ForCausalLM(config))  # type: ignore[return-value]
 
 
+KINDS = ("bridge", "processed", "hooked-transformer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kind",
+        choices=KINDS,
+        default="bridge",
+        help="what the tests hook: a bridge as al.load_model gives it, one in compatibility mode, "
+        "or a HookedTransformer (transformer-lens 3.9). Value biases are never folded",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With another kind of model only what depends on it runs: the rest would be repeated."""
+    if config.getoption("kind") == "bridge":
+        return
+    meets_it = {item: "hooked" in getattr(item, "fixturenames", ()) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not meets_it[item]])
+    items[:] = [item for item in items if meets_it[item]]
+
+
+@pytest.fixture(autouse=True)
+def _only_where_there_is_a_subject(request: pytest.FixtureRequest) -> None:
+    marker = request.node.get_closest_marker("not_on")
+    if marker and request.config.getoption("kind") in marker.args:
+        pytest.skip(marker.kwargs["reason"])
+
+
+@pytest.fixture(scope="session")
+def hooked(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(weights, tokenizer, dtype=None) to a prepared model of the kind that the tests run on."""
+    kind = request.config.getoption("kind")
+
+    def hook(weights: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
+        if kind == "hooked-transformer":
+            weights = weights if dtype is None else copy.deepcopy(weights).to(dtype)
+            return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
+        model = al.load_model(weights, tokenizer=tokenizer, dtype=dtype)
+        if kind == "processed":
+            model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+            al.prepare_model(model)
+        return model
+
+    return hook
+
+
 @pytest.fixture(scope="session")
 def byte_level() -> PreTrainedTokenizerFast:
     return byte_level_tokenizer()
@@ -152,19 +202,18 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def gpt2(byte_level: PreTrainedTokenizerFast) -> Any:
-    """A tiny GPT-2 as al.load_model gives it."""
-    return al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+def gpt2(byte_level: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_gpt2(len(byte_level)), byte_level)
 
 
 @pytest.fixture
-def llama(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
-    return al.load_model(tiny_llama(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+def llama(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_llama(len(sentencepiece_like)), sentencepiece_like)
 
 
 @pytest.fixture
-def gemma3(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
-    return al.load_model(tiny_gemma3(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+def gemma3(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def model(golden: GoldenCase, byte_level: Any) -> Any:
-    return al.load_model(golden.transformers_model(), tokenizer=byte_level)
+def model(golden: GoldenCase, byte_level: Any, hooked: Any) -> Any:
+    return hooked(golden.transformers_model(), byte_level)
 
 
 @pytest.fixture(params=["left", "right"])

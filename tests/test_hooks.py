@@ -243,8 +243,8 @@ def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
         al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
 
 
-def test_gradient_of_beta_equals_finite_differences(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(700), tokenizer=byte_level, dtype=torch.float64)
+def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any) -> None:
+    model = hooked(tiny_gpt2(700), byte_level, dtype=torch.float64)
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 

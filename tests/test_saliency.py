@@ -104,7 +104,9 @@ def test_flows_equal_means_over_edges(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_saliency_equals_finite_differences(name: str, request: pytest.FixtureRequest) -> None:
+def test_saliency_equals_finite_differences(
+    name: str, hooked: Any, request: pytest.FixtureRequest
+) -> None:
     """A_ij scaled by 1 +- e in every head at once: the change of L is the head sum of A dL/dA.
 
     Central differences err by O(e^2) of the third derivative, 1e-8 here, and by rounding / e. In
@@ -114,7 +116,7 @@ def test_saliency_equals_finite_differences(name: str, request: pytest.FixtureRe
     """
     fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
     tokenizer = request.getfixturevalue(fixture)
-    model = al.load_model(MAKE[name](len(tokenizer)), tokenizer=tokenizer, dtype=torch.float64)
+    model = hooked(MAKE[name](len(tokenizer)), tokenizer, dtype=torch.float64)
     step, tolerance = {"gpt2": (1e-4, 1e-6), "llama": (1e-2, 1e-3)}[name]
     demos = [al.Example("good", 0), al.Example("bad", 1)]
     batch = al.build_prompts(model.tokenizer, SHORT, demos, [al.Example("fine", 0)])[0]
