@@ -175,16 +175,19 @@ def _only_where_there_is_a_subject(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def hooked(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """(weights, tokenizer, dtype=None) to a prepared model of the kind that the tests run on."""
+    """(weights, tokenizer) to a prepared model of the kind that the tests run on."""
     kind = request.config.getoption("kind")
 
-    def hook(weights: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
+    def hook(
+        weights: Any, tokenizer: Any, dtype: torch.dtype | None = None, fold: bool = False
+    ) -> Any:
         if kind == "hooked-transformer":
             weights = weights if dtype is None else copy.deepcopy(weights).to(dtype)
-            return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
+            model = hooked_transformer(weights, tokenizer, fold_value_biases=fold)
+            return al.prepare_model(model)
         model = al.load_model(weights, tokenizer=tokenizer, dtype=dtype)
-        if kind == "processed":
-            model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+        if kind == "processed" or fold:
+            model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=fold)
             al.prepare_model(model)
         return model
 
@@ -233,12 +236,17 @@ def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatc
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
 
 
+def centred(logits: Tensor) -> Tensor:
+    """Up to the constant in each row that says nothing: a centred unembedding takes it off."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
 def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
     with torch.no_grad():
         logits = model.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
         )
-    return logits[torch.arange(len(batch)), batch.target_positions]
+    return centred(logits[torch.arange(len(batch)), batch.target_positions])
 
 
 def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from conftest import centred, questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -150,7 +150,7 @@ def test_custom_loss(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
 
     def first_label(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        return logits[:, batch.label_token_ids[0]]
+        return centred(logits)[:, batch.label_token_ids[0]]
 
     maps = al.saliency(gpt2, batch, loss=first_label)
     plain = tiny_gpt2(gpt2.W_E.shape[0])
@@ -158,7 +158,8 @@ def test_custom_loss(gpt2: Any) -> None:
     for n in range(2):
         tokens = batch.tokens[n][batch.attention_mask[n]][None]
         out = plain(tokens, output_attentions=True)
-        grads = torch.autograd.grad(out.logits[0, -1, batch.label_token_ids[0]], out.attentions)
+        logit = first_label(out.logits[:, -1], batch).sum()
+        grads = torch.autograd.grad(logit, out.attentions)
         products = [(a * g)[0].sum(0).abs() for a, g in zip(out.attentions, grads, strict=True)]
         reference = torch.stack(products).detach()
         size = tokens.shape[1]
