@@ -191,8 +191,8 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
 def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
     """Only the target position goes through the unembedding.
 
-    On a bridge its input, because some transformers models fix the shape after the last block; a
-    HookedTransformer has no such hook point, and takes the cut before its final norm.
+    By its input, because some transformers models fix the shape after the last block. Where an
+    adapter does not name it, the cut is made before the final norm.
     """
 
     def keep_target(resid: Tensor, hook: Any) -> Tensor:

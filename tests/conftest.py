@@ -1,6 +1,5 @@
 """Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked_transformers import hooked_transformer
+from hooked_transformers import hooked_transformer, with_its_bos
 from safetensors.torch import load_file
 from tokenizers import (
     Tokenizer,
@@ -20,6 +19,7 @@ from tokenizers import (
     trainers,
 )
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -161,7 +161,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With another kind of model only what depends on it runs: the rest would be repeated."""
     if config.getoption("kind") == "bridge":
         return
-    meets_it = {item: "hooked" in getattr(item, "fixturenames", ()) for item in items}
+    meets_it = {item: "raw" in getattr(item, "fixturenames", ()) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not meets_it[item]])
     items[:] = [item for item in items if meets_it[item]]
 
@@ -173,25 +173,39 @@ def _only_where_there_is_a_subject(request: pytest.FixtureRequest) -> None:
         pytest.skip(marker.kwargs["reason"])
 
 
+def boot(weights: Any, tokenizer: Any) -> Any:
+    """A bridge as anyone makes one: not prepared."""
+    weights.config.architectures = [type(weights).__name__]
+    return TransformerBridge.boot_transformers(
+        "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
+    )
+
+
 @pytest.fixture(scope="session")
-def hooked(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """(weights, tokenizer) to a prepared model of the kind that the tests run on."""
+def raw(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(weights, tokenizer, fold=False) to a model of the kind that the tests run on, unprepared.
+
+    To fold the value biases, a bridge has to be processed.
+    """
     kind = request.config.getoption("kind")
 
-    def hook(
-        weights: Any, tokenizer: Any, dtype: torch.dtype | None = None, fold: bool = False
-    ) -> Any:
+    def make(weights: Any, tokenizer: Any, fold: bool = False) -> Any:
         if kind == "hooked-transformer":
-            weights = weights if dtype is None else copy.deepcopy(weights).to(dtype)
-            model = hooked_transformer(weights, tokenizer, fold_value_biases=fold)
-            return al.prepare_model(model)
-        model = al.load_model(weights, tokenizer=tokenizer, dtype=dtype)
+            return hooked_transformer(weights, tokenizer, fold_value_biases=fold)
+        bridge = boot(weights, tokenizer)
         if kind == "processed" or fold:
-            model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=fold)
-            al.prepare_model(model)
-        return model
+            bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=fold)
+        return bridge
 
-    return hook
+    return make
+
+
+@pytest.fixture(scope="session")
+def hooked(raw: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(weights, tokenizer) to a prepared model of that kind; a bridge as al.load_model gives it."""
+    if request.config.getoption("kind") == "bridge":
+        return lambda weights, tokenizer: al.load_model(weights, tokenizer=tokenizer)
+    return lambda weights, tokenizer: al.prepare_model(raw(weights, tokenizer))
 
 
 @pytest.fixture(scope="session")

@@ -244,7 +244,7 @@ def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
 
 
 def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any) -> None:
-    model = hooked(tiny_gpt2(700), byte_level, dtype=torch.float64)
+    model = hooked(tiny_gpt2(700).double(), byte_level)
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 

@@ -116,7 +116,7 @@ def test_saliency_equals_finite_differences(
     """
     fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
     tokenizer = request.getfixturevalue(fixture)
-    model = hooked(MAKE[name](len(tokenizer)), tokenizer, dtype=torch.float64)
+    model = hooked(MAKE[name](len(tokenizer)).double(), tokenizer)
     step, tolerance = {"gpt2": (1e-4, 1e-6), "llama": (1e-2, 1e-3)}[name]
     demos = [al.Example("good", 0), al.Example("bad", 1)]
     batch = al.build_prompts(model.tokenizer, SHORT, demos, [al.Example("fine", 0)])[0]
