@@ -109,6 +109,10 @@ def sizes(config: Any) -> dict[str, Any]:
     }
     if config.num_key_value_heads != n_heads:
         found["n_key_value_heads"] = config.num_key_value_heads
+    rotary = config.rope_parameters
+    if "sliding_attention" in rotary:
+        found["rotary_base_local"] = rotary["sliding_attention"]["rope_theta"]
+    found["rotary_base"] = rotary.get("full_attention", rotary)["rope_theta"]
     if getattr(config, "sliding_window", None):
         found["window_size"] = config.sliding_window
     return found
