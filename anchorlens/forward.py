@@ -19,6 +19,7 @@ from .hooked import (
     HookFunction,
     refuse_folded_value_biases,
     require_prepared,
+    scores_name,
 )
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
@@ -89,7 +90,7 @@ def run_pass(
         refuse_folded_value_biases(model)
     check_fits(model, batch)
     leaves: list[Tensor] = []
-    own = [] if loss is None else [_leaf_hook(leaves)]
+    own = _padding_hooks(model, batch) + ([] if loss is None else [_leaf_hook(leaves)])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     forward_hooks = [*own, *hooks, *observers, *last]
@@ -186,6 +187,24 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
         return leaves[-1]
 
     return "blocks.0.hook_resid_pre", make_leaf
+
+
+def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
+    """Scores of 0 where a row of the attention is padding on the left.
+
+    Nothing is left to attend to there, nobody attends to it, and a softmax over nothing is NaN
+    where the mask is -inf: in float64 through transformers, and on a processed bridge of
+    transformer-lens 3.9, which hides it from the pattern but not from the gradients.
+    """
+    with torch.inference_mode(False):  # as below: autograd keeps it
+        padding = (batch.attention_mask.cumsum(1) == 0)[:, batch.first_query :]
+    if not padding.any():
+        return []
+
+    def see_anything(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
+
+    return [(scores_name(layer), see_anything) for layer in range(model.cfg.n_layers)]
 
 
 def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:

@@ -32,6 +32,7 @@ TOKENIZER = {
     "llama": "sentencepiece_like",
     "gemma3": "sentencepiece_like",
 }
+NEAR = {torch.float64: {"rtol": 0, "atol": 1e-5}, torch.bfloat16: {"rtol": 0, "atol": 0.5}}
 TEXT = "Review: what a film\nSentiment: Positive"
 
 
@@ -277,6 +278,23 @@ def test_the_other_analyses_of_a_folded_model(raw: Any, byte_level: Any) -> None
 
     for values, expected in zip(results(folded), results(plain), strict=True):
         torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_padding_on_the_left_is_never_nan(
+    name: str, dtype: torch.dtype, raw: Any, request: pytest.FixtureRequest
+) -> None:
+    """Rows of padding see no key; transformers' mask in float64 turns them into NaN."""
+    tokenizer = request.getfixturevalue(TOKENIZER[name])
+    model = al.prepare_model(raw(MAKE[name](len(tokenizer)).to(dtype), tokenizer))
+    left, right = (questions(model, 4, padding_side=side)[0] for side in ("left", "right"))
+    assert not left.attention_mask[:, 0].all()
+    ours, expected = run_pass(model, left), run_pass(model, right)
+    torch.testing.assert_close(ours, expected, **NEAR[dtype])
+    maps = [al.saliency(model, batch) for batch in (left, right)]
+    there = [batch.attention_mask[:, None, :, None].expand_as(maps[0]) for batch in (left, right)]
+    assert maps[0].isfinite().all() and not maps[0][~there[0]].any()
 
 
 # GPT-2 has value biases, Llama and Gemma have none to fold.
