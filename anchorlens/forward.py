@@ -81,12 +81,12 @@ def run_pass(
         Logits at the target positions, detached, in float32 or the model's wider type.
 
     Raises:
-        ModelError: The model was not prepared, its logits are not finite, or a loss is given and
-            its value biases are folded.
+        ModelError: The model was not prepared, its logits are not finite, or its value biases are
+            folded and a loss is given or the model has attention sinks.
         PromptError: The prompts do not fit the model.
     """
     require_prepared(model)
-    if loss is not None:
+    if loss is not None or _has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
     leaves: list[Tensor] = []
@@ -187,6 +187,12 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
         return leaves[-1]
 
     return "blocks.0.hook_resid_pre", make_leaf
+
+
+def _has_sinks(model: HookedModel) -> bool:
+    """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
+    assert isinstance(model, torch.nn.Module)
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:

@@ -1,6 +1,5 @@
 """Loading, and the proof that the hooks of a model act."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,7 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import boot, questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
-from torch import Tensor
+from conftest import boot, questions, randomize, tiny_gpt2
 from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
@@ -26,13 +24,6 @@ from anchorlens.errors import ModelError
 from anchorlens.forward import run_pass
 from anchorlens.hooked import require_prepared
 
-MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
-TOKENIZER = {
-    "gpt2": "byte_level",
-    "llama": "sentencepiece_like",
-    "gemma3": "sentencepiece_like",
-}
-NEAR = {torch.float64: {"rtol": 0, "atol": 1e-5}, torch.bfloat16: {"rtol": 0, "atol": 0.5}}
 TEXT = "Review: what a film\nSentiment: Positive"
 
 
@@ -232,107 +223,3 @@ def test_bos_is_where_the_tokenizer_puts_it(
     assert (ids[0] == tokenizer.bos_token_id) == (kind == "sentencepiece_like")
     assert tokenizer.init_kwargs == settings and tokenizer(TEXT)["input_ids"] == ids
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
-
-
-def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level: Any) -> None:
-    folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
-    batches = questions(folded, 3)
-    batch = batches[0]
-    calls: list[Callable[[], Any]] = [
-        lambda: al.saliency(folded, batch),
-        lambda: al.run(folded, batches, [al.SaliencyFlows()], progress=False),
-        lambda: al.reweight_anchors(folded, batch, torch.zeros(3, 2, 6)),
-        lambda: al.isolate_labels(folded, batch, 0, renormalize=False),
-        lambda: al.block_edges(folded, al.edges.wp(batch), 0, renormalize=False),
-    ]
-    for call in calls:
-        with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):
-            call()
-
-
-def test_a_model_may_be_folded_after_the_proof(byte_level: Any) -> None:
-    bridge = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
-    batch = questions(bridge, 3)[0]
-    assert al.saliency(bridge, batch).any()
-    bridge.enable_compatibility_mode(disable_warnings=True)
-    with pytest.raises(ModelError, match="biases of this model are folded"):
-        al.saliency(bridge, batch)
-
-
-@pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
-def test_the_other_analyses_of_a_folded_model(raw: Any, byte_level: Any) -> None:
-    plain = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
-    folded = raw(tiny_gpt2(len(byte_level)), byte_level, fold=True)
-    batches = questions(plain, 12)
-    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty()]
-
-    def results(model: Any) -> list[Tensor]:
-        def cut(batch: al.PromptBatch) -> Any:
-            al.prepare_model(model)
-            return al.isolate_labels(model, batch, range(3))
-
-        found = al.run(model, batches, metrics, hooks=cut, resamples=0, progress=False)
-        assert found["attention_aucroc"].aucroc.isfinite().all()
-        target_logits = run_pass(model, batches[0], hooks=cut(batches[0])).log_softmax(-1)
-        return [found["anchor_distances"].anchor_distance, found["loyalty"].kl, target_logits]
-
-    for values, expected in zip(results(folded), results(plain), strict=True):
-        torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_padding_on_the_left_is_never_nan(
-    name: str, dtype: torch.dtype, raw: Any, request: pytest.FixtureRequest
-) -> None:
-    """Rows of padding see no key; transformers' mask in float64 turns them into NaN."""
-    tokenizer = request.getfixturevalue(TOKENIZER[name])
-    model = al.prepare_model(raw(MAKE[name](len(tokenizer)).to(dtype), tokenizer))
-    left, right = (questions(model, 4, padding_side=side)[0] for side in ("left", "right"))
-    assert not left.attention_mask[:, 0].all()
-    ours, expected = run_pass(model, left), run_pass(model, right)
-    torch.testing.assert_close(ours, expected, **NEAR[dtype])
-    maps = [al.saliency(model, batch) for batch in (left, right)]
-    there = [batch.attention_mask[:, None, :, None].expand_as(maps[0]) for batch in (left, right)]
-    assert maps[0].isfinite().all() and not maps[0][~there[0]].any()
-
-
-# GPT-2 has value biases, Llama and Gemma have none to fold.
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.filterwarnings("ignore:some pairs of classes")
-def test_the_kind_of_model_changes_no_number(
-    name: str, raw: Any, request: pytest.FixtureRequest
-) -> None:
-    """Processed as by default, but for the value biases, against a bridge as it is."""
-    make, tokenizer = MAKE[name], request.getfixturevalue(TOKENIZER[name])
-    plain = al.load_model(make(len(tokenizer)), tokenizer=tokenizer)
-    other = al.prepare_model(raw(make(len(tokenizer)), tokenizer, fold=name != "gpt2"))
-    for side in ("left", "right"):
-        batches = questions(plain, 12, batch_size=5, padding_side=side)
-        for ours, theirs in zip(numbers(other, batches), numbers(plain, batches), strict=True):
-            assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 2e-5
-
-
-def numbers(model: Any, batches: list[al.PromptBatch]) -> list[Tensor]:
-    """What every analysis gives, label words isolated and not."""
-    metrics: list[al.Metric] = [
-        al.SaliencyFlows(),
-        al.AttentionAUCROC(),
-        al.AnchorDistances(),
-        al.Loyalty(),
-    ]
-    found = al.run(
-        model,
-        batches,
-        metrics,
-        hooks=lambda batch: al.isolate_labels(model, batch, 0),
-        resamples=0,
-        progress=False,
-    )
-    return [
-        al.saliency(model, batches[0]),
-        found["saliency_flows"].flows,
-        found["attention_aucroc"].aucroc,
-        found["anchor_distances"].anchor_distance,
-        found["loyalty"].kl,
-    ]
