@@ -157,6 +157,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """One thread: on models this small several wait for each other, up to eight times as long."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With another kind of model only what depends on it runs: the rest would be repeated."""
     if config.getoption("kind") == "bridge":
