@@ -23,6 +23,24 @@ TOKENIZER = {
 NEAR = {torch.float64: 1e-5, torch.bfloat16: 0.5}
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_prompts_are_those_of_the_tokenizer(
+    name: str, raw: Any, request: pytest.FixtureRequest
+) -> None:
+    """BOS included: Llama's tokenizer adds one, GPT-2's does not."""
+    tokenizer = request.getfixturevalue(TOKENIZER[name])
+    model = raw(MAKE[name](len(tokenizer)), tokenizer)
+    batch = questions(model, 2)[0]
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:2]
+    plain = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)[0]
+    assert torch.equal(batch.attention_mask, plain.attention_mask)
+    there = batch.attention_mask
+    assert torch.equal(batch.tokens[there], plain.tokens[there])
+    assert batch.begins_with_bos == plain.begins_with_bos == (name == "llama")
+
+
 def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level: Any) -> None:
     folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
     batches = questions(folded, 3)
