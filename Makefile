@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
 MODEL ?= $(WEIGHTS)
@@ -18,18 +19,19 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test docs lint bench clean
+.PHONY: help demo test test-oldest docs lint bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    run the demonstration on offline weights; report in OUT (default: demo-output)'
-	@echo 'make test    format, lint and type checks, then the tests with and without shape checking'
-	@echo 'make lint    format, lint and type checks only'
-	@echo 'make docs    build the documentation into site/, warnings are errors'
-	@echo 'make bench   what saliency flows cost against plain passes, on the offline weights'
-	@echo 'make clean   remove .venv and everything built'
+	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
+	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
+	@echo 'make test-oldest  the tests again on transformer-lens 3.9, with its HookedTransformer as well'
+	@echo 'make lint         format, lint and type checks only'
+	@echo 'make docs         build the documentation into site/, warnings are errors'
+	@echo 'make bench        what saliency flows cost against plain passes, on the offline weights'
+	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
 demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
@@ -39,6 +41,13 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 test: lint
 	$(BIN)/python -m pytest -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
 	$(BIN)/python -m pytest -m without_jaxtyping
+	$(BIN)/python -m pytest --kind processed
+
+# With --kind only the tests that depend on the kind of model run; shapes were checked above.
+test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest --kind processed
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest --kind hooked-transformer
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
@@ -77,6 +86,12 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.stamp-base $@
+
+# A folder for the path instead of a second environment: all else that 3.9 needs is there already.
+$(OLDEST)/.stamp: $(VENV)/.stamp-venv requirements/oldest.txt
+	rm -rf $(OLDEST)
+	$(PIP) install --no-deps --target $(OLDEST) -r requirements/oldest.txt
+	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[docs]'

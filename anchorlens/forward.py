@@ -19,6 +19,7 @@ from .hooked import (
     HookFunction,
     refuse_folded_value_biases,
     require_prepared,
+    scores_name,
 )
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
@@ -80,16 +81,16 @@ def run_pass(
         Logits at the target positions, detached, in float32 or the model's wider type.
 
     Raises:
-        ModelError: The model was not prepared, its logits are not finite, or a loss is given and
-            its value biases are folded.
+        ModelError: The model was not prepared, its logits are not finite, or its value biases are
+            folded and a loss is given or the model has attention sinks.
         PromptError: The prompts do not fit the model.
     """
     require_prepared(model)
-    if loss is not None:
+    if loss is not None or _has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
     leaves: list[Tensor] = []
-    own = [] if loss is None else [_leaf_hook(leaves)]
+    own = _padding_hooks(model, batch) + ([] if loss is None else [_leaf_hook(leaves)])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     forward_hooks = [*own, *hooks, *observers, *last]
@@ -206,11 +207,35 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
     return "blocks.0.hook_resid_pre", make_leaf
 
 
+def _has_sinks(model: HookedModel) -> bool:
+    """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
+    assert isinstance(model, torch.nn.Module)
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
+
+
+def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
+    """Scores of 0 where a row of the attention is padding on the left.
+
+    Nothing is left to attend to there, nobody attends to it, and a softmax over nothing is NaN
+    where the mask is -inf: in float64 through transformers, and on a processed bridge of
+    transformer-lens 3.9, which hides it from the pattern but not from the gradients.
+    """
+    with torch.inference_mode(False):  # as below: autograd keeps it
+        padding = (batch.attention_mask.cumsum(1) == 0)[:, batch.first_query :]
+    if not padding.any():
+        return []
+
+    def see_anything(scores: Tensor, hook: Any) -> Tensor:
+        return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
+
+    return [(scores_name(layer), see_anything) for layer in range(model.cfg.n_layers)]
+
+
 def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
     """Only the target position goes through the unembedding.
 
-    On a bridge its input, because some transformers models fix the shape after the last block; a
-    HookedTransformer has no such hook point, and takes the cut before its final norm.
+    By its input, because some transformers models fix the shape after the last block. Where an
+    adapter does not name it, the cut is made before the final norm.
     """
 
     def keep_target(resid: Tensor, hook: Any) -> Tensor:

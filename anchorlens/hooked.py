@@ -101,8 +101,9 @@ def refuse_folded_value_biases(model: Any) -> None:
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
             "the value biases of this model are folded into its output bias, which leaves the "
-            "logits alone but changes saliency, re-weighting and every edit of the pattern after "
-            "the softmax; load it with al.load_model, or with fold_value_biases=False "
+            "logits alone (but not where there are attention sinks) and changes saliency, "
+            "re-weighting and every edit of the pattern after the softmax; load it with "
+            "al.load_model, or with fold_value_biases=False "
             "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
         )
 

@@ -1,11 +1,13 @@
 """Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hooked_transformers import hooked_transformer, with_its_bos
 from safetensors.torch import load_file
 from tokenizers import (
     Tokenizer,
@@ -17,6 +19,7 @@ from tokenizers import (
     trainers,
 )
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -141,6 +144,75 @@ def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
     return randomize(Gemma3ForCausalLM(config))  # type: ignore[return-value]
 
 
+KINDS = ("bridge", "processed", "hooked-transformer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kind",
+        choices=KINDS,
+        default="bridge",
+        help="what the tests hook: a bridge as al.load_model gives it, one in compatibility mode, "
+        "or a HookedTransformer (transformer-lens 3.9). Value biases are never folded",
+    )
+
+
+def pytest_configure() -> None:
+    """One thread: on models this small several wait for each other, up to eight times as long."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With another kind of model only what depends on it runs: the rest would be repeated."""
+    if config.getoption("kind") == "bridge":
+        return
+    meets_it = {item: "raw" in getattr(item, "fixturenames", ()) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not meets_it[item]])
+    items[:] = [item for item in items if meets_it[item]]
+
+
+@pytest.fixture(autouse=True)
+def _only_where_there_is_a_subject(request: pytest.FixtureRequest) -> None:
+    marker = request.node.get_closest_marker("not_on")
+    if marker and request.config.getoption("kind") in marker.args:
+        pytest.skip(marker.kwargs["reason"])
+
+
+def boot(weights: Any, tokenizer: Any) -> Any:
+    """A bridge as anyone makes one: not prepared."""
+    weights.config.architectures = [type(weights).__name__]
+    return TransformerBridge.boot_transformers(
+        "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
+    )
+
+
+@pytest.fixture(scope="session")
+def raw(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(weights, tokenizer, fold=False) to a model of the kind that the tests run on, unprepared.
+
+    To fold the value biases, a bridge has to be processed.
+    """
+    kind = request.config.getoption("kind")
+
+    def make(weights: Any, tokenizer: Any, fold: bool = False) -> Any:
+        if kind == "hooked-transformer":
+            return hooked_transformer(weights, tokenizer, fold_value_biases=fold)
+        bridge = boot(weights, tokenizer)
+        if kind == "processed" or fold:
+            bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=fold)
+        return bridge
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hooked(raw: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(weights, tokenizer) to a prepared model of that kind; a bridge as al.load_model gives it."""
+    if request.config.getoption("kind") == "bridge":
+        return lambda weights, tokenizer: al.load_model(weights, tokenizer=tokenizer)
+    return lambda weights, tokenizer: al.prepare_model(raw(weights, tokenizer))
+
+
 @pytest.fixture(scope="session")
 def byte_level() -> PreTrainedTokenizerFast:
     return byte_level_tokenizer()
@@ -152,19 +224,18 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def gpt2(byte_level: PreTrainedTokenizerFast) -> Any:
-    """A tiny GPT-2 as al.load_model gives it."""
-    return al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+def gpt2(byte_level: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_gpt2(len(byte_level)), byte_level)
 
 
 @pytest.fixture
-def llama(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
-    return al.load_model(tiny_llama(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+def llama(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_llama(len(sentencepiece_like)), sentencepiece_like)
 
 
 @pytest.fixture
-def gemma3(sentencepiece_like: PreTrainedTokenizerFast) -> Any:
-    return al.load_model(tiny_gemma3(len(sentencepiece_like)), tokenizer=sentencepiece_like)
+def gemma3(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
 
 
 @pytest.fixture(scope="session")
@@ -184,12 +255,17 @@ def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatc
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
 
 
+def centred(logits: Tensor) -> Tensor:
+    """Up to the constant in each row that says nothing: a centred unembedding takes it off."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
 def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
     with torch.no_grad():
         logits = model.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
         )
-    return logits[torch.arange(len(batch)), batch.target_positions]
+    return centred(logits[torch.arange(len(batch)), batch.target_positions])
 
 
 def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import questions
+from conftest import questions, tiny_gpt2
 from torch import Tensor
-from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
@@ -123,11 +122,11 @@ def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None
     assert not torch.allclose(wide, narrow, atol=1e-2)
 
 
-def test_only_the_target_is_unembedded(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_target_is_unembedded(gpt2: Any) -> None:
     widths = []
-    gpt2.unembed.original_component.register_forward_pre_hook(
-        lambda module, inputs: widths.append(inputs[0].shape[1])
-    )
+    # Of the weights themselves, behind every hook point: on a bridge those of transformers.
+    unembed = getattr(gpt2.unembed, "original_component", gpt2.unembed)
+    unembed.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[1]))
     run_pass(gpt2, batch_of(gpt2))
     assert widths == [1]
 
@@ -235,18 +234,15 @@ def test_no_trace_after_bad_input(gpt2: Any) -> None:
 
 @pytest.mark.parametrize("outside", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_same_numbers_under_any_grad_mode_and_twice(
-    gpt2: Any, outside: Callable[[], AbstractContextManager[Any]]
+    gpt2: Any, byte_level: Any, raw: Any, outside: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    batch = batch_of(gpt2)
+    batch, fresh = batch_of(gpt2), raw(tiny_gpt2(len(byte_level)), byte_level)
     expected = al.saliency(gpt2, batch)
     with outside():
         for _ in range(2):
             assert torch.equal(al.saliency(gpt2, batch), expected)
             flows = al.run(gpt2, [batch], METRICS, resamples=0, progress=False)["saliency_flows"]
             assert flows.flows.isfinite().all() and (flows.flows[0] > 0).all()
-        fresh = TransformerBridge.boot_transformers(
-            "tiny", hf_model=gpt2.original_model, tokenizer=gpt2.tokenizer
-        )
         al.prepare_model(fresh)
 
 

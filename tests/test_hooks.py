@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG_LABELS, logits_of, patterns_of, questions, tiny_gpt2
+from conftest import LONG_LABELS, centred, logits_of, patterns_of, questions, tiny_gpt2
 from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 
@@ -46,7 +46,7 @@ def cut_by_hand(
     positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         logits = plain(batch.tokens, position_ids=positions).logits
-    return logits[torch.arange(len(batch)), batch.target_positions]
+    return centred(logits[torch.arange(len(batch)), batch.target_positions])
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -84,7 +84,7 @@ def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> 
     positions = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         theirs = plain(batch.tokens, attention_mask=mask, position_ids=positions).logits
-    theirs = theirs[torch.arange(len(batch)), batch.target_positions]
+    theirs = centred(theirs[torch.arange(len(batch)), batch.target_positions])
     ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -243,8 +243,8 @@ def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
         al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
 
 
-def test_gradient_of_beta_equals_finite_differences(byte_level: Any) -> None:
-    model = al.load_model(tiny_gpt2(700), tokenizer=byte_level, dtype=torch.float64)
+def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any) -> None:
+    model = hooked(tiny_gpt2(700).double(), byte_level)
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 

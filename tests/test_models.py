@@ -1,7 +1,5 @@
 """Loading, and the proof that the hooks of a model act."""
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +7,7 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import questions, randomize, tiny_gpt2, tiny_llama
-from torch import Tensor
-from transformer_lens.model_bridge import TransformerBridge
+from conftest import boot, questions, randomize, tiny_gpt2
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -23,14 +19,6 @@ from anchorlens.forward import run_pass
 from anchorlens.hooked import require_prepared
 
 TEXT = "Review: what a film\nSentiment: Positive"
-
-
-def boot(weights: Any, tokenizer: Any) -> Any:
-    """A bridge as anyone makes one: not prepared."""
-    weights.config.architectures = [type(weights).__name__]
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.init_kwargs |= {"name_or_path": "tiny", "add_bos_token": True}
-    return TransformerBridge.boot_transformers("tiny", hf_model=weights, tokenizer=tokenizer)
 
 
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -134,25 +122,26 @@ def test_what_is_no_model(byte_level: Any) -> None:
             al.prepare_model(thing)  # type: ignore[arg-type]
 
 
-def test_a_bridge_of_ones_own(byte_level: Any, gpt2: Any) -> None:
-    raw: Any = boot(tiny_gpt2(len(byte_level)), byte_level)
-    batch = questions(raw, 2)[0]
+def test_a_model_of_ones_own(byte_level: Any, raw: Any, gpt2: Any) -> None:
+    own = raw(tiny_gpt2(len(byte_level)), byte_level)
+    batch = questions(own, 2)[0]
     with pytest.raises(ModelError, match=r"not been proven to act; call al\.prepare_model"):
-        al.isolate_labels(raw, batch, 0)
+        al.isolate_labels(own, batch, 0)
     with pytest.raises(ModelError, match=r"not been proven to act"):
-        al.reweight_anchors(raw, batch, torch.zeros(3, 2, 6))
-    before = {name: parameter.clone() for name, parameter in raw.named_parameters()}
-    hooks = {name: len(point.fwd_hooks) for name, point in raw.hook_dict.items()}
-    after = dict(raw.named_parameters())
-    assert al.prepare_model(raw) is raw
+        al.reweight_anchors(own, batch, torch.zeros(3, 2, 6))
+    before = {name: parameter.clone() for name, parameter in own.named_parameters()}
+    trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
+    hooks = {name: len(point.fwd_hooks) for name, point in own.hook_dict.items()}
+    after = dict(own.named_parameters())
+    assert al.prepare_model(own) is own
     for name, parameter in after.items():
         assert torch.equal(parameter, before[name])
-        assert parameter.requires_grad and parameter.grad is None
-    assert {name: len(point.fwd_hooks) for name, point in raw.hook_dict.items()} == hooks
-    assert al.isolate_labels(raw, batch, 0)
-    torch.testing.assert_close(al.saliency(raw, batch), al.saliency(gpt2, batch))
+        assert parameter.requires_grad == (name in trained) and parameter.grad is None
+    assert {name: len(point.fwd_hooks) for name, point in own.hook_dict.items()} == hooks
+    assert al.isolate_labels(own, batch, 0)
+    torch.testing.assert_close(al.saliency(own, batch), al.saliency(gpt2, batch))
     # al.run proves the hooks at first use.
-    other = boot(tiny_gpt2(len(byte_level)), byte_level)
+    other = raw(tiny_gpt2(len(byte_level)), byte_level)
     al.run(other, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     require_prepared(other)
 
@@ -171,58 +160,3 @@ def test_bos_is_where_the_tokenizer_puts_it(
     assert (ids[0] == tokenizer.bos_token_id) == (kind == "sentencepiece_like")
     assert tokenizer.init_kwargs == settings and tokenizer(TEXT)["input_ids"] == ids
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
-
-
-def test_folded_value_biases_are_refused_where_they_matter(gpt2: Any) -> None:
-    """Also after the proof: a model can be folded at any time."""
-    batches = questions(gpt2, 3)
-    batch = batches[0]
-    gpt2.enable_compatibility_mode(disable_warnings=True)
-    calls: list[Callable[[], Any]] = [
-        lambda: al.saliency(gpt2, batch),
-        lambda: al.run(gpt2, batches, [al.SaliencyFlows()], progress=False),
-        lambda: al.reweight_anchors(gpt2, batch, torch.zeros(3, 2, 6)),
-        lambda: al.isolate_labels(gpt2, batch, 0, renormalize=False),
-        lambda: al.block_edges(gpt2, al.edges.wp(batch), 0, renormalize=False),
-    ]
-    for call in calls:
-        with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):
-            call()
-
-
-@pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
-def test_the_other_analyses_of_a_folded_model(gpt2: Any) -> None:
-    batches = questions(gpt2, 12)
-    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty()]
-
-    def results() -> list[Tensor]:
-        def cut(batch: al.PromptBatch) -> Any:
-            return al.isolate_labels(gpt2, batch, range(3))
-
-        found = al.run(gpt2, batches, metrics, hooks=cut, resamples=0, progress=False)
-        assert found["attention_aucroc"].aucroc.isfinite().all()
-        target_logits = run_pass(gpt2, batches[0], hooks=cut(batches[0])).log_softmax(-1)
-        return [found["anchor_distances"].anchor_distance, found["loyalty"].kl, target_logits]
-
-    plain = results()
-    gpt2.enable_compatibility_mode(disable_warnings=True)
-    for values, expected in zip(results(), plain, strict=True):
-        torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_processing_without_folding_is_accepted(gpt2: Any, byte_level: Any) -> None:
-    processed = boot(tiny_gpt2(len(byte_level)), byte_level)
-    processed.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
-    al.prepare_model(processed)
-    batch = questions(gpt2, 3)[0]
-    ours, plain = al.saliency(processed, batch), al.saliency(gpt2, batch)
-    assert float((ours - plain).abs().max() / plain.abs().max()) <= 1e-5
-
-
-def test_processing_of_a_model_without_biases(llama: Any, sentencepiece_like: Any) -> None:
-    processed = boot(tiny_llama(len(sentencepiece_like)), sentencepiece_like)
-    processed.enable_compatibility_mode(disable_warnings=True)  # nothing to fold
-    al.prepare_model(processed)
-    batch = questions(llama, 3)[0]
-    ours, plain = al.saliency(processed, batch), al.saliency(llama, batch)
-    assert float((ours - plain).abs().max() / plain.abs().max()) <= 1e-5

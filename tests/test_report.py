@@ -40,9 +40,9 @@ def plain(**info: Any) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def results(byte_level: Any) -> dict[str, Any]:
+def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
     """A record of every kind."""
-    model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batches = questions(model, count=12)
     options: dict[str, Any] = {"progress": False, "resamples": 3}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from conftest import centred, questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -104,7 +104,9 @@ def test_flows_equal_means_over_edges(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_saliency_equals_finite_differences(name: str, request: pytest.FixtureRequest) -> None:
+def test_saliency_equals_finite_differences(
+    name: str, hooked: Any, request: pytest.FixtureRequest
+) -> None:
     """A_ij scaled by 1 +- e in every head at once: the change of L is the head sum of A dL/dA.
 
     Central differences err by O(e^2) of the third derivative, 1e-8 here, and by rounding / e. In
@@ -114,7 +116,7 @@ def test_saliency_equals_finite_differences(name: str, request: pytest.FixtureRe
     """
     fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
     tokenizer = request.getfixturevalue(fixture)
-    model = al.load_model(MAKE[name](len(tokenizer)), tokenizer=tokenizer, dtype=torch.float64)
+    model = hooked(MAKE[name](len(tokenizer)).double(), tokenizer)
     step, tolerance = {"gpt2": (1e-4, 1e-6), "llama": (1e-2, 1e-3)}[name]
     demos = [al.Example("good", 0), al.Example("bad", 1)]
     batch = al.build_prompts(model.tokenizer, SHORT, demos, [al.Example("fine", 0)])[0]
@@ -148,7 +150,7 @@ def test_custom_loss(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
 
     def first_label(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        return logits[:, batch.label_token_ids[0]]
+        return centred(logits)[:, batch.label_token_ids[0]]
 
     maps = al.saliency(gpt2, batch, loss=first_label)
     plain = tiny_gpt2(gpt2.W_E.shape[0])
@@ -156,7 +158,8 @@ def test_custom_loss(gpt2: Any) -> None:
     for n in range(2):
         tokens = batch.tokens[n][batch.attention_mask[n]][None]
         out = plain(tokens, output_attentions=True)
-        grads = torch.autograd.grad(out.logits[0, -1, batch.label_token_ids[0]], out.attentions)
+        logit = first_label(out.logits[:, -1], batch).sum()
+        grads = torch.autograd.grad(logit, out.attentions)
         products = [(a * g)[0].sum(0).abs() for a, g in zip(out.attentions, grads, strict=True)]
         reference = torch.stack(products).detach()
         size = tokens.shape[1]

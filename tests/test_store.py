@@ -174,8 +174,8 @@ def test_another_run_is_refused_and_told_apart(
     assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
 
 
-def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any) -> None:
-    deeper = al.load_model(tiny_gpt2(len(byte_level), n_layer=4), tokenizer=byte_level)
+def test_another_model_is_refused(gpt2: Any, stored: Path, byte_level: Any, hooked: Any) -> None:
+    deeper = hooked(tiny_gpt2(len(byte_level), n_layer=4), byte_level)
     with pytest.raises(StoreError, match=r"another run.* weights: stored"):
         run(deeper, Logits(), stored, metrics=[Logits()])
 

@@ -1,0 +1,118 @@
+"""The HookedTransformer of transformer-lens 3.9, from transformers models made in memory."""
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+# The architectures that 3.9 converts; it has no converter for any other decoder. A test compares
+# each with transformers.
+CONVERTED = (
+    "ApertusForCausalLM",
+    "BloomForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "GPTNeoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "GptOssForCausalLM",  # only with fold_value_biases=False: its sinks take a share of each row
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",  # only with as many key heads as query heads
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",  # only with as many key heads as query heads
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+# These are known by the name of a released model, sizes and all.
+RELEASED = {
+    "GemmaForCausalLM": "google/gemma-2b",
+    "Gemma2ForCausalLM": "google/gemma-2-2b",
+    "Gemma3ForCausalLM": "google/gemma-3-270m",
+    "OlmoForCausalLM": "allenai/OLMo-1B-hf",
+    "Olmo2ForCausalLM": "allenai/OLMo-2-0425-1B",
+}
+
+
+def hooked_transformer(weights: Any, tokenizer: Any, **options: Any) -> Any:
+    """What ``HookedTransformer.from_pretrained(..., **options)`` makes of a transformers model.
+
+    It takes names of released models only, so one is invented, or one of the family is borrowed.
+    """
+    from transformer_lens import HookedTransformer
+    from transformer_lens import loading_from_pretrained as loading
+
+    config = as_released(weights)
+    released = RELEASED.get(type(weights).__name__)
+    convert = loading.convert_hf_model_config
+
+    def with_own_sizes(name: str, **rest: Any) -> dict[str, Any]:
+        return convert(name, **rest) | (sizes(config) if released else {})
+
+    with (
+        patch.object(loading, "OFFICIAL_MODEL_NAMES", [*loading.OFFICIAL_MODEL_NAMES, "tiny"]),
+        patch.object(loading.AutoConfig, "from_pretrained", lambda *_, **__: config),
+        patch.object(loading, "convert_hf_model_config", with_own_sizes),
+    ):
+        return HookedTransformer.from_pretrained(
+            released or "tiny",
+            hf_model=weights,
+            tokenizer=with_its_bos(tokenizer),
+            device=str(weights.device),
+            dtype=weights.dtype,
+            **options,
+        )
+
+
+def as_released(weights: Any) -> Any:
+    """The configuration, with the fields that 3.9 reads off those of released models."""
+    config = copy.deepcopy(weights.config)
+    config.architectures = [type(weights).__name__]
+    if type(weights).__name__ == "GPT2LMHeadModel":
+        config.n_ctx = config.n_positions
+    if type(weights).__name__ == "PhiForCausalLM":  # transformers 5 moved it
+        config.partial_rotary_factor = config.rope_parameters["partial_rotary_factor"]
+    return config
+
+
+def with_its_bos(tokenizer: Any) -> Any:
+    """A copy that TransformerLens takes as it is: one that says to add a BOS is not read again."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.init_kwargs = {"name_or_path": "tiny", **tokenizer.init_kwargs, "add_bos_token": True}
+    return tokenizer
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """Where models of a family differ; 3.9 has these written down for each released name."""
+    n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
+    types = getattr(config, "layer_types", None) or ["full_attention"] * n_layers
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+    found = {
+        "d_model": config.hidden_size,
+        "d_head": d_head,
+        "rotary_dim": d_head,
+        "n_heads": n_heads,
+        "d_mlp": config.intermediate_size,
+        "act_fn": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "n_layers": n_layers,
+        "n_ctx": config.max_position_embeddings,
+        "d_vocab": config.vocab_size,
+        "eps": getattr(config, "rms_norm_eps", 1e-5),  # the first OLMo has no such option
+        "attn_types": ["local" if name == "sliding_attention" else "global" for name in types],
+    }
+    if config.num_key_value_heads != n_heads:
+        found["n_key_value_heads"] = config.num_key_value_heads
+    rotary = config.rope_parameters
+    if "sliding_attention" in rotary:
+        found["rotary_base_local"] = rotary["sliding_attention"]["rope_theta"]
+    found["rotary_base"] = rotary.get("full_attention", rotary)["rope_theta"]
+    if getattr(config, "sliding_window", None):
+        found["window_size"] = config.sliding_window
+    return found

@@ -1,0 +1,178 @@
+"""One kind of model against another: folded, processed, HookedTransformer (--kind)."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.forward import run_pass
+
+MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
+TOKENIZER = {
+    "gpt2": "byte_level",
+    "llama": "sentencepiece_like",
+    "gemma3": "sentencepiece_like",
+}
+NEAR = {torch.float64: 1e-5, torch.bfloat16: 0.5}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_prompts_are_those_of_the_tokenizer(
+    name: str, raw: Any, request: pytest.FixtureRequest
+) -> None:
+    """BOS included: Llama's tokenizer adds one, GPT-2's does not."""
+    tokenizer = request.getfixturevalue(TOKENIZER[name])
+    model = raw(MAKE[name](len(tokenizer)), tokenizer)
+    batch = questions(model, 2)[0]
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:2]
+    plain = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)[0]
+    assert torch.equal(batch.attention_mask, plain.attention_mask)
+    there = batch.attention_mask
+    assert torch.equal(batch.tokens[there], plain.tokens[there])
+    assert batch.begins_with_bos == plain.begins_with_bos == (name == "llama")
+
+
+def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level: Any) -> None:
+    folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
+    batches = questions(folded, 3)
+    batch = batches[0]
+    calls: list[Callable[[], Any]] = [
+        lambda: al.saliency(folded, batch),
+        lambda: al.run(folded, batches, [al.SaliencyFlows()], progress=False),
+        lambda: al.reweight_anchors(folded, batch, torch.zeros(3, 2, 6)),
+        lambda: al.isolate_labels(folded, batch, 0, renormalize=False),
+        lambda: al.block_edges(folded, al.edges.wp(batch), 0, renormalize=False),
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):
+            call()
+
+
+def test_a_model_may_be_folded_after_the_proof(byte_level: Any) -> None:
+    bridge = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    batch = questions(bridge, 3)[0]
+    assert al.saliency(bridge, batch).any()
+    bridge.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(ModelError, match="biases of this model are folded"):
+        al.saliency(bridge, batch)
+
+
+@pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
+def test_the_other_analyses_of_a_folded_model(raw: Any, byte_level: Any) -> None:
+    plain = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    folded = raw(tiny_gpt2(len(byte_level)), byte_level, fold=True)
+    batches = questions(plain, 12)
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty()]
+
+    def results(model: Any) -> list[Tensor]:
+        def cut(batch: al.PromptBatch) -> Any:
+            al.prepare_model(model)
+            return al.isolate_labels(model, batch, range(3))
+
+        found = al.run(model, batches, metrics, hooks=cut, resamples=0, progress=False)
+        assert found["attention_aucroc"].aucroc.isfinite().all()
+        target_logits = run_pass(model, batches[0], hooks=cut(batches[0])).log_softmax(-1)
+        return [found["anchor_distances"].anchor_distance, found["loyalty"].kl, target_logits]
+
+    for values, expected in zip(results(folded), results(plain), strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) -> None:
+    """Rows that do not sum to 1: TransformerLens folds all the same, and the logits are others."""
+    weights = randomize(
+        GptOssForCausalLM(
+            GptOssConfig(
+                vocab_size=len(byte_level),
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+                max_position_embeddings=512,
+                pad_token_id=0,
+            )
+        )
+    )
+    good, folded = (raw(deepcopy(weights), byte_level, fold=fold) for fold in (False, True))
+    batch = questions(good, 2)[0]
+    loyal = run_pass(al.prepare_model(good), batch)
+    with torch.no_grad():
+        tokens = batch.tokens[:1, : int(batch.target_positions[0]) + 1]
+        theirs = weights(tokens).logits[0, -1]
+        broken = folded(tokens)[0, -1]
+    torch.testing.assert_close(loyal[0].log_softmax(-1), theirs.log_softmax(-1))
+    assert (broken.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() > 0.01
+    al.prepare_model(folded)
+    with pytest.raises(ModelError, match=r"folded .*attention sinks.*fold_value_biases=False"):
+        run_pass(folded, batch)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_padding_on_the_left_is_never_nan(
+    name: str, dtype: torch.dtype, raw: Any, request: pytest.FixtureRequest
+) -> None:
+    """Rows of padding see no key; transformers' mask in float64 turns them into NaN."""
+    tokenizer = request.getfixturevalue(TOKENIZER[name])
+    model = al.prepare_model(raw(MAKE[name](len(tokenizer)).to(dtype), tokenizer))
+    left, right = (questions(model, 4, padding_side=side)[0] for side in ("left", "right"))
+    assert not left.attention_mask[:, 0].all()
+    ours, expected = run_pass(model, left), run_pass(model, right)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=NEAR[dtype])
+    maps = [al.saliency(model, batch) for batch in (left, right)]
+    there = [batch.attention_mask[:, None, :, None].expand_as(maps[0]) for batch in (left, right)]
+    assert maps[0].isfinite().all() and not maps[0][~there[0]].any()
+
+
+# GPT-2 has value biases, Llama and Gemma have none to fold.
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.filterwarnings("ignore:some pairs of classes")
+def test_the_kind_of_model_changes_no_number(
+    name: str, raw: Any, request: pytest.FixtureRequest
+) -> None:
+    """Processed as by default, but for the value biases, against a bridge as it is."""
+    make, tokenizer = MAKE[name], request.getfixturevalue(TOKENIZER[name])
+    plain = al.load_model(make(len(tokenizer)), tokenizer=tokenizer)
+    other = al.prepare_model(raw(make(len(tokenizer)), tokenizer, fold=name != "gpt2"))
+    for side in ("left", "right"):
+        batches = questions(plain, 12, batch_size=5, padding_side=side)
+        for ours, theirs in zip(numbers(other, batches), numbers(plain, batches), strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 2e-5
+
+
+def numbers(model: Any, batches: list[al.PromptBatch]) -> list[Tensor]:
+    """What every analysis gives, label words isolated and not."""
+    metrics: list[al.Metric] = [
+        al.SaliencyFlows(),
+        al.AttentionAUCROC(),
+        al.AnchorDistances(),
+        al.Loyalty(),
+    ]
+    found = al.run(
+        model,
+        batches,
+        metrics,
+        hooks=lambda batch: al.isolate_labels(model, batch, 0),
+        resamples=0,
+        progress=False,
+    )
+    return [
+        al.saliency(model, batches[0]),
+        found["saliency_flows"].flows,
+        found["attention_aucroc"].aucroc,
+        found["anchor_distances"].anchor_distance,
+        found["loyalty"].kl,
+    ]
