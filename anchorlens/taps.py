@@ -26,17 +26,17 @@ _fused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 def connect_attention(attention: Any) -> bool:
     """Tap a module that transformers runs itself; False where it is of another kind."""
-    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
-
-    if getattr(type(attention), "forward", None) is not AttentionBridge.forward:
+    if getattr(type(attention), "forward", None) is not _bridge_class().forward:
         return False
     _stand_in(attention, _run_native)
     return True
 
 
 def connect_operands(attention: Any) -> bool:
-    """Tap the queries and keys of a module; False where it has no hook points for them."""
-    if "forward" in vars(attention) or not _has_rotary_points(attention):
+    """Tap the queries and keys of a bridge's module; False where it has no hook points for them."""
+    if not isinstance(attention, _bridge_class()) or not _has_rotary_points(attention):
+        return False
+    if "forward" in vars(attention):
         return False
     _stand_in(attention, _run_rebuilt)
     return True
@@ -63,6 +63,12 @@ def disconnect(attention: Any) -> None:
     stand_in = vars(attention).get("forward")
     if isinstance(stand_in, partial) and stand_in.func in (_run_native, _run_rebuilt):
         del vars(attention)["forward"]
+
+
+def _bridge_class() -> Any:
+    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+
+    return AttentionBridge
 
 
 def _stand_in(attention: Any, run: Any) -> None:

@@ -7,7 +7,7 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import boot, questions, randomize, tiny_gpt2
+from conftest import questions, randomize, tiny_gpt2
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,

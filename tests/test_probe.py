@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import questions, randomize, tiny_gpt2, tiny_llama
-from test_models import boot
+from conftest import boot, questions, randomize, tiny_gpt2, tiny_llama
 from test_taps import hooks_on
 from torch import Tensor
 

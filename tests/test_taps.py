@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import logits_of, questions, randomize
-from test_models import boot
+from conftest import boot, centred, logits_of, questions, randomize
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from transformers import (
@@ -102,7 +101,7 @@ def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range)
             attentions[layer].register_forward_pre_hook(edit, with_kwargs=True) for layer in layers
         ]
         with torch.no_grad():
-            found.append(weights(batch.tokens[row, real][None]).logits[0, -1])
+            found.append(centred(weights(batch.tokens[row, real][None]).logits[0, -1]))
         for handle in handles:
             handle.remove()
     return torch.stack(found)
