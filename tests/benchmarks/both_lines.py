@@ -1,0 +1,79 @@
+"""The same model through a bridge and, on transformer-lens 3.9, as a HookedTransformer.
+
+    python tests/benchmarks/both_lines.py --model M --train train.jsonl --test test.jsonl
+    PYTHONPATH=.venv/transformer-lens-3.9 python tests/benchmarks/both_lines.py ...
+
+Prints the figures of each kind that the TransformerLens on the path has; with `--numbers FILE` they
+are kept there, and compared with those that the file holds from another line.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anchorlens as al
+from anchorlens.models import read_weights
+
+sys.path.append(str(Path(__file__).parents[1]))
+from hooked_transformers import hooked_transformer
+
+
+def figures_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, list[float]]:
+    demos = al.sample_demonstrations(al.load_examples(train), shots=1, seed=42)
+    chosen = al.load_examples(test)[:queries]
+    batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, chosen, batch_size=8)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
+    results: Any = al.run(model, batches, metrics, resamples=0)
+    first = al.isolation_loyalty(model, batches, range(5), draws=2, resamples=0)
+    last = al.isolation_loyalty(model, batches, range(-5, 0), draws=2, resamples=0)
+    named = {
+        "label loyalty, first 5 layers": first.label_loyalty,
+        "word loyalty, first 5 layers": first.word_loyalty,
+        "KL, first 5 layers": first.kl,
+        "label loyalty, last 5 layers": last.label_loyalty,
+        "word loyalty, last 5 layers": last.word_loyalty,
+        "KL, last 5 layers": last.kl,
+        "AUCROC by layer": results["attention_aucroc"].aucroc,
+        "share of flows": results["saliency_flows"].share,
+        "anchor distances": results["anchor_distances"].anchor_distance,
+    }
+    return {name: values.flatten().tolist() for name, values in named.items()}
+
+
+def main(options: argparse.Namespace) -> None:
+    weights, tokenizer = read_weights(options.model, None, torch.float32)
+    weights.config.architectures = [type(weights).__name__]
+    line = f"transformer-lens {version('transformer-lens')}"
+    kinds: dict[str, Callable[..., Any]] = {"bridge": al.load_model}
+    if version("transformer-lens") < "4":
+        kinds["HookedTransformer"] = partial(hooked_transformer, fold_value_biases=False)
+    known = json.loads(options.numbers.read_text()) if options.numbers.exists() else {}
+    for kind, make in kinds.items():
+        model = make(copy.deepcopy(weights), tokenizer=copy.deepcopy(tokenizer))
+        al.prepare_model(model)
+        found = figures_of(model, options.train, options.test, options.queries)
+        for other, numbers in known.items():
+            for name, values in numbers.items():
+                pairs = zip(values, found[name], strict=True)
+                largest = max(abs(a - b) for a, b in pairs)
+                print(f"{kind}, {line} - {other}: {name}: {largest:.1e}")
+        known[f"{kind}, {line}"] = found
+    options.numbers.write_text(json.dumps(known))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--test", type=Path, required=True)
+    parser.add_argument("--queries", type=int, default=48)
+    parser.add_argument("--numbers", type=Path, required=True)
+    main(parser.parse_args())
