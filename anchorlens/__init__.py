@@ -31,6 +31,7 @@ from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
 from .metrics.saliency import saliency as saliency
 from .models import load_model as load_model
 from .models import prepare_model as prepare_model
+from .models import restore_model as restore_model
 from .prompts import build_prompts as build_prompts
 from .report import write_report as write_report
 from .results import Record as Record

@@ -14,8 +14,9 @@ import typer
 
 from . import figures
 from .batch import PromptBatch
-from .errors import AnchorlensError, DataError, RunError, StoreError
+from .errors import AnchorlensError, DataError, MetricError, RunError, StoreError
 from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isolation
+from .forward import device_of
 from .hooked import layer_numbers
 from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
@@ -195,10 +196,10 @@ def _analyse(
         record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
         records[f"{task}: {name}"] = record
 
-    metrics: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
+    metrics = _possible(model, batches[0], [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()])
     try:
         results = run_metrics(model, batches, metrics)
-    except RunError as error:  # a metric that this model cannot give; the others go on
+    except RunError as error:  # a metric that these rows cannot give; the others go on
         results = dict(error.results)
         typer.echo(f"warning: {error}", err=True)
     for name, record in results.items():
@@ -220,6 +221,19 @@ def _analyse(
     table = "\n".join(_table(task, records, isolations))
     typer.echo(table)
     return records, drawn, table
+
+
+def _possible(model: Any, batch: PromptBatch, metrics: Sequence[Metric]) -> list[Metric]:
+    """The metrics that this model can give; a run by the library refuses them all together."""
+    possible = []
+    for metric in metrics:
+        try:
+            metric.observe(model, batch.to(device_of(model)))
+        except MetricError as error:
+            typer.echo(f"warning: no result for {metric.name}: {error}", err=True)
+        else:
+            possible.append(metric)
+    return possible
 
 
 def _first_prompt(model: Any, batch: PromptBatch) -> Any:

@@ -108,8 +108,9 @@ def run_pass(
     logits = logits.detach()
     if not logits.isfinite().all():
         raise ModelError(
-            "the model's logits are not finite (NaN or infinite) at the target position; try "
-            "dtype=torch.float32, and check the hooks that act on it"
+            "the model's logits are not finite (NaN or infinite) at the target position, and so is "
+            f"what {_first_not_finite(model, batch, hooks)} gives out; try dtype=torch.float32, "
+            "and check the hooks that act there"
         )
     return logits
 
@@ -170,6 +171,23 @@ def _backward(
         )
     # Into the leaf alone: what else requires a gradient, in a hook say, is the user's own.
     losses.sum().backward(inputs=list(leaves))
+
+
+def _first_not_finite(model: HookedModel, batch: PromptBatch, hooks: Sequence[Hook]) -> str:
+    """Where numbers stop being finite, found in a second pass that only a failure pays for."""
+    wrong: list[int] = []
+
+    def look(layer: int) -> Hook:
+        def note(resid: Tensor, hook: Any) -> None:
+            if not resid[batch.attention_mask.to(resid.device)].isfinite().all():
+                wrong.append(layer)
+
+        return f"blocks.{layer}.hook_resid_post", note
+
+    watch = [look(layer) for layer in range(model.cfg.n_layers)]
+    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, *watch]):
+        model(batch.tokens, attention_mask=batch.attention_mask.long())
+    return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
 def _at_target(

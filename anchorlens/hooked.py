@@ -1,8 +1,9 @@
 """What a hooked model is to this package: hook points, layers, heads, and whether they act."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -30,8 +31,25 @@ class HookedModel(Protocol):
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-# Models whose hooks prepare_model has proven. Weak, so that nothing keeps a model alive.
-proven: WeakSet[Any] = WeakSet()
+@dataclass(frozen=True)
+class Operands:
+    """Hook points of the queries and keys that a layer's attention multiplies.
+
+    Attributes:
+        query: Hook point of the queries.
+        key: Hook point of the keys, with one head for each group of query heads.
+        heads_first: Whether the axes are (batch, head, position, d_head) there, and not
+            (batch, position, head, d_head).
+    """
+
+    query: str
+    key: str
+    heads_first: bool
+
+
+# Models whose hooks prepare_model has proven, with each layer's operands, None where they stand at
+# no hook point. Weak, so that nothing keeps a model alive.
+proven: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
 
 
 def pattern_name(layer: int) -> str:
@@ -93,6 +111,7 @@ def refuse_folded_value_biases(model: Any) -> None:
 def _all_zero(model: Any, name: str) -> bool:
     try:
         biases = getattr(model, name)
-    except (AttributeError, TypeError):  # a bridge over projections without biases
+    # A bridge over projections without biases, or over latent attention.
+    except (AttributeError, TypeError, NotImplementedError):
         return True
     return not bool(biases.detach().any())

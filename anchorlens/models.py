@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of, undisturbed, vocabulary_of
-from .hooked import HookedModel, pattern_name, proven, scores_name
+from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
+from .probe import probe
+from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
 
 
 def load_model(
@@ -60,43 +60,64 @@ def load_model(
 
 
 def prepare_model(model: HookedModel) -> HookedModel:
-    """Prove that a hooked model's attention hooks act, at the cost of one tiny pass.
+    """Make a hooked model's attention hooks act, and prove it in one tiny pass.
+
+    After it, edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
+    plain ``run_with_hooks``, your own hooks included, each called once a pass. Where a
+    ``TransformerBridge`` runs the attention of transformers and would call the hooks too late
+    (GPT-J, GPT-Neo, OPT and rarer ones), that module's ``forward`` is stood in for; nothing else in
+    the model is changed, and :func:`restore_model` undoes it.
 
     In one forward and backward over three tokens it is checked for every layer that the score
     hook's edit reaches the pattern, that the pattern has the shape [batch, head, query, key] with
-    entries from 0 to 1 and rows that sum to at most 1, and that a gradient arrives which equals
-    the one of a factor put onto the pattern.
+    entries from 0 to 1, none for later keys, and rows that sum to at most 1, and that a gradient
+    arrives which equals the one of a factor put onto the pattern.
 
     Args:
-        model: A ``TransformerBridge`` or ``HookedTransformer`` of your own. Nothing in it is
-            changed.
+        model: A ``TransformerBridge`` or ``HookedTransformer`` of your own. Preparing it again
+            changes nothing.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: Hooks do not act; the layers are named.
+        ModelError: The hooks cannot be made to act; the layers are named, and the model is as it
+            was.
 
     Examples:
         >>> al.prepare_model(model) is model
         True
     """
-    if not isinstance(model, torch.nn.Module) or not isinstance(model, HookedModel):
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
         raise ModelError(
             f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
     _refuse_missing_hooks(model)
-    faults = _probe(model)
-    if faults:
-        lines = "; ".join(f"layer {layer}: {fault}" for layer, fault in sorted(faults.items()))
-        raise ModelError(
-            f"the attention hooks of {model.cfg.model_name} do not act, so every number from them "
-            f"would be wrong. {lines}. This architecture runs its attention natively and calls the "
-            "hooks afterwards; load it as a HookedTransformer (transformer-lens 3.9) where that "
-            "supports it"
-        )
-    proven.add(model)
+    try:
+        proven[model] = _connected(model)
+    except BaseException:
+        restore_model(model)
+        raise
+    return model
+
+
+def restore_model(model: HookedModel) -> HookedModel:
+    """Undo :func:`prepare_model`: every module's own ``forward`` is back.
+
+    Args:
+        model: A model, prepared or not.
+
+    Returns:
+        The same model; hook builders refuse it until it is prepared again.
+
+    Examples:
+        >>> al.restore_model(al.prepare_model(model)) is model
+        True
+        >>> model = al.prepare_model(model)
+    """
+    proven.pop(model, None)
+    restore(model)
     return model
 
 
@@ -159,15 +180,21 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     try:
         return TransformerBridge.boot_transformers(name, hf_model=weights, tokenizer=tokenizer)
-    except ValueError as error:
+    except Exception as error:  # an unknown architecture, or one that its adapter cannot take
         raise ModelError(
-            f"TransformerLens does not know the architecture of {name!r} "
-            f"({type(weights).__name__}): {str(error)[:200]}"
+            f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
 
 
 def _refuse_missing_hooks(model: Any) -> None:
-    names = set(model.hook_dict)
+    name, names = model.cfg.model_name, set(model.hook_dict)
+    if any(name.startswith(("encoder", "decoder")) for name in names):
+        raise ModelError(
+            f"{name} is an encoder-decoder; these analyses are of left-to-right language models, "
+            "whose label words stand in the same prompt as the query"
+        )
+    if not isinstance(model, HookedModel):
+        raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
     missing = [
         layer
         for layer in range(model.cfg.n_layers)
@@ -175,74 +202,30 @@ def _refuse_missing_hooks(model: Any) -> None:
     ]
     if missing:
         raise ModelError(
-            f"layers {missing} of {model.cfg.model_name} have no attention pattern to hook "
-            "(they are state-space layers, say), and these analyses need one in every layer"
+            f"layers {missing} of {name} have no attention pattern to hook (they are state-space "
+            "layers, say), and these analyses need one in every layer"
         )
 
 
-def _probe(model: Any) -> dict[int, str]:
-    """What is wrong with each layer's hooks; empty when all of them act."""
-    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-    device = device_of(model)
-    seen: dict[int, Tensor] = {}
-    factors: dict[int, Tensor] = {}
-    calls = dict.fromkeys(range(n_layers), 0)
-
-    def hooks_of(layer: int) -> list[Any]:
-        def cut_one_edge(scores: Tensor, hook: Any) -> Tensor:
-            calls[layer] += 1
-            cut = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            cut[2, 1] = True
-            return scores.masked_fill(cut, torch.finfo(scores.dtype).min)
-
-        def put_factor_on(pattern: Tensor, hook: Any) -> Tensor:
-            seen[layer] = pattern
-            if pattern.requires_grad:
-                pattern.retain_grad()
-            factors[layer] = torch.ones_like(pattern, requires_grad=True)
-            return pattern * factors[layer]
-
-        return [(scores_name(layer), cut_one_edge), (pattern_name(layer), put_factor_on)]
-
-    def make_leaf(resid: Tensor, hook: Any) -> Tensor:
-        return resid.detach().requires_grad_()
-
-    tokens = torch.arange(3, device=device)[None] % vocabulary_of(model)
-    hooks = [("blocks.0.hook_resid_pre", make_leaf)]
-    hooks += [hook for layer in range(n_layers) for hook in hooks_of(layer)]
-    with (
-        undisturbed(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        model.hooks(fwd_hooks=hooks),
-    ):
-        logits = model(tokens, attention_mask=torch.ones_like(tokens))
-        # Bounded, so that the gradient of an untrained model does not overflow.
-        logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()
-    faults = {}
-    for layer in range(n_layers):
-        fault = _fault(calls[layer], seen.get(layer), factors.get(layer), n_heads)
-        if fault:
-            faults[layer] = fault
-    return faults
-
-
-def _fault(calls: int, pattern: Tensor | None, factor: Tensor | None, n_heads: int) -> str | None:
-    if pattern is None or factor is None or calls != 1:
-        return f"the score hook was called {calls} times in one pass, the pattern hook " + (
-            "never" if pattern is None else "once"
+def _connected(model: Any) -> tuple[Operands | None, ...]:
+    """Tap what needs it and prove the hooks; each layer's queries and keys."""
+    if any([connect_attention(block.attn) for block in model.blocks]):
+        form_patterns(model)
+    faults, operands = probe(model)
+    silent = [layer for layer, found in enumerate(operands) if found is None]
+    tried = [layer for layer in silent if connect_operands(model.blocks[layer].attn)]
+    if tried:
+        faults, operands = probe(model)
+    for layer in tried:
+        if operands[layer] is None:
+            disconnect(model.blocks[layer].attn)
+    if faults:
+        reasons = "; ".join(
+            f"layers {[layer for layer, fault in faults.items() if fault == one]}: {one}"
+            for one in dict.fromkeys(faults.values())
         )
-    if tuple(pattern.shape) != (1, n_heads, 3, 3):
-        return f"the pattern has the shape {tuple(pattern.shape)}, not (1, {n_heads}, 3, 3)"
-    values = pattern.detach().float()
-    if values.min() < 0 or values.sum(-1).max() > 1.01:
-        return "the pattern is negative somewhere or its rows sum to more than 1"
-    if values[:, :, 2, 1].any():
-        return "an edit of the scores does not reach the pattern"
-    if factor.grad is None or pattern.grad is None or not factor.grad.any():
-        return "an edit of the pattern does not reach the logits"
-    expected = values * pattern.grad.float()
-    wrong = (factor.grad.float() - expected).abs().max()
-    if wrong > 0.02 * expected.abs().max():
-        return "the gradient of the pattern is not the one of its effect"
-    return None
+        raise ModelError(
+            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number from "
+            f"it would be wrong. {reasons}"
+        )
+    return operands

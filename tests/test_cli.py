@@ -127,7 +127,8 @@ def test_command_is_installed() -> None:
 def test_a_metric_that_a_model_cannot_give_spares_the_others(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """GPT-NeoX never calls the hooks of its rotated queries and keys."""
+    """GPT-NeoX without the tap that calls the hooks of its rotated queries and keys."""
+    monkeypatch.setattr("anchorlens.models.connect_operands", lambda attention: False)
     config = GPTNeoXConfig(
         vocab_size=len(byte_level),
         hidden_size=16,

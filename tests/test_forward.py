@@ -335,7 +335,16 @@ def test_prompts_that_do_not_fit(gpt2: Any, batch: al.PromptBatch, message: str)
 
 
 @pytest.mark.without_jaxtyping
-def test_logits_that_are_not_finite(gpt2: Any) -> None:
-    spoil: list[Hook] = [("blocks.1.hook_resid_post", lambda x, hook: x * float("nan"))]
-    with unchanged(gpt2), pytest.raises(ModelError, match=r"not finite .*dtype=torch\.float32"):
-        al.run(gpt2, [short_batch()], METRICS[:1], hooks=lambda _: spoil, progress=False)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("blocks.1.hook_resid_post", "layer 1"),
+        ("blocks.0.attn.hook_pattern", "layer 0"),
+        ("unembed.hook_in", "the final norm or the unembedding"),
+    ],
+)
+def test_logits_that_are_not_finite(gpt2: Any, name: str, where: str) -> None:
+    spoil: list[Hook] = [(name, lambda x, hook: x * float("nan"))]
+    message = rf"not finite .* what {where} gives out; .*dtype=torch\.float32"
+    with unchanged(gpt2), pytest.raises(ModelError, match=message):
+        run_pass(gpt2, short_batch(), hooks=spoil)

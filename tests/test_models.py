@@ -7,14 +7,8 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import boot, questions, randomize, tiny_gpt2
+from conftest import questions, randomize, tiny_gpt2
 from transformers import (
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -150,63 +144,6 @@ def test_a_model_of_ones_own(byte_level: Any, raw: Any, gpt2: Any) -> None:
     other = raw(tiny_gpt2(len(byte_level)), byte_level)
     al.run(other, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     require_prepared(other)
-
-
-NATIVE = [
-    lambda: GPTJForCausalLM(
-        GPTJConfig(
-            vocab_size=700,
-            n_positions=64,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            rotary_dim=4,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    ),
-    lambda: GPTNeoForCausalLM(
-        GPTNeoConfig(
-            vocab_size=700,
-            max_position_embeddings=64,
-            hidden_size=16,
-            num_layers=2,
-            num_heads=2,
-            attention_types=[[["global", "local"], 1]],
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    ),
-    lambda: OPTForCausalLM(
-        OPTConfig(
-            vocab_size=700,
-            max_position_embeddings=64,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            ffn_dim=16,
-            word_embed_proj_dim=16,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-    ),
-]
-
-
-@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
-@pytest.mark.parametrize("make", NATIVE)
-def test_dead_hooks_are_refused(make: Any, byte_level: Any) -> None:
-    bridge = boot(randomize(make()), byte_level)
-    points = bridge.hook_dict.values()
-    before = [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points]
-    message = r"hooks of .* do not act.*layer 0: .*; layer 1: .*HookedTransformer"
-    with pytest.raises(ModelError, match=message):
-        al.prepare_model(bridge)
-    with pytest.raises(ModelError, match=message):
-        al.run(bridge, questions(bridge, 1), [al.SaliencyFlows()])
-    assert all(p.requires_grad and p.grad is None for p in bridge.parameters())
-    assert [len(point.fwd_hooks) + len(point.bwd_hooks) for point in points] == before
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])

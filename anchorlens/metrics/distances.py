@@ -1,7 +1,7 @@
 """Distances between the anchors' keys, as the queries see them, against the model's confusions."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
-from ..hooked import HookedModel
+from ..hooked import HookedModel, Operands, proven, require_prepared
 from ..results import Record, Rows, by_set, require_gold
 from .aucroc import auc
 from .metric import Observation, hooks_by_layer
@@ -106,11 +106,7 @@ class AnchorDistances:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Watch the target's queries and the label words' keys of every layer."""
-        if getattr(model.cfg, "qk_norm_after_rope", False):
-            raise MetricError(
-                f"{model.cfg.model_name} normalises queries and keys after their hook points, so "
-                "that those are not what attention multiplies; leave AnchorDistances out"
-            )
+        operands = _operands_of(model)
         gold = require_gold(batch.gold, "the confusion of classes")
         n_classes = len(batch.label_token_ids)
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
@@ -125,27 +121,21 @@ class AnchorDistances:
         queries: dict[int, Tensor] = {}
         keys: dict[int, Tensor] = {}
 
-        def keep_query(layer: int, query: Float[Tensor, "batch query head d_head"]) -> None:
-            _check_width(model, layer, query)
-            at_target = query.detach()[prompts, batch.target_positions - batch.first_query]
+        def keep_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
+            by_position = _positions_first(query.detach(), operands[layer])
+            at_target = by_position[prompts, batch.target_positions - batch.first_query]
             queries[layer] = at_target.flatten(1).float().cpu()
 
-        def keep_keys(layer: int, key: Float[Tensor, "batch key head d_head"]) -> None:
-            _check_width(model, layer, key)
-            at_anchors = key.detach()[prompts[:, None], batch.label_positions]
-            own = at_anchors.repeat_interleave(model.cfg.n_heads // key.shape[2], dim=2)
+        def keep_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
+            by_position = _positions_first(key.detach(), operands[layer])
+            at_anchors = by_position[prompts[:, None], batch.label_positions]
+            n_shared = model.cfg.n_heads // at_anchors.shape[2]
+            own = at_anchors.repeat_interleave(n_shared, dim=2)
             mean = torch.einsum("bac,bahd->bchd", shares, own.cpu().double())
             keys[layer] = mean.flatten(2).float()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             layers = range(model.cfg.n_layers)
-            silent = [layer for layer in layers if layer not in queries or layer not in keys]
-            if silent:
-                raise MetricError(
-                    f"the query or key hooks of layers {silent} of {model.cfg.model_name} are "
-                    "never called, so that distances of keys cannot be read off this model; leave "
-                    "AnchorDistances out"
-                )
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
             positions = (batch.label_positions - starts).cpu().double()
             return {
@@ -158,8 +148,8 @@ class AnchorDistances:
             }
 
         hooks = [
-            *hooks_by_layer(model, _name_of(model, "q"), keep_query),
-            *hooks_by_layer(model, _name_of(model, "k"), keep_keys),
+            *hooks_by_layer(model, lambda layer: operands[layer].query, keep_query),
+            *hooks_by_layer(model, lambda layer: operands[layer].key, keep_keys),
         ]
         return Observation(rows, hooks)
 
@@ -236,20 +226,20 @@ def rank_correlation(
     return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
 
 
-def _name_of(model: HookedModel, kind: str) -> Callable[[int], str]:
-    """Name of the hook point where a query or key stands as attention multiplies it."""
-
-    def name(layer: int) -> str:
-        rotated = f"blocks.{layer}.attn.hook_rot_{kind}"
-        return rotated if rotated in model.hook_dict else f"blocks.{layer}.attn.hook_{kind}"
-
-    return name
-
-
-def _check_width(model: HookedModel, layer: int, tensor: Tensor) -> None:
-    if tensor.ndim != 4 or tensor.shape[-1] != model.cfg.d_head:
+def _operands_of(model: HookedModel) -> list[Operands]:
+    require_prepared(model)
+    found = proven[model]
+    missing = [layer for layer, operands in enumerate(found) if operands is None]
+    if missing:
         raise MetricError(
-            f"queries and keys must have the shape (batch, position, head, {model.cfg.d_head}); "
-            f"layer {layer} has {tuple(tensor.shape)}, so its heads are not those of the pattern "
-            "(latent attention, say), and distances of keys would be wrong"
+            f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
+            "multiplies stand at no hook point, so that distances of keys would be those of other "
+            "vectors; leave AnchorDistances out"
         )
+    return [operands for operands in found if operands is not None]
+
+
+def _positions_first(
+    heads: Float[Tensor, "batch _ _ d_head"], operands: Operands
+) -> Float[Tensor, "batch _ _ d_head"]:
+    return heads.transpose(1, 2) if operands.heads_first else heads

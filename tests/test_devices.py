@@ -1,0 +1,91 @@
+"""A model on a GPU gives the numbers of the CPU, and batches follow it there by themselves."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import logits_of, questions, randomize, tiny_gemma3, tiny_gpt2
+from test_taps import gptj
+
+import anchorlens as al
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+MODELS: dict[str, tuple[Any, str]] = {
+    "GPT-2": (tiny_gpt2, "byte_level"),
+    "Gemma 3": (tiny_gemma3, "sentencepiece_like"),
+    "GPT-J": (lambda size: randomize(gptj()), "byte_level"),
+}
+
+
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The same model on the CPU and on the GPU."""
+    make, tokenizer_name = MODELS[request.param]
+    tokenizer = request.getfixturevalue(tokenizer_name)
+    weights = make(len(tokenizer))
+    return tuple(
+        al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device=device)
+        for device in ("cpu", "cuda")
+    )
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """NaN where the CPU has it: a tiny model may predict one class only, which has no AUC."""
+    found, largest = found.cpu(), float(expected.nan_to_num().abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
+def test_every_metric(pair: tuple[Any, Any], side: str) -> None:
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
+    on_cpu, on_gpu = (
+        al.run(
+            model,
+            questions(model, 12, padding_side=side),
+            metrics,
+            hooks=partial(al.isolate_labels, model, layers=0),
+            resamples=0,
+            progress=False,
+        )
+        for model in pair
+    )
+    assert next(pair[1].parameters()).is_cuda
+    pairs = [
+        (on_gpu["saliency_flows"].flows, on_cpu["saliency_flows"].flows),
+        (on_gpu["saliency_flows"].per_head, on_cpu["saliency_flows"].per_head),
+        (on_gpu["attention_aucroc"].aucroc, on_cpu["attention_aucroc"].aucroc),
+        (on_gpu["anchor_distances"].anchor_distance, on_cpu["anchor_distances"].anchor_distance),
+    ]
+    for found, expected in pairs:
+        assert not found.is_cuda
+        assert_equal(found, expected)
+
+
+def test_hooks_alone(pair: tuple[Any, Any]) -> None:
+    """Positions, edges and factors of the CPU serve a model on the GPU."""
+    found = []
+    for model in pair:
+        batch = questions(model, 2)[0]
+        layers, heads, anchors = model.cfg.n_layers, model.cfg.n_heads, 6
+        hooks = [
+            *al.isolate_random(model, batch, 0, seed=3),
+            *al.isolate(model, batch.label_positions, -1),
+            *al.reweight_anchors(model, batch, torch.full((layers, heads, anchors), 0.3)),
+        ]
+        device = next(model.parameters()).device
+        found.append(logits_of(model, batch.to(device), hooks).cpu())
+    assert_equal(found[1], found[0])
+
+
+def test_isolation(pair: tuple[Any, Any]) -> None:
+    on_cpu, on_gpu = (
+        al.isolation_loyalty(model, questions(model, 6), 0, draws=2, resamples=0, progress=False).kl
+        for model in pair
+    )
+    assert_equal(on_gpu, on_cpu, tolerance=1e-3)

@@ -1,0 +1,158 @@
+"""What is no hooked left-to-right language model is refused, with the reason and the layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import boot, questions, randomize, tiny_gpt2, tiny_llama
+from test_taps import hooks_on
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, ModelError
+from anchorlens.hooked import Operands, proven
+from anchorlens.probe import probe
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 700,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+HYBRID: dict[str, Any] = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+GPT1: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "encoder-decoder": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=700, **T5)
+        ),
+        "is an encoder-decoder; these analyses are of left-to-right",
+    ),
+    "bidirectional": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+        r"cannot be hooked.* layers \[0, 1\]: tokens attend to later ones",
+    ),
+    # The bridge takes the padding mask of this model for a causal one: its logits are wrong.
+    "GPT-1": (
+        lambda: transformers.OpenAIGPTLMHeadModel(
+            transformers.OpenAIGPTConfig(vocab_size=700, **GPT1)
+        ),
+        r"layers \[0, 1\]: tokens attend to later ones",
+    ),
+    "state space": (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=700, hidden_size=32, num_hidden_layers=2)
+        ),
+        r"layers \[0, 1\] of .* have no attention pattern",
+    ),
+    "hybrid": (
+        lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SIZES, **HYBRID)),
+        r"layers \[0\] of .* have no attention pattern",
+    ),
+    "images": (
+        lambda: transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
+            )
+        ),
+        "embeds no tokens",
+    ),
+}
+
+
+def refuses(model: Any, message: str) -> None:
+    for _ in range(2):  # the first forward leaves hooks of TransformerLens's own on some
+        hooked_before = hooks_on(model)
+        stand_ins = ["forward" in vars(module) for module in model.modules()]
+        with pytest.raises(ModelError, match=message):
+            al.prepare_model(model)
+    assert model not in proven
+    assert hooks_on(model) == hooked_before
+    assert ["forward" in vars(module) for module in model.modules()] == stand_ins
+    assert all(one.requires_grad and one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_left_to_right_model(name: str, byte_level: Any) -> None:
+    make, message = REFUSED[name]
+    refuses(boot(randomize(make()), byte_level), message)
+
+
+@torch.library.custom_op("anchorlens_tests::quantised", mutates_args=())
+def quantised(values: Tensor, weight: Tensor) -> Tensor:
+    """A kernel without a backward."""
+    return values @ weight.mT
+
+
+class Quantised(torch.nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = quantised(values, self.weight)
+        return result
+
+
+def quantised_llama(vocab_size: int) -> Any:
+    weights: Any = tiny_llama(vocab_size)
+    weights.model.layers[1].mlp.down_proj = Quantised(48, 32, bias=False)
+    return weights
+
+
+def test_no_backward(sentencepiece_like: Any) -> None:
+    model = boot(quantised_llama(len(sentencepiece_like)), sentencepiece_like)
+    where = "between the attention of layer 1 and that of layer 2"
+    refuses(model, rf"the backward pass of tiny fails {where} \(.*load the model unquantised")
+
+
+def test_numbers_that_are_not_finite(byte_level: Any) -> None:
+    weights: Any = tiny_gpt2(len(byte_level))
+    with torch.no_grad():
+        weights.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
+    with pytest.raises(ModelError, match=r"layers \[1, 2\]: the pattern is not finite"):
+        al.load_model(weights, tokenizer=byte_level)
+
+
+@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
+def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> None:
+    """What is said of attention that no tap can be put on."""
+    monkeypatch.setattr("anchorlens.models.connect_attention", lambda attention: False)
+    config = transformers.OPTConfig(
+        vocab_size=700,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=48,
+        word_embed_proj_dim=32,
+        max_position_embeddings=512,
+    )
+    weights: Any = transformers.OPTForCausalLM(config)
+    weights.set_attn_implementation("eager")
+    model = boot(randomize(weights), byte_level)
+    message = r"layers \[0, 1\]: an edit of the scores does not reach the pattern; load it with"
+    with pytest.raises(ModelError, match=message):
+        al.prepare_model(model)
+
+
+def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> None:
+    assert proven[gemma3][1] == Operands(
+        "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", heads_first=False
+    )
+    faults, operands = probe(gpt2)
+    assert not faults
+    assert operands == proven[gpt2]
+    assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False)
+
+
+def test_queries_and_keys_at_no_hook_point(gemma3: Any, monkeypatch: Any) -> None:
+    """Before the norm and the rotation they are not what attention multiplies."""
+    monkeypatch.setattr("anchorlens.probe._QUERY_AND_KEY", (("hook_q", "hook_k"),))
+    al.prepare_model(gemma3)
+    assert proven[gemma3] == (None, None, None)
+    batch = questions(gemma3, 2)[0]
+    with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
+        al.AnchorDistances().observe(gemma3, batch)
+    monkeypatch.setattr("anchorlens.probe._QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),))
+    assert al.prepare_model(gemma3) and proven[gemma3] == (None, None, None)

@@ -1,0 +1,325 @@
+"""Attention that transformers runs itself: hook points that act, and no trace afterwards."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import boot, centred, logits_of, questions, randomize
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from transformers import (
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
+)
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.hooked import pattern_name, proven, scores_name
+
+TOKENS: dict[str, Any] = {
+    "vocab_size": 700,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def gptj(dropout: float = 0.0) -> Any:
+    sizes: dict[str, Any] = {
+        "n_positions": 512,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "rotary_dim": 4,
+    }
+    return GPTJForCausalLM(GPTJConfig(**TOKENS, **sizes, attn_pdrop=dropout))
+
+
+def gpt_neo() -> Any:
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(
+            **TOKENS,
+            max_position_embeddings=512,
+            hidden_size=32,
+            num_layers=3,
+            num_heads=4,
+            attention_types=[[["global", "local", "global"], 1]],
+            window_size=16,
+        )
+    )
+
+
+def opt() -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+    }
+    return OPTForCausalLM(
+        OPTConfig(**TOKENS, **sizes, max_position_embeddings=512, word_embed_proj_dim=32)
+    )
+
+
+def xglm() -> Any:
+    sizes: dict[str, Any] = {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48}
+    return XGLMForCausalLM(XGLMConfig(**TOKENS, **sizes, max_position_embeddings=512))
+
+
+NATIVE = [gptj, gpt_neo, opt, xglm]
+Make = Callable[..., Any]
+
+
+def bridge_of(make: Make, tokenizer: Any, **options: Any) -> Any:
+    return boot(randomize(make(**options)), tokenizer)
+
+
+def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range) -> Tensor:
+    """Target logits of the transformers model with edges cut in its own attention masks."""
+    found: list[Tensor] = []
+    attentions = [m for m in weights.modules() if type(m).__name__ in ("GPTJAttention",)]
+    for row in range(len(batch)):
+        real = batch.attention_mask[row].nonzero().flatten()
+        edges = cut[row][real][:, real]
+
+        def edit(module: Any, args: Any, kwargs: Any, edges: Tensor = edges) -> Any:
+            mask = kwargs["attention_mask"]
+            lowest = torch.finfo(mask.dtype).min
+            return args, kwargs | {"attention_mask": mask.masked_fill(edges, lowest)}
+
+        handles = [
+            attentions[layer].register_forward_pre_hook(edit, with_kwargs=True) for layer in layers
+        ]
+        with torch.no_grad():
+            found.append(centred(weights(batch.tokens[row, real][None]).logits[0, -1]))
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found)
+
+
+def edit_of(layer: int, factor: float = 0.5) -> tuple[str, Any]:
+    return pattern_name(layer), lambda pattern, hook: pattern * factor
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def hooks_on(model: Any) -> list[int]:
+    """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
+    assert not _get_current_function_mode_stack()
+    return [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
+def test_gptj_isolated_as_by_hand(byte_level: Any) -> None:
+    """The same edit does nothing before: when this goes red TransformerLens has mended it."""
+    weights = randomize(gptj())
+    raw = boot(copy.deepcopy(weights), byte_level)
+    model = al.prepare_model(boot(copy.deepcopy(weights), byte_level))
+    batch = questions(model, 3)[0]
+    cuts = al.isolate_labels(model, batch, range(2))
+    clean, cut = logits_of(model, batch, []), logits_of(model, batch, cuts)
+    edges = al.edges.between(al.edges.anchors(batch), batch.attention_mask)
+    expected = hand_masked(weights, batch, edges, range(2))
+    assert relative(cut, expected) <= 1e-5
+    assert relative(clean, expected) >= 0.01
+    assert torch.equal(logits_of(raw, batch, cuts), logits_of(raw, batch, []))
+
+
+@pytest.mark.parametrize("make", NATIVE)
+def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
+    model = bridge_of(make, byte_level)
+    batch = questions(model, 2)[0]
+    before = logits_of(model, batch, [])
+    hooked_before = hooks_on(model)
+    al.prepare_model(model)
+    assert hooks_on(model) == hooked_before
+    assert relative(logits_of(model, batch, []), before) <= 1e-5
+    calls: list[str] = []
+
+    def note(tensor: Tensor, hook: Any) -> None:
+        calls.append(hook.name)
+
+    names = [name(layer) for layer in range(3) for name in (pattern_name, scores_name)]
+    hooks = [(name, note) for name in names]
+    with model.hooks(fwd_hooks=hooks, bwd_hooks=hooks):
+        model(batch.tokens)[:, -1].logsumexp(-1).sum().backward()
+    assert sorted(calls) == sorted(2 * names)
+    assert hooks_on(model) == hooked_before
+
+
+@pytest.mark.parametrize("make", [gptj, gpt_neo, opt])  # XGLM of transformers has no float64
+def test_gradient_and_edit_agree(make: Make, byte_level: Any) -> None:
+    """A finite difference through the pattern, against the backward hook."""
+    model = al.load_model(randomize(make()), tokenizer=byte_level, dtype=torch.float64)
+    batch = questions(model, 1)[0]
+    seen: dict[str, Tensor] = {}
+    watch = (pattern_name(1), lambda pattern, hook: seen.update(pattern=pattern.detach()))
+    grads = (pattern_name(1), lambda gradient, hook: seen.update(gradient=gradient))
+
+    def loss(hooks: Any = ()) -> Tensor:
+        with model.hooks(fwd_hooks=list(hooks)):
+            return model(batch.tokens)[0, -1, :50].log_softmax(-1)[7]
+
+    with model.hooks(fwd_hooks=[watch], bwd_hooks=[grads]):
+        loss().backward()
+    slope = (seen["pattern"] * seen["gradient"]).sum()
+    with torch.no_grad():
+        high, low = (loss([edit_of(1, factor)]) for factor in (1.01, 0.99))
+    # The softmax of transformers rounds to float32 on its way.
+    assert float((high - low) / 0.02) == pytest.approx(float(slope), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
+@pytest.mark.parametrize("make", NATIVE)
+def test_restored(make: Make, byte_level: Any) -> None:
+    model: Any = bridge_of(make, byte_level)
+    batch = questions(model, 2)[0]
+    clean = logits_of(model, batch, [])
+    modules = list(model.modules())
+    before = [set(vars(module)) for module in modules]
+    hooked_before = hooks_on(model)
+    for _ in range(2):
+        assert al.prepare_model(al.prepare_model(model)) is model
+        assert not torch.equal(logits_of(model, batch, [edit_of(0)]), clean)
+        assert al.restore_model(al.restore_model(model)) is model
+        with pytest.raises(ModelError, match="not been proven to act"):
+            al.isolate_labels(model, batch, 0)
+        assert torch.equal(logits_of(model, batch, [edit_of(0)]), clean)
+        assert [set(vars(module)) for module in modules] == before
+    assert hooks_on(model) == hooked_before
+
+
+def test_fused_kernels_are_given_back(byte_level: Any) -> None:
+    model = bridge_of(opt, byte_level)
+    batch = questions(model, 2)[0]
+    fused = model.original_model
+    fused.set_attn_implementation("sdpa")
+    clean = logits_of(model, batch, [])
+    al.prepare_model(model)
+    assert fused.config._attn_implementation == "eager"
+    assert relative(logits_of(model, batch, []), clean) <= 1e-5
+    assert not torch.allclose(logits_of(model, batch, [edit_of(1)]), clean)
+    al.restore_model(model)
+    assert fused.config._attn_implementation == "sdpa"
+    assert torch.equal(logits_of(model, batch, []), clean)
+
+
+def test_models_do_not_meet(byte_level: Any) -> None:
+    """Several at once, one run inside another's hook, and a softmax of the hook's own."""
+    one, other = (al.prepare_model(bridge_of(make, byte_level)) for make in (gptj, opt))
+    raw = bridge_of(gpt_neo, byte_level)
+    batch = questions(one, 2)[0]
+    expected = logits_of(one, batch, [edit_of(1)])
+    inside = logits_of(other, batch, [edit_of(0)])
+    alone = logits_of(raw, batch, [])
+    calls = []
+
+    def run_another(scores: Tensor, hook: Any) -> Tensor:
+        calls.append(scores.softmax(-1).shape)
+        assert torch.equal(logits_of(other, batch, [edit_of(0)]), inside)
+        assert torch.equal(logits_of(raw, batch, []), alone)
+        return scores
+
+    hooks = [(scores_name(2), run_another), edit_of(1)]
+    assert torch.equal(logits_of(one, batch, hooks), expected)
+    assert len(calls) == 1
+
+    def soften(query: Tensor, hook: Any) -> None:
+        query.softmax(-1) @ query.mT
+
+    counted: list[int] = []
+    count = (pattern_name(0), lambda pattern, hook: counted.append(1))
+    logits_of(one, batch, [("blocks.0.attn.hook_q", soften), count])
+    assert counted == [1]
+
+
+@pytest.mark.parametrize("make", NATIVE)
+def test_nothing_left_after_an_exception(make: Make, byte_level: Any) -> None:
+    model: Any = al.prepare_model(bridge_of(make, byte_level))
+    batch = questions(model, 2)[0]
+    clean = logits_of(model, batch, [])
+    hooked_before = hooks_on(model)
+
+    def fail(tensor: Tensor, hook: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in (scores_name(1), pattern_name(2), "blocks.1.attn.hook_q", "blocks.1.hook_mlp_out"):
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(model, batch, [(name, fail)])
+        assert hooks_on(model) == hooked_before
+    assert torch.equal(logits_of(model, batch, []), clean)
+
+
+def test_in_train_mode(byte_level: Any) -> None:
+    model: Any = al.prepare_model(bridge_of(gptj, byte_level, dropout=0.5))
+    batch = questions(model, 2)[0]
+    clean = logits_of(model, batch, [])
+    flows = al.saliency(model, batch)
+    model.train()
+    silence = logits_of(model, batch, [edit_of(layer, 0.0) for layer in range(3)])
+    assert not torch.equal(silence, clean)
+    state = torch.get_rng_state()
+    # Dropout is off in our own passes, and on again afterwards.
+    assert torch.equal(al.saliency(model, batch), flows)
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("make", NATIVE)
+def test_copies_have_hooks_of_their_own(make: Make, byte_level: Any) -> None:
+    model: Any = al.prepare_model(bridge_of(make, byte_level))
+    batch = questions(model, 2)[0]
+    expected = logits_of(model, batch, [edit_of(1)])
+    clean = logits_of(model, batch, [])
+    twin = copy.deepcopy(model)
+    assert twin not in proven
+    calls: list[int] = []
+    with model.hooks(fwd_hooks=[(pattern_name(1), lambda pattern, hook: calls.append(1))]):
+        assert torch.equal(logits_of(twin, batch, [edit_of(1)]), expected)
+    assert not calls
+    assert torch.equal(logits_of(model, batch, []), clean)
+    al.prepare_model(twin)
+    al.restore_model(model)
+    assert torch.equal(logits_of(twin, batch, [edit_of(1)]), expected)
+
+
+def test_rotary_hooks_of_rebuilt_attention(byte_level: Any) -> None:
+    """GPT-NeoX has hook points for rotated queries and keys that its bridge leaves out."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(**TOKENS, **sizes, intermediate_size=48, max_position_embeddings=512)
+    model = boot(randomize(GPTNeoXForCausalLM(config)), byte_level)
+    batch = questions(model, 2)[0]
+    names = [f"blocks.1.attn.hook_rot_{kind}" for kind in "qk"]
+    seen: dict[str, Tensor] = {}
+
+    def keep(tensor: Tensor, hook: Any) -> None:
+        seen[hook.name] = tensor
+
+    watch = [(name, keep) for name in (*names, scores_name(1))]
+    clean = logits_of(model, batch, watch)
+    assert set(seen) == {scores_name(1)}
+    al.prepare_model(model)
+    assert torch.equal(logits_of(model, batch, watch), clean)
+    query, key, scores = (seen[name] for name in (*names, scores_name(1)))
+    product = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    allowed = torch.ones_like(scores[0, 0]).tril().bool()
+    torch.testing.assert_close(product[..., allowed][1], scores[..., allowed][1])
+    changed = logits_of(model, batch, [(names[1], lambda key, hook: key * 2)])
+    assert not torch.allclose(changed, clean)
+    al.restore_model(model)
+    assert torch.equal(logits_of(model, batch, [(names[1], lambda key, hook: key * 2)]), clean)
