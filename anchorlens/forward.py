@@ -185,7 +185,8 @@ def _first_not_finite(model: HookedModel, batch: PromptBatch, hooks: Sequence[Ho
         return f"blocks.{layer}.hook_resid_post", note
 
     watch = [look(layer) for layer in range(model.cfg.n_layers)]
-    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, *watch]):
+    hooks = [*_padding_hooks(model, batch), *hooks, *watch]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         model(batch.tokens, attention_mask=batch.attention_mask.long())
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 

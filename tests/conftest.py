@@ -171,13 +171,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if meets_it[item]]
 
 
-@pytest.fixture(autouse=True)
-def _only_where_there_is_a_subject(request: pytest.FixtureRequest) -> None:
-    marker = request.node.get_closest_marker("not_on")
-    if marker and request.config.getoption("kind") in marker.args:
-        pytest.skip(marker.kwargs["reason"])
-
-
 def boot(weights: Any, tokenizer: Any) -> Any:
     """A bridge as anyone makes one: not prepared."""
     weights.config.architectures = [type(weights).__name__]
