@@ -1,6 +1,7 @@
 """A tiny random model of every architecture: one row each, nothing downloaded."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ LATENT = {
     "topk_group": 1,
     "num_key_value_heads": 4,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ADJACENT_PAIRS = {"3.9": "rotates halves where the model rotates adjacent pairs"}
+UNPROCESSED = {"processed": "TransformerLens has no processed weights of it"}
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,25 @@ class Architecture:
         name: What people call it.
         special: What its attention has that others lack.
         config: Name of its configuration class in transformers.
-        options: What the configuration needs besides COMMON.
+        options: What its configuration needs.
         scale: Standard deviation of every parameter, such that attention is neither near uniform
             nor near one-hot.
+        refused: Why there is no right model of it: on a TransformerLens line, or as a kind of
+            model. Loading must fail there.
+        no_distances: Part of the error that anchor distances give, where they are refused.
     """
 
     name: str
     special: str
     config: str
-    options: dict[str, Any] = field(default_factory=dict)
-    scale: float = 0.25
+    options: Mapping[str, Any]
+    scale: float
+    refused: Mapping[str, str]
+    no_distances: str
 
     def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> Any:
         """The model, the same at every call."""
-        options = COMMON | {"vocab_size": vocab_size} | self.options
+        options = {**self.options, "vocab_size": vocab_size}
         config = getattr(transformers, self.config)(**options)
         for name, value in vars(config).items():
             if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
@@ -78,236 +87,241 @@ class Architecture:
         return model.to(dtype)
 
 
+def row(
+    name: str,
+    special: str,
+    config: str,
+    *shared: Mapping[str, Any],
+    scale: float = 0.25,
+    refused: Mapping[str, str] | None = None,
+    no_distances: str = "",
+    **options: Any,
+) -> Architecture:
+    """Later options go before earlier ones."""
+    merged = dict(COMMON)
+    for more in (*shared, options):
+        merged |= more
+    return Architecture(name, special, config, merged, scale, refused or {}, no_distances)
+
+
 ROWS = [
-    Architecture("GPT-2", "learned positions, value biases", "GPT2Config"),
-    Architecture("GPT-J", "adjacent-pair partial rotary", "GPTJConfig", {"rotary_dim": 4}),
-    Architecture(
+    row("GPT-2", "learned positions, value biases", "GPT2Config"),
+    row("GPT-J", "adjacent-pair partial rotary", "GPTJConfig", rotary_dim=4),
+    row(
         "GPT-Neo",
         "global and local layers, unscaled scores",
         "GPTNeoConfig",
-        {
-            "num_layers": 3,
-            "num_heads": 4,
-            "attention_types": [[["global", "local", "global"], 1]],
-            "window_size": WINDOW,
-        },
+        attention_types=[[["global", "local", "global"], 1]],
+        window_size=WINDOW,
         scale=0.18,
     ),
-    Architecture("GPT-NeoX (Pythia)", "partial rotary, joint projections", "GPTNeoXConfig"),
-    Architecture(
-        "OPT",
-        "learned positions with an offset",
-        "OPTConfig",
-        {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    ),
-    Architecture("Bloom", "ALiBi, joint projections", "BloomConfig", {"n_layer": 3}),
-    Architecture(
-        "MPT",
-        "ALiBi",
-        "MptConfig",
-        {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128, "expansion_ratio": 2},
-    ),
-    Architecture(
-        "Falcon",
-        "multi-query, parallel attention",
-        "FalconConfig",
-        {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
-    ),
-    Architecture(
+    row("GPT-NeoX (Pythia)", "partial rotary, joint projections", "GPTNeoXConfig"),
+    row("OPT", "learned positions with an offset", "OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    row("Bloom", "ALiBi, joint projections", "BloomConfig"),
+    row("MPT", "ALiBi", "MptConfig", expansion_ratio=2, max_seq_len=128),
+    row("Falcon", "multi-query, parallel attention", "FalconConfig"),
+    row(
         "Falcon (ALiBi)",
         "ALiBi, biases",
         "FalconConfig",
-        {
-            "new_decoder_architecture": False,
-            "multi_query": False,
-            "parallel_attn": False,
-            "alibi": True,
-            "bias": True,
-        },
+        multi_query=False,
+        parallel_attn=False,
+        alibi=True,
+        bias=True,
     ),
-    Architecture("Llama", "grouped keys, biases", "LlamaConfig", {**GROUPED, "attention_bias": True}),
-    Architecture("Mistral", "sliding window", "MistralConfig", {**GROUPED, "sliding_window": WINDOW}),
-    Architecture(
-        "Mixtral",
-        "experts",
-        "MixtralConfig",
-        {**GROUPED, "num_local_experts": 4, "sliding_window": None},
-    ),
-    Architecture("Qwen2", "query, key and value biases", "Qwen2Config", GROUPED),
-    Architecture(
+    row("Llama", "grouped keys, biases", "LlamaConfig", GROUPED, attention_bias=True),
+    row("Mistral", "sliding window", "MistralConfig", GROUPED, sliding_window=WINDOW),
+    row("Mixtral", "experts", "MixtralConfig", GROUPED, num_local_experts=4, sliding_window=None),
+    row("Qwen2", "query, key and value biases", "Qwen2Config", GROUPED),
+    row(
         "Qwen2-MoE",
         "experts, one shared",
         "Qwen2MoeConfig",
-        {
-            **GROUPED,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
+        GROUPED,
+        EXPERTS,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     ),
-    Architecture("Qwen3", "query and key norm", "Qwen3Config", WIDE),
-    Architecture(
+    row("Qwen3", "query and key norm", "Qwen3Config", WIDE),
+    row(
         "Qwen3-MoE",
         "query and key norm, experts",
         "Qwen3MoeConfig",
-        {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        WIDE,
+        EXPERTS,
+        moe_intermediate_size=16,
     ),
-    Architecture(
-        "Gemma",
-        "one key head",
-        "GemmaConfig",
-        {"num_key_value_heads": 1, "head_dim": 8},
-        scale=0.15,
-    ),
-    Architecture(
+    row("Gemma", "one key head", "GemmaConfig", num_key_value_heads=1, head_dim=8, scale=0.15),
+    row(
         "Gemma 2",
         "soft caps, sliding and full layers",
         "Gemma2Config",
-        {
-            **WIDE,
-            **SLIDING_AND_FULL,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
+        WIDE,
+        SLIDING_AND_FULL,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
     ),
-    Architecture(
+    row(
         "Gemma 3",
         "sliding and full layers with a rotary base each, query and key norm",
         "Gemma3TextConfig",
-        {**WIDE, **SLIDING_AND_FULL, "query_pre_attn_scalar": 8},
+        WIDE,
+        SLIDING_AND_FULL,
+        query_pre_attn_scalar=8,
         scale=0.15,
     ),
-    Architecture(
+    row(
         "Gemma 4",
         "text only; sliding and full layers of different widths",
         "Gemma4TextConfig",
-        {
-            **WIDE,
-            **SLIDING_AND_FULL,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "global_head_dim": 16,
-            "vocab_size_per_layer_input": 700,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
-        },
+        WIDE,
+        SLIDING_AND_FULL,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        global_head_dim=16,
+        vocab_size_per_layer_input=700,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
         scale=0.18,
+        no_distances="heads are not those of the pattern",
     ),
-    Architecture("Phi", "partial rotary, parallel attention", "PhiConfig"),
-    Architecture("Phi-3", "joint projections", "Phi3Config", GROUPED),
-    Architecture("StableLM", "partial rotary", "StableLmConfig", GROUPED),
-    Architecture(
+    row("Phi", "partial rotary, parallel attention", "PhiConfig"),
+    row("Phi-3", "joint projections", "Phi3Config", GROUPED),
+    row("StableLM", "partial rotary", "StableLmConfig", GROUPED),
+    row(
         "StableLM (norms)",
         "norms for each head, biases",
         "StableLmConfig",
-        {**GROUPED, "qk_layernorm": True, "use_qkv_bias": True},
+        GROUPED,
+        qk_layernorm=True,
+        use_qkv_bias=True,
     ),
-    Architecture("OLMo", "norms without parameters", "OlmoConfig", GROUPED),
-    Architecture("OLMo 2", "query and key norm over all heads, norms after", "Olmo2Config", GROUPED),
-    Architecture("OLMo 3", "as OLMo 2, sliding and full layers", "Olmo3Config", {**GROUPED, **SLIDING_AND_FULL}),
-    Architecture(
-        "OLMoE",
-        "query and key norm, experts",
-        "OlmoeConfig",
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
-    ),
-    Architecture(
+    row("OLMo", "norms without parameters", "OlmoConfig", GROUPED),
+    row("OLMo 2", "query and key norm over all heads, norms after", "Olmo2Config", GROUPED),
+    row("OLMo 3", "as OLMo 2, sliding and full layers", "Olmo3Config", GROUPED, SLIDING_AND_FULL),
+    row("OLMoE", "query and key norm, experts", "OlmoeConfig", GROUPED, EXPERTS),
+    row(
         "Granite",
         "multipliers of scores, residuals and logits",
         "GraniteConfig",
-        {
-            **GROUPED,
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.5,
-            "embedding_multiplier": 2.0,
-            "logits_scaling": 2.0,
-        },
+        GROUPED,
+        attention_multiplier=0.3,
+        residual_multiplier=0.5,
+        embedding_multiplier=2.0,
+        logits_scaling=2.0,
     ),
-    Architecture(
+    row(
         "Granite-MoE",
         "experts",
         "GraniteMoeConfig",
-        {**GROUPED, "num_local_experts": 4, "attention_multiplier": 0.3},
+        GROUPED,
+        num_local_experts=4,
+        attention_multiplier=0.3,
     ),
-    Architecture("Cohere", "adjacent-pair rotary, parallel attention", "CohereConfig", GROUPED),
-    Architecture(
+    row(
+        "Cohere",
+        "adjacent-pair rotary, parallel attention",
+        "CohereConfig",
+        GROUPED,
+        refused=ADJACENT_PAIRS,
+    ),
+    row(
         "Cohere (norms)",
         "query and key norm for each head",
         "CohereConfig",
-        {**GROUPED, "use_qk_norm": True},
+        GROUPED,
+        use_qk_norm=True,
+        refused={"3.9": "leaves the query and key norm out"},
     ),
-    Architecture(
+    row(
         "Cohere 2",
         "sliding layers, full layers without positions",
         "Cohere2Config",
-        {**GROUPED, **SLIDING_AND_FULL},
+        GROUPED,
+        SLIDING_AND_FULL,
+        refused=ADJACENT_PAIRS,
     ),
-    Architecture("StarCoder2", "sliding window, biases", "Starcoder2Config", {**GROUPED, "sliding_window": WINDOW}),
-    Architecture("GPTBigCode", "multi-query, learned positions", "GPTBigCodeConfig"),
-    Architecture("CodeGen", "joint projections in four parts", "CodeGenConfig", {"rotary_dim": 4}),
-    Architecture(
+    row("StarCoder2", "sliding window, biases", "Starcoder2Config", GROUPED, sliding_window=WINDOW),
+    row("GPTBigCode", "multi-query, learned positions", "GPTBigCodeConfig"),
+    row("CodeGen", "joint projections in four parts", "CodeGenConfig", rotary_dim=4),
+    row(
         "GPT-OSS",
         "attention sinks, sliding and full layers, experts",
         "GptOssConfig",
-        {**WIDE, **SLIDING_AND_FULL, "num_local_experts": 4, "num_experts_per_tok": 2},
+        WIDE,
+        SLIDING_AND_FULL,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
-    Architecture(
-        "SmolLM3",
-        "a layer without positions",
-        "SmolLM3Config",
-        {**GROUPED, "no_rope_layers": [1, 0, 1]},
-    ),
-    Architecture("DeepSeek V2", "latent attention, experts", "DeepseekV2Config", LATENT),
-    Architecture("DeepSeek V3", "latent attention, experts", "DeepseekV3Config", LATENT),
-    Architecture("GLM", "adjacent-pair partial rotary", "GlmConfig", WIDE),
-    Architecture("GLM-4", "adjacent-pair partial rotary, norms after", "Glm4Config", WIDE),
-    Architecture("Nemotron", "partial rotary", "NemotronConfig", WIDE, scale=0.15),
-    Architecture(
+    row("SmolLM3", "a layer without positions", "SmolLM3Config", GROUPED, no_rope_layers=[1, 0, 1]),
+    row("DeepSeek V2", "latent attention, experts", "DeepseekV2Config", LATENT),
+    row("DeepSeek V3", "latent attention, experts", "DeepseekV3Config", LATENT),
+    row("GLM", "adjacent-pair partial rotary", "GlmConfig", WIDE),
+    row("GLM-4", "adjacent-pair partial rotary, norms after", "Glm4Config", WIDE),
+    row("Nemotron", "partial rotary", "NemotronConfig", WIDE, scale=0.15),
+    row(
         "EXAONE 4",
         "query and key norm, full layers without positions",
         "Exaone4Config",
-        {**GROUPED, **SLIDING_AND_FULL},
+        GROUPED,
+        SLIDING_AND_FULL,
     ),
-    Architecture("HunYuan", "query and key norm after the rotary embedding", "HunYuanDenseV1Config", WIDE),
-    Architecture("ERNIE 4.5", "adjacent-pair rotary", "Ernie4_5Config", WIDE),
-    Architecture("Arcee", "squared activation", "ArceeConfig", GROUPED),
-    Architecture("Apertus", "query and key norm", "ApertusConfig", GROUPED),
-    Architecture("Seed-OSS", "biases", "SeedOssConfig", WIDE),
-    Architecture("BitNet", "norms inside attention", "BitNetConfig", GROUPED),
-    Architecture(
-        "XGLM",
-        "sinusoidal positions",
-        "XGLMConfig",
-        {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48},
+    row(
+        "HunYuan",
+        "query and key norm after the rotary embedding",
+        "HunYuanDenseV1Config",
+        WIDE,
+        refused={"3.9": "normalises before the rotary embedding"},
     ),
-    Architecture(
+    row("ERNIE 4.5", "adjacent-pair rotary", "Ernie4_5Config", WIDE),
+    row("Arcee", "squared activation", "ArceeConfig", GROUPED),
+    row("Apertus", "query and key norm", "ApertusConfig", GROUPED),
+    row("Seed-OSS", "biases", "SeedOssConfig", WIDE),
+    row("BitNet", "norms inside attention", "BitNetConfig", GROUPED, refused=UNPROCESSED),
+    row("XGLM", "sinusoidal positions", "XGLMConfig", ffn_dim=48),
+    row(
+        "GPT",
+        "norms after, learned positions",
+        "OpenAIGPTConfig",
+        refused=dict.fromkeys(("bridge", "processed"), "attends to later tokens"),
+    ),
+    row(
         "VaultGemma",
         "sliding and full layers",
         "VaultGemmaConfig",
-        {**WIDE, **SLIDING_AND_FULL, "query_pre_attn_scalar": 8},
+        WIDE,
+        SLIDING_AND_FULL,
+        query_pre_attn_scalar=8,
         scale=0.15,
+        refused=UNPROCESSED,
     ),
-    Architecture("Ministral 3", "queries scaled by position", "Ministral3Config", WIDE),
-    Architecture(
+    row("Ministral 3", "queries scaled by position", "Ministral3Config", WIDE),
+    row(
         "JetMoe",
         "experts of heads",
         "JetMoeConfig",
-        {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+        num_key_value_heads=2,
+        kv_channels=8,
+        num_local_experts=4,
     ),
-    Architecture(
+    row(
         "Llama 4",
         "text only; chunks, layers without positions, experts",
         "Llama4TextConfig",
-        {
-            **WIDE,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 32,
-            "attention_chunk_size": 32,
-            "no_rope_layers": [1, 0, 1],
-        },
+        WIDE,
+        num_local_experts=2,
+        intermediate_size_mlp=32,
+        attention_chunk_size=32,
+        no_rope_layers=[1, 0, 1],
     ),
-    Architecture("ModernBERT decoder", "sliding and full layers", "ModernBertDecoderConfig", {"local_attention": 2 * WINDOW}),
-    Architecture("NanoChat", "norms without parameters after the rotary embedding", "NanoChatConfig", GROUPED),
+    row(
+        "ModernBERT decoder",
+        "sliding and full layers",
+        "ModernBertDecoderConfig",
+        local_attention=2 * WINDOW,
+    ),
+    row(
+        "NanoChat", "norms without parameters after the rotary embedding", "NanoChatConfig", GROUPED
+    ),
 ]
 BY_NAME = {row.name: row for row in ROWS}

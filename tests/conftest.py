@@ -142,6 +142,14 @@ def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
     return randomize(Gemma3ForCausalLM(config))  # type: ignore[return-value]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix-results",
+        metavar="FILE",
+        help="add what test_matrix.py measures to FILE, one JSON object a line",
+    )
+
+
 @pytest.fixture(scope="session")
 def byte_level() -> PreTrainedTokenizerFast:
     return byte_level_tokenizer()

@@ -1,52 +1,47 @@
 """Every architecture against plain transformers run one prompt at a time.
 
-Each row builds a tiny random model, runs it padded and hooked, and compares what the package gives
-with the oracle of plain.py. A relative difference is the largest absolute difference over the
-largest absolute value of the reference.
+Each case builds a tiny random model, runs it hooked on a padded batch, and compares what the
+package gives with the oracle of plain.py. ``--matrix-results FILE`` keeps what was measured.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+import json
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
-from architectures import BY_NAME, ROWS, Architecture
-from conftest import byte_level_tokenizer, logits_of
-from torch import Tensor
+from architectures import BY_NAME, ROWS
+from comparison import (
+    batch_of,
+    difference_of_keys,
+    differences,
+    precise,
+    reference,
+    tokenizer,
+    weights_of,
+)
+from conftest import logits_of
 
 import anchorlens as al
-from anchorlens.forward import run_pass
+from anchorlens.errors import MetricError, ModelError
+from anchorlens.hooked import scores_name
 
-TASK = al.Task("{text} ->{label}", labels=(" Human", " Location", " Number", " Entity"))
-DEMONSTRATIONS = [
-    al.Example("Who was he?", 0),
-    al.Example("Where to?", 1),
-    al.Example("How many of them?", 2),
-    al.Example("What is it?", 3),
-]
-QUERIES = [
-    al.Example("When?", 2),
-    al.Example("Who wrote this play?", 0),
-    al.Example("In which town was it?", 1),
-    al.Example("What do they eat?", 3),
-    al.Example("How far is the moon?", 2),
-]
-DIRECTIONS = 3
-LAYERS = range(2)
-CUT_HEADS = (0, 2)
+LINE = ".".join(version("transformer-lens").split(".")[:2])
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to a hooked model, with the largest relative difference allowed for each type."""
+    """A way to a hooked model."""
 
-    load: Callable[[Any, Any], Any]
-    limits: dict[torch.dtype, float]
+    load: Callable[[Any, Any], Any]  # from weights and a tokenizer
+    limits: dict[torch.dtype, float]  # largest relative difference allowed
+    sides: tuple[str, ...] = ("right", "left")  # of the padding
 
 
 def bridge(weights: Any, tokenizer: Any) -> Any:
@@ -54,186 +49,102 @@ def bridge(weights: Any, tokenizer: Any) -> Any:
 
 
 def processed_bridge(weights: Any, tokenizer: Any) -> Any:
-    """With layer norms folded and weights centred, as HookedTransformer has them."""
+    """Layer norms folded where TransformerLens can, weights centred."""
     model = al.load_model(weights, tokenizer=tokenizer)
-    model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* does not support (fold_ln|center)")
+        model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
     return al.prepare_model(model)
 
 
 KINDS = {
     "bridge": Kind(bridge, {torch.float32: 1e-4, torch.float64: 1e-9}),
-    "processed": Kind(processed_bridge, {torch.float32: 1e-4, torch.float64: 1e-6}),
+    "processed": Kind(processed_bridge, {torch.float32: 1e-4, torch.float64: 1e-6}, ("left",)),
 }
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What the oracle says of all prompts."""
-
-    prompts: list[plain.Prompt]
-    observed: list[plain.Observed]
-    cut: list[list[Tensor]]  # logits of each way to isolate, by prompt
-    reweighted: list[Tensor]
-
-
-@lru_cache(maxsize=1)
-def tokenizer() -> Any:
-    return byte_level_tokenizer()
-
-
-def batch_of(side: Any) -> al.PromptBatch:
-    (batch,) = al.build_prompts(
-        tokenizer(), TASK, DEMONSTRATIONS, QUERIES, batch_size=len(QUERIES), padding_side=side
-    )
-    assert len(set(batch.attention_mask.sum(1).tolist())) > 2
-    return batch
-
-
-def precise(dtype: torch.dtype) -> Any:
-    return plain.everything_in_float64() if dtype == torch.float64 else nullcontext()
-
-
-def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    shape = (n_layers, n_heads, len(DEMONSTRATIONS))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-@lru_cache(maxsize=1)
-def weights_of(name: str, dtype: torch.dtype) -> Any:
-    return BY_NAME[name].build(len(tokenizer()), dtype)
-
-
-@lru_cache(maxsize=1)
-def reference(name: str, dtype: torch.dtype) -> Reference:
-    model = weights_of(name, dtype)
-    prompts = plain.prompts_of(batch_of("right"))
-    with precise(dtype):
-        observed = [plain.observe(model, prompt) for prompt in prompts]
-        n_layers, n_heads = observed[0].attention.shape[:2]
-        beta = beta_of(n_layers, n_heads, dtype)
-        cut, reweighted = [], []
-        for prompt in prompts:
-            edges = plain.isolation_edges(prompt)
-            ones = torch.ones(n_layers, n_heads, *edges.shape, dtype=dtype)
-            zeroed, scaled = ones.clone(), ones.clone()
-            zeroed[list(LAYERS)] *= (~edges).to(dtype)
-            by_head = torch.zeros_like(ones, dtype=torch.bool)
-            by_head[1, list(CUT_HEADS)] = edges
-            scaled[:, :, prompt.target, prompt.anchors] = beta.exp()
-            cut.append(
-                [
-                    plain.with_cut_masks(model, prompt, edges, LAYERS),
-                    plain.with_pattern_times(model, prompt, zeroed),
-                    plain.with_cut_scores(model, prompt, by_head),
-                ]
-            )
-            reweighted.append(plain.with_pattern_times(model, prompt, scaled))
-    return Reference(prompts, observed, cut, reweighted)
+CASES = [
+    pytest.param(row.name, dtype, kind, side, id=f"{row.name}-{str(dtype)[6:]}-{kind}-{side}")
+    for row in ROWS
+    for dtype in (torch.float32, torch.float64)
+    for kind in KINDS
+    for side in KINDS[kind].sides
+]
 
 
 @lru_cache(maxsize=1)
 def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
+    weights = copy.deepcopy(weights_of(name, dtype))
     with precise(dtype):
-        return KINDS[kind].load(copy.deepcopy(weights_of(name, dtype)), tokenizer())
+        return KINDS[kind].load(weights, tokenizer())
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
+def hooks_are_native(name: str) -> bool:
+    """Whether an edit of the scores acts on a bridge that is not prepared."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    weights = copy.deepcopy(weights_of(name, torch.float32))
+    weights.config.architectures = [type(weights).__name__]
+    own = copy.deepcopy(tokenizer())
+    own.init_kwargs |= {"name_or_path": "tiny", "add_bos_token": True}
+    model = TransformerBridge.boot_transformers("tiny", hf_model=weights, tokenizer=own)
+    batch = batch_of("right").prompt(0)
+    hooks = [(scores_name(k), lambda scores, hook: scores * 0) for k in range(model.cfg.n_layers)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an edit that is discarded
+        return not torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
-def centred(logits: Tensor) -> Tensor:
-    """Without their mean, which processing takes off and no probability depends on."""
-    return logits - logits.mean(-1, keepdim=True)
-
-
-def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
-    """[..., query, key] without the padding of prompt n."""
-    keep = batch.attention_mask[n].nonzero().flatten()
-    return maps[..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
-
-
-def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
-    """The package's side, from padded batches."""
-    dtype = next(iter(model.parameters())).dtype
-    metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
-    observations = [metric.observe(model, batch) for metric in metrics]
-    logits = run_pass(
-        model,
-        batch,
-        observers=[hook for one in observations for hook in one.hooks],
-        backward_hooks=[hook for one in observations for hook in one.backward_hooks],
-        loss=al.label_cross_entropy,
-    )
-    flows, attention = (one.rows(logits, None) for one in observations)
-    beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
-    positions = batch.label_positions
-    cuts = [
-        al.isolate_labels(model, batch, layers=LAYERS),
-        al.isolate_labels(model, batch, layers=LAYERS, renormalize=False),
-        al.isolate(model, positions, layers=[1], heads=CUT_HEADS),
-    ]
-    return {
-        "logits": logits,
-        "saliency": al.saliency(model, batch),
-        "flows": flows["flows"][..., :3],
-        "attention": attention["attention"].sum(2),
-        "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
-        "reweighting": logits_of(model, batch, al.reweight_anchors(model, batch, beta)),
+def save(
+    path: str | None, name: str, dtype: torch.dtype, kind: str, side: str, **more: Any
+) -> None:
+    """Add one case to the results that the published table is made of."""
+    if path is None:
+        return
+    case = {
+        "architecture": name,
+        "special": BY_NAME[name].special,
+        "line": LINE,
+        "kind": kind,
+        "dtype": str(dtype).removeprefix("torch."),
+        "side": side,
     }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(case | more) + "\n")
 
 
-def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[str, float]:
-    got = ours(model, batch)
-    one = expected.observed
-    logits = torch.stack([prompt.logits for prompt in one])
-    flows = torch.tensor(
-        [
-            [plain.flows_of(layer, prompt) for layer in seen.saliency]
-            for prompt, seen in zip(expected.prompts, one, strict=True)
-        ]
-    )
-    attention = torch.stack([class_attention(*pair) for pair in zip(expected.prompts, one)])
-    saliency = max(
-        difference(inside(got["saliency"][n], batch, n), seen.saliency)
-        for n, seen in enumerate(one)
-    )
-    cut = [torch.stack(logits) for logits in zip(*expected.cut)]
-    return {
-        "logits": difference(centred(got["logits"]), centred(logits)),
-        "saliency": max(saliency, difference(got["flows"], flows)),
-        "isolation": max(
-            difference(centred(a), centred(b)) for a, b in zip(got["isolation"], cut, strict=True)
-        ),
-        "reweighting": difference(
-            centred(got["reweighting"]), centred(torch.stack(expected.reweighted))
-        ),
-        "attention": difference(got["attention"], attention),
-    }
-
-
-def class_attention(prompt: plain.Prompt, seen: plain.Observed) -> Tensor:
-    """Attention from the target to each class's label word, over all heads: [layer, class]."""
-    at_target = seen.attention[:, :, prompt.target].sum(1)
-    scores = torch.zeros(len(at_target), len(prompt.label_token_ids), dtype=torch.float64)
-    for anchor, label in zip(prompt.anchors, prompt.classes, strict=True):
-        scores[:, label] += at_target[:, anchor]
-    return scores
-
-
-DTYPES = [torch.float32, torch.float64]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
-@pytest.mark.parametrize("name", BY_NAME)
-def test_row(name: str, dtype: torch.dtype, kind: str, side: str) -> None:
-    expected = reference(name, dtype)
+@pytest.mark.parametrize(("name", "dtype", "kind", "side"), CASES)
+def test_equals_plain_transformers(
+    name: str, dtype: torch.dtype, kind: str, side: str, request: pytest.FixtureRequest
+) -> None:
+    row = BY_NAME[name]
+    results = request.config.getoption("--matrix-results")
+    reason = row.refused.get(LINE, row.refused.get(kind))
+    if reason is not None:
+        with pytest.raises((ModelError, RuntimeError)):
+            hooked(name, dtype, kind)
+        save(results, name, dtype, kind, side, refused=reason)
+        return
+    expected, batch, no_distances = reference(name, dtype), batch_of(side), ""
     with precise(dtype):
-        found = differences(hooked(name, dtype, kind), batch_of(side), expected)
+        model = hooked(name, dtype, kind)
+        found = differences(model, batch, expected)
+        try:
+            found["keys"] = difference_of_keys(model, batch, expected)
+        except MetricError as error:
+            no_distances = str(error)
     limit = KINDS[kind].limits[dtype]
-    print(found)
     wrong = {quantity: value for quantity, value in found.items() if not value <= limit}
     assert not wrong
+    assert bool(no_distances) == bool(row.no_distances) and row.no_distances in no_distances
+    if results is not None:
+        native = hooks_are_native(name)
+        save(
+            results,
+            name,
+            dtype,
+            kind,
+            side,
+            differences=found,
+            limit=limit,
+            native=native,
+            no_distances=no_distances,
+        )
