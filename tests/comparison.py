@@ -45,6 +45,7 @@ class Reference:
 
     prompts: list[plain.Prompt]
     observed: list[plain.Observed]
+    flows: Tensor  # [prompt, layer, flow]
     cut: list[list[Tensor]]  # logits of each way to isolate, by prompt
     reweighted: list[Tensor]
 
@@ -102,7 +103,12 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
                 ]
             )
             reweighted.append(plain.with_pattern_times(model, prompt, scaled))
-    expected = Reference(prompts, observed, cut, reweighted)
+    flows = [
+        [plain.flows_of(layer, prompt) for layer in one.saliency]
+        for prompt, one in zip(prompts, observed, strict=True)
+    ]
+    flows_of_all = torch.tensor(flows, dtype=torch.float64)
+    expected = Reference(prompts, observed, flows_of_all, cut, reweighted)
     check_informative(expected)
     return expected
 
@@ -110,12 +116,14 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
 def check_informative(expected: Reference) -> None:
     """Attention is neither near uniform nor near one-hot, and each intervention shows."""
     for layer in range(len(expected.observed[0].attention)):
-        rows = [
-            row for one in expected.observed for row in one.attention[layer, :, 8:].flatten(0, 1)
-        ]
-        visible = [row[row > 0] / row.sum() for row in rows if (row > 0).sum() > 4]
-        evenness = [float(-(row * row.log()).sum() / np.log(len(row))) for row in visible]
-        assert 0.25 < np.mean(evenness) < 0.95, f"layer {layer}: {np.mean(evenness):.2f}"
+        patterns = [one.attention[layer, :, 8:].double() for one in expected.observed]
+        evenness = []
+        for pattern in patterns:
+            keys = (pattern > 0).sum(-1)
+            share = pattern / pattern.sum(-1, keepdim=True)
+            entropy = torch.special.entr(share).sum(-1)
+            evenness.append((entropy / keys.log())[keys > 4].mean())
+        assert 0.25 < torch.stack(evenness).mean() < 0.95, f"layer {layer}: {evenness}"
     clean = torch.stack([one.logits for one in expected.observed])
     for changed in (*zip(*expected.cut, strict=True), expected.reweighted):
         assert difference(torch.stack(list(changed)), clean) > 1e-3
@@ -170,10 +178,6 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
 def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[str, float]:
     got, observed = ours(model, batch), expected.observed
     pairs = list(zip(expected.prompts, observed, strict=True))
-    flows = torch.tensor(
-        [[plain.flows_of(layer, prompt) for layer in one.saliency] for prompt, one in pairs],
-        dtype=torch.float64,
-    )
     attention = torch.stack([class_attention(prompt, one) for prompt, one in pairs])
     logits = torch.stack([one.logits for one in observed])
     maps = [
@@ -187,7 +191,7 @@ def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[
     reweighted = torch.stack(expected.reweighted)
     return {
         "logits": difference(centred(got["logits"]), centred(logits)),
-        "saliency": largest(*maps, difference(got["flows"], flows)),
+        "saliency": largest(*maps, difference(got["flows"], expected.flows)),
         "isolation": largest(*cuts),
         "reweighting": difference(centred(got["reweighting"]), centred(reweighted)),
         "attention": difference(got["attention"], attention),

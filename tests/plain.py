@@ -145,10 +145,11 @@ def isolation_edges(prompt: Prompt) -> Tensor:
 def flows_of(saliency: Tensor, prompt: Prompt) -> list[float]:
     """S_wp, S_pq and S_ww of one layer, pair by pair as the paper writes them."""
     kinds: dict[str, list[float]] = {"wp": [], "pq": [], "ww": []}
+    anchors, target = prompt.anchors, prompt.target
     for i, row in enumerate(saliency.tolist()):
         for j in range(i):
-            is_pq = i == prompt.target and j in prompt.anchors
-            kinds["wp" if i in prompt.anchors else "pq" if is_pq else "ww"].append(row[j])
+            is_pq = i == target and j in anchors
+            kinds["wp" if i in anchors else "pq" if is_pq else "ww"].append(row[j])
     return [sum(values) / len(values) for values in kinds.values()]
 
 
@@ -265,9 +266,10 @@ class _NoFloat32(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        args = [torch.float64 if one is torch.float32 else one for one in args]
-        kwargs = {
-            name: torch.float64 if one is torch.float32 else one
-            for name, one in (kwargs or {}).items()
-        }
-        return func(*args, **kwargs)
+        if any(one is torch.float32 for one in args):
+            args = [torch.float64 if one is torch.float32 else one for one in args]
+        return func(*args, **{name: _widened(one) for name, one in (kwargs or {}).items()})
+
+
+def _widened(option: Any) -> Any:
+    return torch.float64 if option is torch.float32 else option
