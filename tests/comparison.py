@@ -75,6 +75,8 @@ def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=1)
 def weights_of(name: str, dtype: torch.dtype) -> Any:
+    """Drawn in float32, so that they are the same numbers in both types."""
+    assert torch.get_default_dtype() == torch.float32
     return BY_NAME[name].build(len(tokenizer()), dtype)
 
 
