@@ -42,7 +42,6 @@ LATENT = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ADJACENT_PAIRS = {"3.9": "rotates halves where the model rotates adjacent pairs"}
-UNPROCESSED = {"processed": "TransformerLens has no processed weights of it"}
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,13 @@ ROWS = [
     row("Arcee", "squared activation", "ArceeConfig", GROUPED),
     row("Apertus", "query and key norm", "ApertusConfig", GROUPED),
     row("Seed-OSS", "biases", "SeedOssConfig", WIDE),
-    row("BitNet", "norms inside attention", "BitNetConfig", GROUPED, refused=UNPROCESSED),
+    row(
+        "BitNet",
+        "norms inside attention and MLP",
+        "BitNetConfig",
+        GROUPED,
+        refused={"processed": "leaves the norm inside the MLP out"},
+    ),
     row("XGLM", "sinusoidal positions", "XGLMConfig", ffn_dim=48),
     row(
         "GPT",
@@ -293,7 +298,7 @@ ROWS = [
         SLIDING_AND_FULL,
         query_pre_attn_scalar=8,
         scale=0.15,
-        refused=UNPROCESSED,
+        refused={"processed": "TransformerLens itself refuses"},
     ),
     row("Ministral 3", "queries scaled by position", "Ministral3Config", WIDE),
     row(

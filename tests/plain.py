@@ -250,7 +250,12 @@ class _Operands(_AttentionMode):
 
 @contextmanager
 def everything_in_float64() -> Iterator[None]:
-    """Keeps float64 where code asks for float32 (softmax, norms, rotary embeddings)."""
+    """Keeps float64 where code asks for float32 (softmax, norms, rotary embeddings).
+
+    Without it many rows agree to the rounding of float32 only, up to 2e-6, and left padding is NaN
+    on most architectures, in transformers too: the mask's lowest float64 is minus infinity in a
+    float32 softmax.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
