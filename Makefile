@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
+MATRIX := $(VENV)/matrix.jsonl
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
 MODEL ?= $(WEIGHTS)
 
@@ -19,7 +20,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-oldest docs lint bench clean
+.PHONY: help demo test test-oldest docs lint bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -31,6 +32,7 @@ help:
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        what saliency flows cost against plain passes, on the offline weights'
+	@echo 'make architectures  docs/architectures.md from the tests of every architecture'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
@@ -59,6 +61,13 @@ docs: $(VENV)/.stamp-docs
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/python tests/benchmarks/saliency_cost.py --model '$(MODEL)'
+
+# Both lines of TransformerLens where the older one is there.
+architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
+	rm -f $(MATRIX)
+	$(BIN)/python -m pytest -q tests/test_matrix.py --matrix-results $(MATRIX)
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/test_matrix.py --matrix-results $(MATRIX)
+	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX) > docs/architectures.md
 
 clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -92,7 +92,8 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> tor
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            is_norm_scale = parameter.ndim == 1 and not name.endswith("bias")
+            is_scale = parameter.ndim == 1 or "norm" in name
+            is_norm_scale = is_scale and not name.endswith("bias")
             parameter.copy_(noise * scale + (1.0 if is_norm_scale else 0.0))
     return model.eval()
 
@@ -154,6 +155,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="bridge",
         help="what the tests hook: a bridge as al.load_model gives it, one in compatibility mode, "
         "or a HookedTransformer (transformer-lens 3.9). Value biases are never folded",
+    )
+    parser.addoption(
+        "--matrix-results",
+        metavar="FILE",
+        help="add what test_matrix.py measures to FILE, one JSON object a line",
     )
 
 

@@ -1,0 +1,137 @@
+"""The page of architectures from what the matrix of tests measured: ``make architectures``.
+
+Reads files of ``pytest tests/test_matrix.py --matrix-results FILE``, several TransformerLens lines
+together, and prints markdown.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Case = dict[str, Any]
+
+KINDS = {
+    "bridge": "bridge",
+    "processed": "processed bridge",
+    "HookedTransformer": "HookedTransformer",
+}
+DTYPES = ("float32", "float64")
+INTRODUCTION = """# Architectures
+
+Every row is a tiny model of random weights, biases, norm scales and sinks too, on which the package
+is compared with plain transformers run one prompt at a time: attention by `output_attentions`,
+saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a factor behind the
+softmax, queries and keys as they enter the product of scores. Our side runs padded batches of five
+prompts, padded on the right and on the left. The numbers are relative differences, the largest
+absolute difference over the largest absolute value of the reference; each cell holds the largest
+over {quantities} in float32 / float64.
+
+A *processed* bridge has its layer norms folded and weights centred
+(`enable_compatibility_mode(fold_value_biases=False)`). In float64 both sides are kept from falling
+back to float32 in softmax, norms and rotary embeddings, so that rounding cannot hide an error.
+
+*Hooks*: `native` where the hook points of TransformerLens act by themselves, `made live` where the
+model runs the attention of transformers and `al.load_model` or `al.prepare_model` routes scores and
+pattern through them. *refused* means that loading is an error, and says why: the model that
+TransformerLens makes of it computes something else.
+
+This page is generated from the results of the tests by `make architectures`.
+"""
+
+
+def page(cases: list[Case]) -> str:
+    columns = sorted(
+        {(case["line"], case["kind"]) for case in cases},
+        key=lambda column: (-float(column[0]), list(KINDS).index(column[1])),
+    )
+    quantities = list(dict.fromkeys(name for case in cases for name in case.get("differences", ())))
+    titles = [f"{line} {KINDS[kind]}" for line, kind in columns]
+    rows = []
+    for name in dict.fromkeys(case["architecture"] for case in cases):
+        own = [case for case in cases if case["architecture"] == name]
+        cells = [
+            cell([case for case in own if (case["line"], case["kind"]) == column])
+            for column in columns
+        ]
+        rows.append([name, own[0]["special"], *cells, hooks(own), distances(own)])
+    by_quantity = [
+        [
+            quantity,
+            *(
+                worst([one for one in cases if (one["line"], one["kind"]) == column], [quantity])
+                for column in columns
+            ),
+        ]
+        for quantity in quantities
+    ]
+    parts = [
+        INTRODUCTION.format(quantities=", ".join(quantities)),
+        versions(cases),
+        "## By architecture",
+        table(["Architecture", "What is special", *titles, "Hooks", "Anchor distances"], rows),
+        "## By quantity",
+        "The largest of all architectures, in float32 / float64.",
+        table(["Quantity", *titles], by_quantity),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def cell(cases: list[Case]) -> str:
+    if not cases:
+        return "not run"
+    reasons = {case["refused"] for case in cases if "refused" in case}
+    return f"refused: {reasons.pop()}" if reasons else worst(cases)
+
+
+def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> str:
+    """The largest difference in float32 and in float64."""
+    largest = []
+    for dtype in DTYPES:
+        values = [
+            value
+            for case in cases
+            if case["dtype"] == dtype
+            for name, value in case.get("differences", {}).items()
+            if quantities is None or name in quantities
+        ]
+        largest.append(number(max(values)) if values else "not run")
+    return " / ".join(largest)
+
+
+def number(value: float) -> str:
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def hooks(cases: list[Case]) -> str:
+    by_line = {case["line"]: case["native"] for case in cases if "native" in case}
+    words = {line: "native" if native else "made live" for line, native in by_line.items()}
+    if len(set(words.values())) <= 1:
+        return next(iter(words.values()), "")
+    return ", ".join(f"{word} ({line})" for line, word in words.items())
+
+
+def distances(cases: list[Case]) -> str:
+    reasons = {case["no_distances"] for case in cases if "no_distances" in case}
+    return "; ".join(reason or "yes" for reason in sorted(reasons))
+
+
+def versions(cases: list[Case]) -> str:
+    found: dict[str, set[str]] = {}
+    for case in cases:
+        for name, number in case["versions"].items():
+            found.setdefault(name, set()).add(number)
+    listed = [f"{name} {' and '.join(sorted(numbers))}" for name, numbers in found.items()]
+    return f"Measured with {', '.join(listed)}."
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    texts = [Path(name).read_text() for name in sys.argv[1:]]
+    print(page([json.loads(line) for text in texts for line in text.splitlines()]), end="")

@@ -1,0 +1,243 @@
+"""The package's numbers of one model beside the oracle's, as relative differences.
+
+A relative difference is the largest absolute difference over the largest absolute value of the
+reference.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import plain
+import torch
+from architectures import BY_NAME
+from conftest import byte_level_tokenizer, logits_of
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.forward import run_pass
+from anchorlens.metrics.metric import Metric
+
+TASK = al.Task("{text} ->{label}", labels=(" Human", " Location", " Number", " Entity"))
+DEMONSTRATIONS = [
+    al.Example("Who was he?", 0),
+    al.Example("Where to?", 1),
+    al.Example("How many of them?", 2),
+    al.Example("What is it?", 3),
+]
+QUERIES = [
+    al.Example("When?", 2),
+    al.Example("Who wrote this play?", 0),
+    al.Example("In which town was it?", 1),
+    al.Example("What do they eat?", 3),
+    al.Example("How far is the moon?", 2),
+]
+DIRECTIONS = 3
+LAYERS = range(2)
+CUT_HEADS = (0, 2)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the oracle says of all prompts."""
+
+    prompts: list[plain.Prompt]
+    observed: list[plain.Observed]
+    flows: Tensor  # [prompt, layer, flow]
+    cut: list[list[Tensor]]  # logits of each way to isolate, by prompt
+    reweighted: list[Tensor]
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Any:
+    return byte_level_tokenizer()
+
+
+def batch_of(side: Any) -> al.PromptBatch:
+    (batch,) = al.build_prompts(
+        tokenizer(), TASK, DEMONSTRATIONS, QUERIES, batch_size=len(QUERIES), padding_side=side
+    )
+    assert len(set(batch.attention_mask.sum(1).tolist())) > 2
+    return batch
+
+
+def precise(dtype: torch.dtype) -> Any:
+    return plain.everything_in_float64() if dtype == torch.float64 else nullcontext()
+
+
+def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    shape = (n_layers, n_heads, len(DEMONSTRATIONS))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@lru_cache(maxsize=1)
+def weights_of(name: str, dtype: torch.dtype) -> Any:
+    """Drawn in float32, so that they are the same numbers in both types."""
+    assert torch.get_default_dtype() == torch.float32
+    return BY_NAME[name].build(len(tokenizer()), dtype)
+
+
+@lru_cache(maxsize=1)
+def reference(name: str, dtype: torch.dtype) -> Reference:
+    model = weights_of(name, dtype)
+    prompts = plain.prompts_of(batch_of("right"))
+    with precise(dtype):
+        observed = [plain.observe(model, prompt) for prompt in prompts]
+        n_layers, n_heads = observed[0].attention.shape[:2]
+        beta = beta_of(n_layers, n_heads, dtype)
+        cut, reweighted = [], []
+        for prompt in prompts:
+            edges = plain.isolation_edges(prompt)
+            ones = torch.ones(n_layers, n_heads, *edges.shape, dtype=dtype)
+            zeroed, scaled = ones.clone(), ones.clone()
+            zeroed[list(LAYERS)] *= (~edges).to(dtype)
+            by_head = torch.zeros_like(ones, dtype=torch.bool)
+            by_head[1, list(CUT_HEADS)] = edges
+            scaled[:, :, prompt.target, prompt.anchors] = beta.exp()
+            cut.append(
+                [
+                    plain.with_cut_masks(model, prompt, edges, LAYERS),
+                    plain.with_pattern_times(model, prompt, zeroed),
+                    plain.with_cut_scores(model, prompt, by_head),
+                ]
+            )
+            reweighted.append(plain.with_pattern_times(model, prompt, scaled))
+    flows = [
+        [plain.flows_of(layer, prompt) for layer in one.saliency]
+        for prompt, one in zip(prompts, observed, strict=True)
+    ]
+    flows_of_all = torch.tensor(flows, dtype=torch.float64)
+    expected = Reference(prompts, observed, flows_of_all, cut, reweighted)
+    check_informative(expected)
+    return expected
+
+
+def check_informative(expected: Reference) -> None:
+    """Attention is neither near uniform nor near one-hot, and each intervention shows."""
+    for layer in range(len(expected.observed[0].attention)):
+        patterns = [one.attention[layer, :, 8:].double() for one in expected.observed]
+        evenness = []
+        for pattern in patterns:
+            keys = (pattern > 0).sum(-1)
+            share = pattern / pattern.sum(-1, keepdim=True)
+            entropy = torch.special.entr(share).sum(-1)
+            evenness.append((entropy / keys.log())[keys > 4].mean())
+        assert 0.25 < torch.stack(evenness).mean() < 0.95, f"layer {layer}: {evenness}"
+    clean = torch.stack([one.logits for one in expected.observed])
+    for changed in (*zip(*expected.cut, strict=True), expected.reweighted):
+        assert difference(torch.stack(list(changed)), clean) > 1e-3
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
+
+
+def centred(logits: Tensor) -> Tensor:
+    """Without their mean, which processing takes off and no probability depends on."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
+    """[..., query, key] without the padding of prompt n."""
+    keep = batch.attention_mask[n].nonzero().flatten()
+    return maps[..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
+
+
+def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
+    """The package's side, from padded batches."""
+    dtype = next(iter(model.parameters())).dtype
+    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    observations = [metric.observe(model, batch) for metric in metrics]
+    logits = run_pass(
+        model,
+        batch,
+        observers=[hook for one in observations for hook in one.hooks],
+        backward_hooks=[hook for one in observations for hook in one.backward_hooks],
+        loss=al.label_cross_entropy,
+    )
+    flows, attention = (one.rows(logits, None) for one in observations)
+    beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
+    positions = batch.label_positions
+    cuts = [
+        al.isolate_labels(model, batch, layers=LAYERS),
+        al.isolate_labels(model, batch, layers=LAYERS, renormalize=False),
+        al.isolate(model, positions, layers=[1], heads=CUT_HEADS),
+    ]
+    return {
+        "logits": logits,
+        "saliency": al.saliency(model, batch),
+        "flows": flows["flows"][..., :3],
+        "attention": attention["attention"].sum(2),
+        "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
+        "reweighting": logits_of(model, batch, al.reweight_anchors(model, batch, beta)),
+    }
+
+
+def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[str, float]:
+    got, observed = ours(model, batch), expected.observed
+    pairs = list(zip(expected.prompts, observed, strict=True))
+    attention = torch.stack([class_attention(prompt, one) for prompt, one in pairs])
+    logits = torch.stack([one.logits for one in observed])
+    maps = [
+        difference(inside(got["saliency"][n], batch, n), one.saliency)
+        for n, one in enumerate(observed)
+    ]
+    cuts = [
+        difference(centred(mine), centred(torch.stack(theirs)))
+        for mine, theirs in zip(got["isolation"], zip(*expected.cut, strict=True), strict=True)
+    ]
+    reweighted = torch.stack(expected.reweighted)
+    return {
+        "logits": difference(centred(got["logits"]), centred(logits)),
+        "saliency": largest(*maps, difference(got["flows"], expected.flows)),
+        "isolation": largest(*cuts),
+        "reweighting": difference(centred(got["reweighting"]), centred(reweighted)),
+        "attention": difference(got["attention"], attention),
+    }
+
+
+def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -> float:
+    """Of the distances, and of each head-summed product of a target's query and a label's key.
+
+    Neither depends on a factor or on the order of channels, in which conventions differ. Where no
+    position has entered yet (the first layer with ALiBi) all targets have one query, and distances
+    along their directions are 0 over 0.
+    """
+    metric = al.AnchorDistances(directions=DIRECTIONS)
+    observation = metric.observe(model, batch)
+    rows = observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+    distances = metric.result(rows).anchor_distance
+    products = torch.einsum("plx,plcx->lpc", rows["queries"].double(), rows["keys"].double())
+    worst = 0.0
+    for layer in range(model.cfg.n_layers):
+        queries, keys = [], []
+        for prompt, one in zip(expected.prompts, expected.observed, strict=True):
+            by_class = [prompt.anchors[k] for k in np.argsort(prompt.classes)]
+            queries.append(one.queries[layer][:, prompt.target].flatten())
+            keys.append(one.keys[layer][:, by_class].transpose(0, 1).flatten(1))
+        query, key = torch.stack(queries).double(), torch.stack(keys).double()
+        product = torch.einsum("px,pcx->pc", query, key)
+        mine = products[layer] / products[layer].abs().max()
+        worst = largest(worst, difference(mine, product / product.abs().max()))
+        if (query - query.mean(0)).abs().max() > 1e-5 * query.abs().max():
+            theirs = plain.anchor_distances(query.numpy(), key.mean(0).numpy(), DIRECTIONS)
+            worst = largest(worst, difference(distances[layer], torch.from_numpy(theirs)))
+    return worst
+
+
+def largest(*values: float) -> float:
+    """NaN where one is, unlike max."""
+    return float(np.max(values))
+
+
+def class_attention(prompt: plain.Prompt, seen: plain.Observed) -> Tensor:
+    """Attention from the target to each class's label word, over all heads: [layer, class]."""
+    at_target = seen.attention[:, :, prompt.target].sum(1)
+    scores = torch.zeros(len(at_target), len(prompt.label_token_ids), dtype=torch.float64)
+    for anchor, label in zip(prompt.anchors, prompt.classes, strict=True):
+        scores[:, label] += at_target[:, anchor]
+    return scores

@@ -1,0 +1,153 @@
+"""Every architecture against plain transformers run one prompt at a time.
+
+Each case builds a tiny random model, runs it hooked on a padded batch, and compares what the
+package gives with the oracle of plain.py. ``--matrix-results FILE`` keeps what was measured.
+"""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import BY_NAME, ROWS
+from comparison import (
+    batch_of,
+    difference_of_keys,
+    differences,
+    precise,
+    reference,
+    tokenizer,
+    weights_of,
+)
+from conftest import logits_of
+from hooked_transformers import CONVERTED, hooked_transformer
+
+import anchorlens as al
+from anchorlens.errors import MetricError, ModelError
+from anchorlens.hooked import scores_name
+
+LINE = ".".join(version("transformer-lens").split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to a hooked model."""
+
+    load: Callable[[Any, Any], Any]  # from weights and a tokenizer
+    limits: dict[torch.dtype, float]  # largest relative difference allowed
+    sides: tuple[str, ...] = ("right", "left")  # of the padding
+
+
+def bridge(weights: Any, tokenizer: Any) -> Any:
+    return al.load_model(weights, tokenizer=tokenizer)
+
+
+def processed_bridge(weights: Any, tokenizer: Any) -> Any:
+    """Layer norms folded where TransformerLens can, weights centred."""
+    model = al.load_model(weights, tokenizer=tokenizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* does not support (fold_ln|center)")
+        model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+    return al.prepare_model(model)
+
+
+def hooked_transformer_of(weights: Any, tokenizer: Any) -> Any:
+    """As HookedTransformer.from_pretrained gives it, but for the value biases."""
+    if type(weights).__name__ not in CONVERTED:
+        pytest.skip("this line of TransformerLens makes no HookedTransformer of it")
+    return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
+
+
+PROCESSED = {torch.float32: 1e-4, torch.float64: 1e-6}
+KINDS = {
+    "bridge": Kind(bridge, {torch.float32: 1e-4, torch.float64: 1e-9}),
+    "processed": Kind(processed_bridge, PROCESSED, ("left",)),
+}
+if LINE.startswith("3."):
+    KINDS["HookedTransformer"] = Kind(hooked_transformer_of, PROCESSED)
+CASES = [
+    pytest.param(row.name, dtype, kind, side, id=f"{row.name}-{str(dtype)[6:]}-{kind}-{side}")
+    for row in ROWS
+    for dtype in (torch.float32, torch.float64)
+    for kind in KINDS
+    for side in KINDS[kind].sides
+]
+
+
+@lru_cache(maxsize=1)
+def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
+    weights = copy.deepcopy(weights_of(name, dtype))
+    with precise(dtype):
+        return KINDS[kind].load(weights, tokenizer())
+
+
+def hooks_are_native(name: str) -> bool:
+    """Whether an edit of the scores acts on a bridge that is not prepared."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    weights = copy.deepcopy(weights_of(name, torch.float32))
+    weights.config.architectures = [type(weights).__name__]
+    own = copy.deepcopy(tokenizer())
+    own.init_kwargs |= {"name_or_path": "tiny", "add_bos_token": True}
+    model = TransformerBridge.boot_transformers("tiny", hf_model=weights, tokenizer=own)
+    batch = batch_of("right").prompt(0)
+    hooks = [(scores_name(k), lambda scores, hook: scores * 0) for k in range(model.cfg.n_layers)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an edit that is discarded
+        return not torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
+
+
+def save(
+    path: str | None, name: str, dtype: torch.dtype, kind: str, side: str, **more: Any
+) -> None:
+    """Add one case to the results that the published table is made of."""
+    if path is None:
+        return
+    case = {
+        "architecture": name,
+        "special": BY_NAME[name].special,
+        "line": LINE,
+        "versions": {name: version(name) for name in ("transformer-lens", "transformers", "torch")},
+        "kind": kind,
+        "dtype": str(dtype).removeprefix("torch."),
+        "side": side,
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(case | more) + "\n")
+
+
+@pytest.mark.parametrize(("name", "dtype", "kind", "side"), CASES)
+def test_equals_plain_transformers(
+    name: str, dtype: torch.dtype, kind: str, side: str, request: pytest.FixtureRequest
+) -> None:
+    row = BY_NAME[name]
+    results = request.config.getoption("--matrix-results")
+    reason = row.refused.get(LINE, row.refused.get(kind))
+    if reason is not None:
+        with pytest.raises((ModelError, RuntimeError)):
+            hooked(name, dtype, kind)
+        save(results, name, dtype, kind, side, refused=reason)
+        return
+    expected, batch, no_distances = reference(name, dtype), batch_of(side), ""
+    model = hooked(name, dtype, kind)
+    with precise(dtype):
+        found = differences(model, batch, expected)
+        try:
+            found["keys"] = difference_of_keys(model, batch, expected)
+        except MetricError as error:
+            no_distances = str(error)
+    limit = KINDS[kind].limits[dtype]
+    wrong = {quantity: value for quantity, value in found.items() if not value <= limit}
+    assert not wrong
+    assert bool(no_distances) == bool(row.no_distances) and row.no_distances in no_distances
+    more: dict[str, Any] = {"differences": found, "no_distances": no_distances}
+    if results is not None and (dtype, kind, side) == (torch.float32, "bridge", "right"):
+        more["native"] = hooks_are_native(name)
+    save(results, name, dtype, kind, side, **more)
