@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import ModelError
+from .forward import device_of, undisturbed
 from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
 from .probe import probe
 from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
+
+_ENCODER_DECODER = (
+    "{} is an encoder-decoder; these analyses are of left-to-right language models, whose label "
+    "words stand in the same prompt as the query"
+)
 
 
 def load_model(
@@ -37,7 +44,8 @@ def load_model(
 
     Raises:
         ModelError: The model cannot be found or read, TransformerLens does not know its
-            architecture, or its attention hooks do not act.
+            architecture or computes other logits than transformers, or its attention hooks cannot
+            be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -55,7 +63,13 @@ def load_model(
         name = str(source)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
         weights = _moved(weights, device or _best_device(), dtype)
+    if weights.config.is_encoder_decoder:
+        raise ModelError(_ENCODER_DECODER.format(name))
+    # Before the bridge takes the weights apart.
+    expected = _few_logits(weights) if weights.can_generate() else None
     model = _boot(name, weights, tokenizer)
+    if expected is not None:
+        _refuse_another(name, expected, _few_logits(model))
     return prepare_model(model)
 
 
@@ -186,13 +200,31 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
         ) from error
 
 
+def _few_logits(model: Any) -> Tensor:
+    tokens = torch.arange(8, device=device_of(model))[None]
+    with undisturbed(model), torch.no_grad():
+        outputs = model(tokens, attention_mask=torch.ones_like(tokens))
+    logits: Tensor = getattr(outputs, "logits", outputs)
+    return logits
+
+
+def _refuse_another(name: str, expected: Tensor, found: Tensor) -> None:
+    """Refuse a bridge that does not compute the model that it was made of."""
+    if not expected.isfinite().all():
+        return  # the probe names the layer
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= (0.1 if expected.dtype.itemsize < 4 else 1e-3):
+        raise ModelError(
+            f"TransformerLens makes another model of {name!r}: its logits are off by "
+            f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "
+            "version of transformer-lens"
+        )
+
+
 def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(name.startswith(("encoder", "decoder")) for name in names):
-        raise ModelError(
-            f"{name} is an encoder-decoder; these analyses are of left-to-right language models, "
-            "whose label words stand in the same prompt as the query"
-        )
+        raise ModelError(_ENCODER_DECODER.format(name))
     if not isinstance(model, HookedModel):
         raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
     missing = [

@@ -226,6 +226,8 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
         if (query - query.mean(0)).abs().max() > 1e-5 * query.abs().max():
             theirs = plain.anchor_distances(query.numpy(), key.mean(0).numpy(), DIRECTIONS)
             worst = largest(worst, difference(distances[layer], torch.from_numpy(theirs)))
+        else:
+            assert distances[layer].isnan().all()
     return worst
 
 

@@ -113,6 +113,9 @@ def sizes(config: Any) -> dict[str, Any]:
     if "sliding_attention" in rotary:
         found["rotary_base_local"] = rotary["sliding_attention"]["rope_theta"]
     found["rotary_base"] = rotary.get("full_attention", rotary)["rope_theta"]
+    if getattr(config, "attn_logit_softcapping", None):
+        found["attn_scores_soft_cap"] = config.attn_logit_softcapping
+        found["output_logits_soft_cap"] = config.final_logit_softcapping
     if getattr(config, "sliding_window", None):
         found["window_size"] = config.sliding_window
     return found

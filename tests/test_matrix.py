@@ -60,8 +60,6 @@ def processed_bridge(weights: Any, tokenizer: Any) -> Any:
 
 def hooked_transformer_of(weights: Any, tokenizer: Any) -> Any:
     """As HookedTransformer.from_pretrained gives it, but for the value biases."""
-    if type(weights).__name__ not in CONVERTED:
-        pytest.skip("this line of TransformerLens makes no HookedTransformer of it")
     return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
 
 
@@ -123,12 +121,15 @@ def save(
         file.write(json.dumps(case | more) + "\n")
 
 
+@pytest.mark.filterwarnings("ignore:in layers .0. all prompts have the same query")
 @pytest.mark.parametrize(("name", "dtype", "kind", "side"), CASES)
 def test_equals_plain_transformers(
     name: str, dtype: torch.dtype, kind: str, side: str, request: pytest.FixtureRequest
 ) -> None:
     row = BY_NAME[name]
     results = request.config.getoption("--matrix-results")
+    if kind == "HookedTransformer" and row.model_class not in CONVERTED:
+        pytest.skip("this line of TransformerLens makes no HookedTransformer of it")
     reason = row.refused.get(LINE, row.refused.get(kind))
     if reason is not None:
         with pytest.raises((ModelError, RuntimeError)):
@@ -144,6 +145,10 @@ def test_equals_plain_transformers(
         except MetricError as error:
             no_distances = str(error)
     limit = KINDS[kind].limits[dtype]
+    if kind in row.wrong:
+        assert found["logits"] > 1e-2
+        save(results, name, dtype, kind, side, wrong=row.wrong[kind])
+        return
     wrong = {quantity: value for quantity, value in found.items() if not value <= limit}
     assert not wrong
     assert bool(no_distances) == bool(row.no_distances) and row.no_distances in no_distances

@@ -77,6 +77,7 @@ def refuses(model: Any, message: str) -> None:
     assert all(one.requires_grad and one.grad is None for one in model.parameters())
 
 
+@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_left_to_right_model(name: str, byte_level: Any) -> None:
     make, message = REFUSED[name]

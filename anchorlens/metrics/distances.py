@@ -27,7 +27,7 @@ class AnchorDistancesRecord(Record):
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
             queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion.
+            confusion. NaN in a layer whose queries are all the same (the first one with ALiBi).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 says that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
@@ -135,12 +135,11 @@ class AnchorDistances:
             keys[layer] = mean.flatten(2).float()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            layers = range(model.cfg.n_layers)
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
             positions = (batch.label_positions - starts).cpu().double()
             return {
-                "queries": torch.stack([queries[layer] for layer in layers], dim=1),
-                "keys": torch.stack([keys[layer] for layer in layers], dim=1),
+                "queries": _by_layer(queries),
+                "keys": _by_layer(keys),
                 "positions": torch.einsum("bac,ba->bc", shares, positions),
                 "label_logits": logits[:, batch.label_token_ids].cpu().double(),
                 "gold": gold.cpu(),
@@ -159,6 +158,13 @@ class AnchorDistances:
         distance = torch.stack(
             [key_distances(one["queries"], one["keys"].mean(0), self.directions) for one in sets]
         ).mean(0)
+        flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
+        if flat:
+            warnings.warn(
+                f"in layers {flat} all prompts have the same query at the target, as in the first "
+                "layer of a model whose positions enter later, so that no distance is defined: NaN",
+                stacklevel=2,
+            )
         gaps = torch.stack([one["positions"].mean(0) for one in sets])
         gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
         confusion = pair_auc(rows["label_logits"], rows["gold"])
@@ -187,14 +193,18 @@ def key_distances(
     """Distances of keys along the main directions of the queries, over each layer's largest.
 
     With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
-    X X^T, and neither V nor a division by a singular value is needed.
+    X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
+    queries are the same but for rounding: nothing but noise has a direction there.
     """
     centred = (queries - queries.mean(0)).double().movedim(1, 0)  # [layer, prompt, channel]
     _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
     main = vectors[..., -directions:]
     projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
     distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
-    return distances / distances.amax((1, 2), keepdim=True)
+    sizes = queries.double().movedim(1, 0).flatten(1).norm(dim=1)
+    same = centred.flatten(1).norm(dim=1) <= 1e-5 * sizes
+    distances = distances / distances.amax((1, 2), keepdim=True)
+    return distances.masked_fill(same[:, None, None], torch.nan)
 
 
 def pair_auc(
@@ -237,6 +247,16 @@ def _operands_of(model: HookedModel) -> list[Operands]:
             "vectors; leave AnchorDistances out"
         )
     return [operands for operands in found if operands is not None]
+
+
+def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
+    """Layers as axis 1. Where heads differ in width, zeros fill up: they change no product."""
+    widest = max(values.shape[-1] for values in of_layer.values())
+    filled = [
+        torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
+        for _, values in sorted(of_layer.items())
+    ]
+    return torch.stack(filled, dim=1)
 
 
 def _positions_first(

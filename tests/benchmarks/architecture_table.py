@@ -34,8 +34,9 @@ back to float32 in softmax, norms and rotary embeddings, so that rounding cannot
 
 *Hooks*: `native` where the hook points of TransformerLens act by themselves, `made live` where the
 model runs the attention of transformers and `al.load_model` or `al.prepare_model` routes scores and
-pattern through them. *refused* means that loading is an error, and says why: the model that
-TransformerLens makes of it computes something else.
+pattern through them. *refused* means that loading is an error: the model that TransformerLens makes
+of it computes something else, and how is said. *wrong* is the same where TransformerLens makes the
+model by itself, so that nobody can compare. *none*: this line makes no such model.
 
 This page is generated from the results of the tests by `make architectures`.
 """
@@ -79,10 +80,11 @@ def page(cases: list[Case]) -> str:
 
 
 def cell(cases: list[Case]) -> str:
-    if not cases:
-        return "not run"
-    reasons = {case["refused"] for case in cases if "refused" in case}
-    return f"refused: {reasons.pop()}" if reasons else worst(cases)
+    for word in ("refused", "wrong"):
+        for case in cases:
+            if word in case:
+                return f"{word}: {case[word]}"
+    return worst(cases) if cases else "none"
 
 
 def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> str:
