@@ -24,9 +24,9 @@ Every row is a tiny model of random weights, biases, norm scales and sinks too, 
 is compared with plain transformers run one prompt at a time: attention by `output_attentions`,
 saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a factor behind the
 softmax, queries and keys as they enter the product of scores. Our side runs padded batches of five
-prompts, padded on the right and on the left. The numbers are relative differences, the largest
-absolute difference over the largest absolute value of the reference; each cell holds the largest
-over {quantities} in float32 / float64.
+prompts, padded on the right and on the left (a processed bridge on the left alone). The numbers are
+relative differences, the largest absolute difference over the largest absolute value of the
+reference; each cell holds the largest over {quantities} in float32 / float64.
 
 A *processed* bridge has its layer norms folded and weights centred
 (`enable_compatibility_mode(fold_value_biases=False)`). In float64 both sides are kept from falling
