@@ -116,9 +116,8 @@ def run_pass(
 
 
 @contextmanager
-def undisturbed(model: HookedModel) -> Iterator[None]:
+def undisturbed(model: Any) -> Iterator[None]:
     """Parameters frozen and dropout off inside; both as they were afterwards, whatever happens."""
-    assert isinstance(model, torch.nn.Module)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -133,10 +132,9 @@ def undisturbed(model: HookedModel) -> Iterator[None]:
             module.training = training
 
 
-def device_of(model: HookedModel) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Where the tokens must lie."""
-    assert isinstance(model, torch.nn.Module)
-    return next(iter(model.parameters())).device
+    return torch.device(next(iter(model.parameters())).device)
 
 
 def vocabulary_of(model: HookedModel) -> int:

@@ -83,12 +83,14 @@ def observe(model: Any, prompt: Prompt) -> Observed:
         out = forward(model, prompt, output_attentions=True)
     for attention in out.attentions:
         attention.retain_grad()
-    logits = out.logits[0, -1]
+    # As the package: what follows from low precision is not in it.
+    wide = torch.promote_types(out.logits.dtype, torch.float32)
+    logits = out.logits[0, -1].to(wide)
     loss = torch.nn.functional.cross_entropy(logits[prompt.label_token_ids], prompt.gold)
     loss.backward()
     model.zero_grad()
     attention = torch.cat([a.detach() for a in out.attentions])
-    products = torch.cat([(a * a.grad).detach() for a in out.attentions])
+    products = torch.cat([(a.to(wide) * a.grad.to(wide)).detach() for a in out.attentions])
     assert len(operands.seen) == len(out.attentions)
     return Observed(
         logits=logits.detach(),

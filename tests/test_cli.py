@@ -46,7 +46,7 @@ def test_demo_writes_report_results_and_settings(
     assert len(al.IsolationRecord.load(place).random_word_loyalty) == 2
 
 
-@pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_run_takes_a_file_and_several_seeds(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:

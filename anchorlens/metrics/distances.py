@@ -27,7 +27,7 @@ class AnchorDistancesRecord(Record):
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
             queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN in a layer whose queries are all the same (the first one with ALiBi).
+            confusion. NaN in a layer whose queries are all the same (the first one with ALiBi, or prompts of one length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 says that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
@@ -161,8 +161,9 @@ class AnchorDistances:
         flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
         if flat:
             warnings.warn(
-                f"in layers {flat} all prompts have the same query at the target, as in the first "
-                "layer of a model whose positions enter later, so that no distance is defined: NaN",
+                f"in layers {flat} all prompts have the same query at the target, as in a first "
+                "layer where prompts are of one length or positions do not enter the query, so "
+                "that no distance is defined: NaN",
                 stacklevel=2,
             )
         gaps = torch.stack([one["positions"].mean(0) for one in sets])
