@@ -27,7 +27,8 @@ class AnchorDistancesRecord(Record):
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
             queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN in a layer whose queries are all the same (the first one with ALiBi, or prompts of one length).
+            confusion. NaN in a layer whose queries are all the same (the
+            first one with ALiBi, or with prompts of one length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
             1; 0.5 says that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
