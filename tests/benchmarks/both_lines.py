@@ -51,6 +51,8 @@ def figures_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, l
 def main(options: argparse.Namespace) -> None:
     weights, tokenizer = read_weights(options.model, None, torch.float32)
     weights.config.architectures = [type(weights).__name__]
+    # A .gguf file is read dequantised; its mark alone makes HookedTransformer refuse.
+    vars(weights.config).pop("quantization_config", None)
     line = f"transformer-lens {version('transformer-lens')}"
     kinds: dict[str, Callable[..., Any]] = {"bridge": al.load_model}
     if version("transformer-lens") < "4":
