@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
@@ -41,15 +42,15 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/anchorlens demo --model '$(MODEL)' --out '$(OUT)'
 
 test: lint
-	$(BIN)/python -m pytest -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
-	$(BIN)/python -m pytest -m without_jaxtyping
-	$(BIN)/python -m pytest --kind processed
+	$(PYTEST) -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
+	$(PYTEST) -m without_jaxtyping
+	$(PYTEST) --kind processed
 
 # With --kind only the tests that depend on the kind of model run; shapes were checked above.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest --kind processed
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest --kind hooked-transformer
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST)
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind processed
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind hooked-transformer
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
