@@ -23,7 +23,7 @@ def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tenso
     )
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=1, seed=42)
-    queries = [example for example in examples if example not in demos][:48]
+    queries = [example for example in examples if example not in demos][:24]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, batch_size=8)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
     results: Any = al.run(model, batches, metrics, resamples=0)
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     weights, tokenizer = read_weights(options.model, None, torch.float32)
     exact = measure(weights, tokenizer, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = copy.deepcopy(weights).to(dtype).float()
+        rounded = copy.deepcopy(weights).to(dtype).to(torch.float32)
         found = measure(weights, tokenizer, dtype)
         compare(f"{dtype} against float32", found, exact)
         same_weights = measure(rounded, tokenizer, torch.float32)
