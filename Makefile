@@ -63,7 +63,7 @@ docs: $(VENV)/.stamp-docs
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/python tests/benchmarks/saliency_cost.py --model '$(MODEL)'
 
-# Both lines of TransformerLens where the older one is there.
+# Both lines of TransformerLens.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
 	$(BIN)/python -m pytest -q tests/test_matrix.py --matrix-results $(MATRIX)

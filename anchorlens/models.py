@@ -1,8 +1,10 @@
 """Load a model, prepare it, prove that its attention hooks act."""
 
 import copy
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ def load_model(
 
     Args:
         source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model,
-            which becomes a part of the hooked model: pass a copy to go on using it by itself.
+            which becomes a part of the hooked model, also of one that is then refused: pass a copy
+            to go on using it by itself.
         tokenizer: Needed only with a loaded model; the one beside the weights otherwise.
         device: ``"cuda"``, ``"mps"`` or ``"cpu"``; the first that there is, by default. A loaded
             model stays where it is unless a device is named; then it is copied.
@@ -65,11 +68,12 @@ def load_model(
         weights = _moved(weights, device or _best_device(), dtype)
     if weights.config.is_encoder_decoder:
         raise ModelError(_ENCODER_DECODER.format(name))
+    vocabulary = len(weights.get_input_embeddings().weight)
     # Before the bridge takes the weights apart.
-    expected = _few_logits(weights) if weights.can_generate() else None
+    expected = _few_logits(weights, vocabulary) if weights.can_generate() else None
     model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_another(name, expected, _few_logits(model))
+        _refuse_another(name, expected, _few_logits(model, vocabulary))
     return prepare_model(model)
 
 
@@ -143,11 +147,14 @@ def ensure_prepared(model: HookedModel) -> None:
 
 def _moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -> Any:
     try:
-        return weights.to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError) as error:
+        # Quantised weights refuse any mention of a type.
+        return weights.to(device) if dtype is None else weights.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise ModelError(
-            f"the model cannot be put on the device {str(device)!r}: "
-            f"{str(error).partition(chr(10))[0]}; name one that this machine has (cuda, mps, cpu)"
+            f"the model cannot be put on the device {str(device)!r}"
+            + ("" if dtype is None else f" as {dtype}")
+            + f": {str(error).partition(chr(10))[0]}; name a device that this machine has (cuda, "
+            "mps, cpu), and leave dtype out for quantised weights"
         ) from error
 
 
@@ -193,15 +200,21 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     try:
-        return TransformerBridge.boot_transformers(name, hf_model=weights, tokenizer=tokenizer)
+        with patch.object(subprocess, "check_call", _install_nothing):
+            return TransformerBridge.boot_transformers(name, hf_model=weights, tokenizer=tokenizer)
     except Exception as error:  # an unknown architecture, or one that its adapter cannot take
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
 
 
-def _few_logits(model: Any) -> Tensor:
-    tokens = torch.arange(8, device=device_of(model))[None]
+def _install_nothing(*command: Any, **options: Any) -> None:
+    """TransformerLens would install torchvision for models of images, and with it another torch."""
+    raise OSError("nothing is installed while a model is loaded")
+
+
+def _few_logits(model: Any, vocabulary: int) -> Tensor:
+    tokens = torch.arange(8, device=device_of(model))[None] % vocabulary
     with undisturbed(model), torch.no_grad():
         outputs = model(tokens, attention_mask=torch.ones_like(tokens))
     logits: Tensor = getattr(outputs, "logits", outputs)
@@ -213,7 +226,7 @@ def _refuse_another(name: str, expected: Tensor, found: Tensor) -> None:
     if not (expected.isfinite().all() and found.isfinite().all()):
         return  # the probe names the layer
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= (0.1 if expected.dtype.itemsize < 4 else 1e-3):
+    if not difference <= max(1e-3, 8 * torch.finfo(expected.dtype).eps):
         raise ModelError(
             f"TransformerLens makes another model of {name!r}: its logits are off by "
             f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "
@@ -225,6 +238,9 @@ def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(name.startswith(("encoder", "decoder")) for name in names):
         raise ModelError(_ENCODER_DECODER.format(name))
+    generates = getattr(getattr(model, "original_model", None), "can_generate", None)
+    if generates is not None and not generates():
+        raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
     if not isinstance(model, HookedModel):
         raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
     missing = [

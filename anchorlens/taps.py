@@ -8,13 +8,17 @@ of transformers, with its scaling, soft caps and masks; the attention interface 
 would need a copy of it for each architecture, and a global registration.
 """
 
+import sys
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from .errors import ModelError
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -28,7 +32,8 @@ def connect_attention(attention: Any) -> bool:
     """Tap a module that transformers runs itself; False where it is of another kind."""
     if getattr(type(attention), "forward", None) is not _bridge_class().forward:
         return False
-    _stand_in(attention, _run_native)
+    if "forward" not in vars(attention):  # another's stand-in stays, and the proof decides
+        _stand_in(attention, _run_native)
     return True
 
 
@@ -44,7 +49,7 @@ def connect_operands(attention: Any) -> bool:
 
 def form_patterns(model: Any) -> None:
     """Have transformers form the attention pattern, which its fused kernels do not."""
-    implementation = model.original_model.config._attn_implementation
+    implementation = getattr(model.original_model.config, "_attn_implementation", "eager")
     if implementation != "eager":
         model.original_model.set_attn_implementation("eager")
         _fused[model] = implementation
@@ -84,8 +89,15 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         args = (attention.hook_in(args[0]), *args[1:])
     shape = _shape_of_rows(attention, args, kwargs)
-    with _PatternThroughHooks(attention, shape), _OperandsThroughHooks(attention, shape):
+    pattern = _PatternThroughHooks(attention, shape, depth=1)
+    with pattern, _OperandsThroughHooks(attention, shape, depth=1):
         output = attention.original_component(*args, **kwargs)
+    if pattern.calls != 1:
+        raise ModelError(
+            f"{attention.hook_pattern.name} needs one softmax of the attention, but it took "
+            f"{pattern.calls}. If its implementation was set after al.prepare_model, call "
+            "al.restore_model(model) and al.prepare_model(model) again"
+        )
     if isinstance(output, tuple):
         return (attention.hook_out(output[0]), *output[1:])
     return attention.hook_out(output)
@@ -93,7 +105,7 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """The bridge's own forward, which leaves only the rotary hook points out."""
-    with _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs)):
+    with _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0):
         return type(attention).forward(attention, *args, **kwargs)
 
 
@@ -103,17 +115,46 @@ def _shape_of_rows(attention: Any, args: Any, kwargs: Any) -> tuple[int, int, in
     return hidden.shape[0], attention.config.n_heads, hidden.shape[1]
 
 
-class _PatternThroughHooks(TorchFunctionMode):
-    """The softmax from scores to pattern passes through both hook points."""
+class _OwnCalls(TorchFunctionMode):
+    """Tells calls of the attention itself from those of modules and hooks that run inside it.
 
-    def __init__(self, attention: Any, shape: tuple[int, int, int]) -> None:
+    Args:
+        attention: The bridge's module.
+        shape: See :func:`_shape_of_rows`.
+        depth: How many modules stand between the ``with`` and the attention's own calls.
+    """
+
+    def __init__(self, attention: Any, shape: tuple[int, int, int], depth: int) -> None:
         super().__init__()
-        self.attention, self.shape = attention, shape
+        self.attention, self.shape, self.depth = attention, shape, depth
+        self.calls = 0
+
+    def __enter__(self) -> Any:
+        self.opened_by: FrameType | None = sys._getframe(1)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.opened_by = None
+        super().__exit__(*raised)
+
+    def is_own_call(self) -> bool:
+        frame, modules = sys._getframe(2), 0
+        while frame is not self.opened_by and frame.f_back is not None:
+            modules += frame.f_code is torch.nn.Module._call_impl.__code__
+            frame = frame.f_back
+        return modules == self.depth
+
+
+class _PatternThroughHooks(_OwnCalls):
+    """The softmax from scores to pattern passes through both hook points."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _SOFTMAX or not self.is_scores(args[0]):
+        if func not in _SOFTMAX or not args or not self.is_scores(args[0]):
             return func(*args, **kwargs)
+        if not self.is_own_call():
+            return func(*args, **kwargs)
+        self.calls += 1
         # Hooks run with the mode set aside, so that a softmax of their own is left alone.
         scores = self.attention.hook_attn_scores(args[0].reshape(*self.shape, -1))
         pattern = self.attention.hook_pattern(func(scores, *args[1:], **kwargs))
@@ -125,19 +166,16 @@ class _PatternThroughHooks(TorchFunctionMode):
         return tensor.shape[:-1] in (self.shape, (batch * heads, queries))
 
 
-class _OperandsThroughHooks(TorchFunctionMode):
+class _OperandsThroughHooks(_OwnCalls):
     """The product of queries and keys, the first of its shape, takes them from the hook points."""
-
-    def __init__(self, attention: Any, shape: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.attention, self.shape = attention, shape
-        self.waiting = _has_rotary_points(attention)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.waiting or func not in _PRODUCT or args[0].shape[:-1] != self.shape:
+        if self.calls or func not in _PRODUCT or len(args) != 2 or args[0].shape[:-1] != self.shape:
             return func(*args, **kwargs)
-        self.waiting = False
+        if not self.is_own_call() or not _has_rotary_points(self.attention):
+            return func(*args, **kwargs)
+        self.calls += 1
         query, transposed_key = args
         key = self.attention.hook_rot_k(transposed_key.mT)
         return func(self.attention.hook_rot_q(query), key.mT)

@@ -13,7 +13,7 @@ import numpy as np
 import plain
 import torch
 from architectures import BY_NAME
-from conftest import byte_level_tokenizer, logits_of
+from conftest import byte_level_tokenizer, centred, difference, logits_of
 from torch import Tensor
 
 import anchorlens as al
@@ -129,16 +129,6 @@ def check_informative(expected: Reference) -> None:
     clean = torch.stack([one.logits for one in expected.observed])
     for changed in (*zip(*expected.cut, strict=True), expected.reweighted):
         assert difference(torch.stack(list(changed)), clean) > 1e-3
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
-
-
-def centred(logits: Tensor) -> Tensor:
-    """Without their mean, which processing takes off and no probability depends on."""
-    return logits - logits.mean(-1, keepdim=True)
 
 
 def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:

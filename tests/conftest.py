@@ -254,6 +254,12 @@ def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatc
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
 
 
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference."""
+    assert ours.shape == theirs.shape
+    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
+
+
 def centred(logits: Tensor) -> Tensor:
     """Up to the constant in each row that says nothing: a centred unembedding takes it off."""
     return logits - logits.mean(-1, keepdim=True)

@@ -4,8 +4,8 @@ import copy
 from typing import Any
 from unittest.mock import patch
 
-# The architectures that 3.9 converts; it has no converter for any other decoder. A test compares
-# each with transformers.
+# The architectures that 3.9 converts; it has no converter for any other decoder. The matrix
+# compares each with transformers.
 CONVERTED = (
     "ApertusForCausalLM",
     "BloomForCausalLM",

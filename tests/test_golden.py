@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GoldenCase, centred
+from conftest import GoldenCase, centred, difference
 from torch import Tensor
 
 import anchorlens as al
@@ -21,12 +21,6 @@ def model(golden: GoldenCase, byte_level: Any, hooked: Any) -> Any:
 @pytest.fixture(params=["left", "right"])
 def side(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value of the reference."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:

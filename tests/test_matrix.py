@@ -26,13 +26,15 @@ from comparison import (
     tokenizer,
     weights_of,
 )
-from conftest import logits_of
+from conftest import boot, logits_of
 from hooked_transformers import CONVERTED, hooked_transformer
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
 from anchorlens.hooked import scores_name
 
+# What is said of a model that is refused, by the package or by TransformerLens itself.
+REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 
 
@@ -88,13 +90,7 @@ def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
 
 def hooks_are_native(name: str) -> bool:
     """Whether an edit of the scores acts on a bridge that is not prepared."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    weights = copy.deepcopy(weights_of(name, torch.float32))
-    weights.config.architectures = [type(weights).__name__]
-    own = copy.deepcopy(tokenizer())
-    own.init_kwargs |= {"name_or_path": "tiny", "add_bos_token": True}
-    model = TransformerBridge.boot_transformers("tiny", hf_model=weights, tokenizer=own)
+    model = boot(copy.deepcopy(weights_of(name, torch.float32)), tokenizer())
     batch = batch_of("right").prompt(0)
     hooks = [(scores_name(k), lambda scores, hook: scores * 0) for k in range(model.cfg.n_layers)]
     with warnings.catch_warnings():
@@ -132,7 +128,7 @@ def test_equals_plain_transformers(
         pytest.skip("this line of TransformerLens makes no HookedTransformer of it")
     reason = row.refused.get(LINE, row.refused.get(kind))
     if reason is not None:
-        with pytest.raises((ModelError, RuntimeError)):
+        with pytest.raises((ModelError, RuntimeError), match=REFUSAL):
             hooked(name, dtype, kind)
         save(results, name, dtype, kind, side, refused=reason)
         return

@@ -7,14 +7,16 @@ import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import questions, randomize, tiny_gpt2
+from conftest import questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 import anchorlens as al
-from anchorlens.errors import ModelError
+from anchorlens.errors import ModelError, PromptError
 from anchorlens.forward import run_pass
 from anchorlens.hooked import require_prepared
 
@@ -160,3 +162,58 @@ def test_bos_is_where_the_tokenizer_puts_it(
     assert (ids[0] == tokenizer.bos_token_id) == (kind == "sentencepiece_like")
     assert tokenizer.init_kwargs == settings and tokenizer(TEXT)["input_ids"] == ids
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
+
+
+def test_tokenizer_of_another_model(byte_level: Any) -> None:
+    """It may be there for nothing, beside tokens of one's own: its tokens are what is refused."""
+    model = al.load_model(tiny_gpt2(100), tokenizer=byte_level)
+    with pytest.raises(PromptError, match=r"token \d+ is outside .* 100; .* of another model"):
+        al.saliency(model, questions(model, 1)[0])
+
+
+def test_quantised_weights_have_no_type(byte_level: Any) -> None:
+    """Marked as bitsandbytes marks them; transformers then refuses to cast, even to None."""
+    weights: Any = tiny_gpt2(len(byte_level))
+    weights.is_quantized, weights.quantization_method = True, "gptq"
+    al.load_model(weights, tokenizer=byte_level, device="cpu")
+    with pytest.raises(ModelError, match=r"cannot be put .* leave dtype out for quantised"):
+        al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
+
+
+def test_nothing_is_installed_for_a_model_of_images(
+    sentencepiece_like: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TransformerLens installs torchvision where it is missing; the text part needs none."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    commands: list[Any] = []
+    monkeypatch.setattr("subprocess.check_call", lambda *command, **_: commands.append(command))
+    text = tiny_gemma3(len(sentencepiece_like)).config.to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision | {"num_attention_heads": 2, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=5,
+    )
+    weights: Any = randomize(Gemma3ForConditionalGeneration(config))
+    model = al.load_model(weights, tokenizer=sentencepiece_like)
+    assert al.saliency(model, questions(model, 1)[0]).isfinite().all()
+    assert not commands
+
+
+def test_another_model_than_transformers_has(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    boot = TransformerBridge.boot_transformers
+
+    def spoiled(name: str, hf_model: Any, tokenizer: Any) -> Any:
+        with torch.no_grad():
+            hf_model.transformer.h[0].attn.c_attn.bias.mul_(1.1)
+        return boot(name, hf_model=hf_model, tokenizer=tokenizer)
+
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", spoiled)
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(ModelError, match=r"makes another model of .* off by 0\.\d+ of the"):
+            al.load_model(tiny_gpt2(len(byte_level)).type(dtype), tokenizer=byte_level)

@@ -6,7 +6,7 @@ from typing import Any
 import plain
 import pytest
 import torch
-from conftest import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
 from test_taps import gpt_neo, gptj, opt
 from torch import Tensor
 
@@ -23,10 +23,6 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 # The arithmetic of transformers itself moves the mean flows of these three layers that far.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def flows_of(maps: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -55,10 +51,10 @@ def test_low_precision(name: str, dtype: torch.dtype, side: str, request: Any) -
         theirs[n, :, inside] = plain.observe(rounded, prompt).saliency.float().flatten(1)
     expected = flows_of(al.saliency(exact, batch), batch)
     maps = al.saliency(low, batch)
-    error = relative(flows_of(maps, batch), expected)
+    error = difference(flows_of(maps, batch), expected)
     assert maps.dtype == torch.float32
     assert error <= TOLERANCE[dtype]
-    assert error <= 2 * relative(flows_of(theirs, batch), expected) + 1e-3
+    assert error <= 2 * difference(flows_of(theirs, batch), expected) + 1e-3
 
     for renormalize in (True, False):
         cut = al.isolate_labels(low, batch, range(2), renormalize=renormalize)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import centred, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from conftest import centred, difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -19,11 +19,6 @@ MAKE: dict[str, Callable[[int], Any]] = {
     "gemma3": tiny_gemma3,
 }
 SHORT = al.Task("{text} ->{label}", labels=(" Positive", " Negative"))
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int) -> Tensor:

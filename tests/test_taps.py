@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conftest import boot, centred, logits_of, questions, randomize
+from conftest import boot, centred, difference, logits_of, questions, randomize
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from transformers import (
@@ -111,10 +112,6 @@ def edit_of(layer: int, factor: float = 0.5) -> tuple[str, Any]:
     return pattern_name(layer), lambda pattern, hook: pattern * factor
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def hooks_on(model: Any) -> list[int]:
     """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
     assert not _get_current_function_mode_stack()
@@ -135,8 +132,8 @@ def test_gptj_isolated_as_by_hand(byte_level: Any) -> None:
     clean, cut = logits_of(model, batch, []), logits_of(model, batch, cuts)
     edges = al.edges.between(al.edges.anchors(batch), batch.attention_mask)
     expected = hand_masked(weights, batch, edges, range(2))
-    assert relative(cut, expected) <= 1e-5
-    assert relative(clean, expected) >= 0.01
+    assert difference(cut, expected) <= 1e-5
+    assert difference(clean, expected) >= 0.01
     assert torch.equal(logits_of(raw, batch, cuts), logits_of(raw, batch, []))
 
 
@@ -148,7 +145,7 @@ def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
     hooked_before = hooks_on(model)
     al.prepare_model(model)
     assert hooks_on(model) == hooked_before
-    assert relative(logits_of(model, batch, []), before) <= 1e-5
+    assert difference(logits_of(model, batch, []), before) <= 1e-5
     calls: list[str] = []
 
     def note(tensor: Tensor, hook: Any) -> None:
@@ -212,7 +209,7 @@ def test_fused_kernels_are_given_back(byte_level: Any) -> None:
     clean = logits_of(model, batch, [])
     al.prepare_model(model)
     assert fused.config._attn_implementation == "eager"
-    assert relative(logits_of(model, batch, []), clean) <= 1e-5
+    assert difference(logits_of(model, batch, []), clean) <= 1e-5
     assert not torch.allclose(logits_of(model, batch, [edit_of(1)]), clean)
     al.restore_model(model)
     assert fused.config._attn_implementation == "sdpa"
@@ -239,13 +236,42 @@ def test_models_do_not_meet(byte_level: Any) -> None:
     assert torch.equal(logits_of(one, batch, hooks), expected)
     assert len(calls) == 1
 
-    def soften(query: Tensor, hook: Any) -> None:
-        query.softmax(-1) @ query.mT
-
+    # Inside the attention itself, before its own softmax: neither another model nor a product and
+    # softmax of the hook's own is taken for those of the attention.
     counted: list[int] = []
     count = (pattern_name(0), lambda pattern, hook: counted.append(1))
-    logits_of(one, batch, [("blocks.0.attn.hook_q", soften), count])
+
+    def run_all(query: Tensor, hook: Any) -> None:
+        heads = query.transpose(1, 2)
+        (heads @ heads.mT).softmax(-1)
+        assert torch.equal(logits_of(raw, batch, []), alone)
+        assert torch.equal(logits_of(other, batch, [edit_of(0)]), inside)
+
+    inner = [("blocks.0.attn.hook_q", run_all), count, edit_of(1)]
+    assert torch.equal(logits_of(one, batch, inner), expected)
     assert counted == [1]
+
+
+def test_a_fused_kernel_set_later(byte_level: Any) -> None:
+    """Its softmax cannot be seen: silence would look like a model that loses nothing."""
+    model = al.prepare_model(bridge_of(opt, byte_level))
+    batch = questions(model, 2)[0]
+    model.original_model.set_attn_implementation("sdpa")  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"needs one softmax .* took 0.*restore_model"):
+        logits_of(model, batch, al.isolate_labels(model, batch, 0))
+    al.prepare_model(al.restore_model(model))
+    assert logits_of(model, batch, al.isolate_labels(model, batch, 0)).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
+def test_a_forward_that_another_library_put_there(byte_level: Any) -> None:
+    model = bridge_of(opt, byte_level)
+    attention = model.blocks[1].attn
+    vars(attention)["forward"] = wrapped = partial(type(attention).forward, attention)
+    with pytest.raises(ModelError, match=r"layers \[1\]: an edit of the scores"):
+        al.prepare_model(model)
+    assert vars(attention)["forward"] is wrapped
+    assert "forward" not in vars(model.blocks[0].attn)
 
 
 @pytest.mark.parametrize("make", NATIVE)
