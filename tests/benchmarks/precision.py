@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.errors import ModelError
 from anchorlens.models import read_weights
 
 
@@ -59,7 +60,11 @@ if __name__ == "__main__":
     exact = measure(weights, tokenizer, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
         rounded = copy.deepcopy(weights).to(dtype).to(torch.float32)
-        found = measure(weights, tokenizer, dtype)
+        try:
+            found = measure(weights, tokenizer, dtype)
+        except ModelError as error:  # Gemma 3 overflows in float16
+            print(f"{dtype}: {error}")
+            continue
         compare(f"{dtype} against float32", found, exact)
         same_weights = measure(rounded, tokenizer, torch.float32)
         compare(f"{dtype}, arithmetic alone", found, same_weights)
