@@ -26,7 +26,7 @@ saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a 
 softmax, queries and keys as they enter the product of scores. Our side runs padded batches of five
 prompts, padded on the right and on the left (a processed bridge on the left alone). The numbers are
 relative differences, the largest absolute difference over the largest absolute value of the
-reference; each cell holds the largest over {quantities} in float32 / float64.
+reference; each cell holds the largest over {quantities} in float32 and, below it, in float64.
 
 A *processed* bridge has its layer norms folded and weights centred
 (`enable_compatibility_mode(fold_value_biases=False)`). In float64 both sides are kept from falling
@@ -56,7 +56,7 @@ def page(cases: list[Case]) -> str:
             cell([case for case in own if (case["line"], case["kind"]) == column])
             for column in columns
         ]
-        rows.append([name, own[0]["special"], *cells, hooks(own), distances(own)])
+        rows.append([f"**{name}**<br>{own[0]['special']}", *cells, hooks(own) + distances(own)])
     by_quantity = [
         [
             quantity,
@@ -71,9 +71,9 @@ def page(cases: list[Case]) -> str:
         INTRODUCTION.format(quantities=", ".join(quantities)),
         versions(cases),
         "## By architecture",
-        table(["Architecture", "What is special", *titles, "Hooks", "Anchor distances"], rows),
+        table(["Architecture, what is special", *titles, "Hooks"], rows),
         "## By quantity",
-        "The largest of all architectures, in float32 / float64.",
+        "The largest of all architectures, in float32 and, below it, in float64.",
         table(["Quantity", *titles], by_quantity),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -99,7 +99,7 @@ def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> str:
             if quantities is None or name in quantities
         ]
         largest.append(number(max(values)) if values else "not run")
-    return " / ".join(largest)
+    return "<br>".join(largest)
 
 
 def number(value: float) -> str:
@@ -116,8 +116,8 @@ def hooks(cases: list[Case]) -> str:
 
 
 def distances(cases: list[Case]) -> str:
-    reasons = {case["no_distances"] for case in cases if "no_distances" in case}
-    return "; ".join(reason or "yes" for reason in sorted(reasons))
+    reasons = {case["no_distances"] for case in cases if case.get("no_distances")}
+    return "".join(f"; no anchor distances: {reason}" for reason in sorted(reasons))
 
 
 def versions(cases: list[Case]) -> str:
