@@ -130,19 +130,21 @@ class _OwnCalls(TorchFunctionMode):
         self.calls = 0
 
     def __enter__(self) -> Any:
-        self.opened_by: FrameType | None = sys._getframe(1)
+        self.outside = _modules_running()
         return super().__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
-        self.opened_by = None
-        super().__exit__(*raised)
-
     def is_own_call(self) -> bool:
-        frame, modules = sys._getframe(2), 0
-        while frame is not self.opened_by and frame.f_back is not None:
-            modules += frame.f_code is torch.nn.Module._call_impl.__code__
-            frame = frame.f_back
-        return modules == self.depth
+        return _modules_running() - self.outside == self.depth
+
+
+def _modules_running() -> int:
+    """How many modules are being called, one inside another."""
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        count += frame.f_code is torch.nn.Module._call_impl.__code__
+        frame = frame.f_back
+    return count
 
 
 class _PatternThroughHooks(_OwnCalls):
