@@ -236,7 +236,7 @@ def _refuse_another(name: str, expected: Tensor, found: Tensor) -> None:
 
 def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
-    if any(name.startswith(("encoder", "decoder")) for name in names):
+    if any(point.startswith(("encoder", "decoder")) for point in names):
         raise ModelError(_ENCODER_DECODER.format(name))
     generates = getattr(getattr(model, "original_model", None), "can_generate", None)
     if generates is not None and not generates():

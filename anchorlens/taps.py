@@ -152,9 +152,7 @@ class _PatternThroughHooks(_OwnCalls):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _SOFTMAX or not args or not self.is_scores(args[0]):
-            return func(*args, **kwargs)
-        if not self.is_own_call():
+        if not (func in _SOFTMAX and args and self.is_scores(args[0]) and self.is_own_call()):
             return func(*args, **kwargs)
         self.calls += 1
         # Hooks run with the mode set aside, so that a softmax of their own is left alone.

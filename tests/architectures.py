@@ -1,25 +1,7 @@
 """A tiny random model of every architecture: one row each, nothing downloaded."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from architecture_row import row
 
-import torch
-import transformers
-from conftest import randomize
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-# What configs share, by the names that most of them use; a config ignores what it has no use for.
-COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 WINDOW = 12  # shorter than the prompts, so that it acts
 GROUPED = {"num_key_value_heads": 2}
 WIDE = {"num_key_value_heads": 2, "head_dim": 8}
@@ -43,77 +25,6 @@ LATENT = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ADJACENT_PAIRS = {"3.9": "rotates halves where the model rotates adjacent pairs"}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One row of the matrix.
-
-    Attributes:
-        name: What people call it.
-        special: What its attention has that others lack.
-        config: Name of its configuration class in transformers.
-        options: What its configuration needs.
-        scale: Standard deviation of every parameter, such that attention is neither near uniform
-            nor near one-hot.
-        refused: Why there is no right model of it: on a TransformerLens line, or as a kind of
-            model. Loading must fail there.
-        wrong: Why TransformerLens makes another model of it, as a kind of model that it makes by
-            itself, so that nobody here can compare. Its numbers must be off, or we learn of it.
-        no_distances: Part of the error that anchor distances give, where they are refused.
-    """
-
-    name: str
-    special: str
-    config: str
-    options: Mapping[str, Any]
-    scale: float
-    refused: Mapping[str, str]
-    wrong: Mapping[str, str]
-    no_distances: str
-
-    @property
-    def model_class(self) -> str:
-        """Name of the transformers class of the model."""
-        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, self.config).model_type])
-
-    def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """The model, the same at every call."""
-        options = {**self.options, "vocab_size": vocab_size}
-        config = getattr(transformers, self.config)(**options)
-        for name, value in vars(config).items():
-            if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
-        # The fused experts take no float64.
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        )
-        randomize(model, scale=self.scale)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # learned, though it is no parameter
-                buffer.copy_(torch.linspace(-0.2, 0.2, buffer.numel()))
-        return model.to(dtype)
-
-
-def row(
-    name: str,
-    special: str,
-    config: str,
-    *shared: Mapping[str, Any],
-    scale: float = 0.25,
-    refused: Mapping[str, str] | None = None,
-    wrong: Mapping[str, str] | None = None,
-    no_distances: str = "",
-    **options: Any,
-) -> Architecture:
-    """Later options go before earlier ones."""
-    merged = dict(COMMON)
-    for more in (*shared, options):
-        merged |= more
-    return Architecture(
-        name, special, config, merged, scale, refused or {}, wrong or {}, no_distances
-    )
-
 
 ROWS = [
     row("GPT-2", "learned positions, value biases", "GPT2Config"),

@@ -19,6 +19,7 @@ from tokenizers import (
     trainers,
 )
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
     Gemma3ForCausalLM,
@@ -252,6 +253,15 @@ def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatc
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos][:count]
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
+
+
+def hooks_on(model: Any) -> list[int]:
+    """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
+    assert not _get_current_function_mode_stack()
+    return [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        for module in model.modules()
+    ]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

@@ -138,7 +138,8 @@ def test_a_metric_that_a_model_cannot_give_spares_the_others(
         max_position_embeddings=1024,
     )
     model, out = tmp_path / "model", tmp_path / "out"
-    randomize(GPTNeoXForCausalLM(config)).save_pretrained(model)  # type: ignore[operator]
+    weights: Any = randomize(GPTNeoXForCausalLM(config))
+    weights.save_pretrained(model)
     byte_level.save_pretrained(model)
     arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))
     assert call(monkeypatch, "run", *arguments, "--layers", "1", "--draws", "1") == 0

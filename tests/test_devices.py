@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import logits_of, questions, randomize, tiny_gemma3, tiny_gpt2
-from test_taps import gptj
+from native_models import gptj
 
 import anchorlens as al
 

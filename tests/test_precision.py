@@ -7,7 +7,7 @@ import plain
 import pytest
 import torch
 from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
-from test_taps import gpt_neo, gptj, opt
+from native_models import gpt_neo, gptj, opt
 from torch import Tensor
 
 import anchorlens as al

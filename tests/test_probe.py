@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import boot, questions, randomize, tiny_gpt2, tiny_llama
-from test_taps import hooks_on
+from conftest import boot, hooks_on, questions, randomize, tiny_gpt2, tiny_llama
+from native_models import opt
 from torch import Tensor
 
 import anchorlens as al
@@ -84,7 +84,7 @@ def test_what_is_no_left_to_right_model(name: str, byte_level: Any) -> None:
     refuses(boot(randomize(make()), byte_level), message)
 
 
-@torch.library.custom_op("anchorlens_tests::quantised", mutates_args=())
+@torch.library.custom_op("tiny::quantised", mutates_args=())
 def quantised(values: Tensor, weight: Tensor) -> Tensor:
     """A kernel without a backward."""
     return values @ weight.mT
@@ -120,19 +120,10 @@ def test_numbers_that_are_not_finite(byte_level: Any) -> None:
 def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> None:
     """What is said of attention that no tap can be put on."""
     monkeypatch.setattr("anchorlens.models.connect_attention", lambda attention: False)
-    config = transformers.OPTConfig(
-        vocab_size=700,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=48,
-        word_embed_proj_dim=32,
-        max_position_embeddings=512,
-    )
-    weights: Any = transformers.OPTForCausalLM(config)
+    weights = opt()
     weights.set_attn_implementation("eager")
     model = boot(randomize(weights), byte_level)
-    message = r"layers \[0, 1\]: an edit of the scores does not reach the pattern; load it with"
+    message = r"layers \[0, 1, 2\]: an edit of the scores does not reach the pattern; load it with"
     with pytest.raises(ModelError, match=message):
         al.prepare_model(model)
 

@@ -7,77 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import boot, centred, difference, logits_of, questions, randomize
+from conftest import boot, centred, difference, hooks_on, logits_of, questions, randomize
+from native_models import NATIVE, TOKENS, gpt_neo, gptj, opt
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
-from transformers import (
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    XGLMConfig,
-    XGLMForCausalLM,
-)
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.hooked import pattern_name, proven, scores_name
 
-TOKENS: dict[str, Any] = {
-    "vocab_size": 700,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-
-
-def gptj(dropout: float = 0.0) -> Any:
-    sizes: dict[str, Any] = {
-        "n_positions": 512,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "rotary_dim": 4,
-    }
-    return GPTJForCausalLM(GPTJConfig(**TOKENS, **sizes, attn_pdrop=dropout))
-
-
-def gpt_neo() -> Any:
-    return GPTNeoForCausalLM(
-        GPTNeoConfig(
-            **TOKENS,
-            max_position_embeddings=512,
-            hidden_size=32,
-            num_layers=3,
-            num_heads=4,
-            attention_types=[[["global", "local", "global"], 1]],
-            window_size=16,
-        )
-    )
-
-
-def opt() -> Any:
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "ffn_dim": 48,
-    }
-    return OPTForCausalLM(
-        OPTConfig(**TOKENS, **sizes, max_position_embeddings=512, word_embed_proj_dim=32)
-    )
-
-
-def xglm() -> Any:
-    sizes: dict[str, Any] = {"d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48}
-    return XGLMForCausalLM(XGLMConfig(**TOKENS, **sizes, max_position_embeddings=512))
-
-
-NATIVE = [gptj, gpt_neo, opt, xglm]
 Make = Callable[..., Any]
 
 
@@ -110,15 +48,6 @@ def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range)
 
 def edit_of(layer: int, factor: float = 0.5) -> tuple[str, Any]:
     return pattern_name(layer), lambda pattern, hook: pattern * factor
-
-
-def hooks_on(model: Any) -> list[int]:
-    """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
-    assert not _get_current_function_mode_stack()
-    return [
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        for module in model.modules()
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
@@ -254,9 +183,9 @@ def test_models_do_not_meet(byte_level: Any) -> None:
 
 def test_a_fused_kernel_set_later(byte_level: Any) -> None:
     """Its softmax cannot be seen: silence would look like a model that loses nothing."""
-    model = al.prepare_model(bridge_of(opt, byte_level))
+    model: Any = al.prepare_model(bridge_of(opt, byte_level))
     batch = questions(model, 2)[0]
-    model.original_model.set_attn_implementation("sdpa")  # type: ignore[attr-defined]
+    model.original_model.set_attn_implementation("sdpa")
     with pytest.raises(ModelError, match=r"needs one softmax .* took 0.*restore_model"):
         logits_of(model, batch, al.isolate_labels(model, batch, 0))
     al.prepare_model(al.restore_model(model))

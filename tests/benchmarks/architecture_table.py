@@ -56,7 +56,7 @@ def page(cases: list[Case]) -> str:
             cell([case for case in own if (case["line"], case["kind"]) == column])
             for column in columns
         ]
-        rows.append([f"**{name}**<br>{own[0]['special']}", *cells, hooks(own) + distances(own)])
+        rows.append([f"**{name}**<br>{own[0]['special']}", *cells, hooks(own)])
     by_quantity = [
         [
             quantity,
@@ -113,11 +113,6 @@ def hooks(cases: list[Case]) -> str:
     if len(set(words.values())) <= 1:
         return next(iter(words.values()), "")
     return ", ".join(f"{word} ({line})" for line, word in words.items())
-
-
-def distances(cases: list[Case]) -> str:
-    reasons = {case["no_distances"] for case in cases if case.get("no_distances")}
-    return "".join(f"; no anchor distances: {reason}" for reason in sorted(reasons))
 
 
 def versions(cases: list[Case]) -> str:
