@@ -17,6 +17,8 @@ from .hooks import isolate as isolate
 from .hooks import isolate_labels as isolate_labels
 from .hooks import isolate_random as isolate_random
 from .hooks import reweight_anchors as reweight_anchors
+from .metrics.accuracy import Accuracy as Accuracy
+from .metrics.accuracy import AccuracyRecord as AccuracyRecord
 from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
 from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
 from .metrics.distances import AnchorDistances as AnchorDistances

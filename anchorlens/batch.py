@@ -99,6 +99,35 @@ class PromptBatch:
             rows[name] = rows[name] - start
         return replace(self, **rows)
 
+    def padded_right(self) -> "PromptBatch":
+        """The same prompts, each beginning in the first column."""
+        return self._columns_from(self.attention_mask.long().argmax(1))
+
+    def padded_left(self) -> "PromptBatch":
+        """The same prompts, each ending in the last column."""
+        last = self.tokens.shape[1] - self.attention_mask.flip(1).long().argmax(1)
+        return self._columns_from(last - int(self.attention_mask.sum(1).max()))
+
+    def before(self, position: int) -> "PromptBatch":
+        """The tokens of the columns before ``position``; the target may lie beyond them."""
+        names = ("tokens", "attention_mask", "groups")
+        return replace(self, **{name: getattr(self, name)[:, :position] for name in names})
+
+    def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
+        """As many columns as the longest prompt needs, from each row's start; padding wraps."""
+        width = int(self.attention_mask.sum(1).max())
+        where = torch.arange(width, device=starts.device) + starts[:, None]
+        columns = where % self.tokens.shape[1]
+        rows: dict[str, Any] = {
+            name: getattr(self, name).gather(1, columns)
+            for name in ("tokens", "attention_mask", "groups")
+        }
+        for name in ("label_positions", "label_ends"):
+            rows[name] = getattr(self, name) - starts[:, None]
+        for name in ("target_positions", "query_start"):
+            rows[name] = getattr(self, name) - starts
+        return replace(self, **rows)
+
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch with its tensors on ``device``, as autograd takes them."""

@@ -58,9 +58,9 @@ def anchors(batch: PromptBatch) -> Positions:
 
 
 def target(batch: PromptBatch) -> Positions:
-    """The target position (the paper's q)."""
-    where = batch.target_positions[:, None]
-    return torch.zeros_like(batch.attention_mask).scatter(1, where, True)
+    """The target position (the paper's q); none in a batch that ends before it."""
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return where == batch.target_positions[:, None]
 
 
 def every(batch: PromptBatch) -> Edges:

@@ -21,6 +21,7 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
+from .prefix import Prefix, cache_of, inputs_after, prefix_of
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
@@ -65,6 +66,8 @@ def run_pass(
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
     loss: Loss | None = None,
+    into: Sequence[Tensor] = (),
+    prefix: Prefix | None = None,
 ) -> Float[Tensor, "batch vocab"]:
     """Run the model over a batch; with a loss, also backward from its sum.
 
@@ -76,6 +79,8 @@ def run_pass(
         backward_hooks: Hooks on the gradient of a hook point's output.
         loss: Function of (logits, batch) to one number a prompt. With None nothing is
             differentiated.
+        into: Tensors of the hooks that the gradient goes into; the input of block 0 by default.
+        prefix: Keys and values of the columns before ``batch.first_query``, which are not run.
 
     Returns:
         Logits at the target positions, detached, in float32 or the model's wider type.
@@ -89,8 +94,9 @@ def run_pass(
     if loss is not None or _has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
-    leaves: list[Tensor] = []
-    own = _padding_hooks(model, batch) + ([] if loss is None else [_leaf_hook(leaves)])
+    leaves = list(into)
+    needs_leaf = loss is not None and not leaves
+    own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     forward_hooks = [*own, *hooks, *observers, *last]
@@ -100,7 +106,7 @@ def run_pass(
         torch.set_grad_enabled(loss is not None),
         model.hooks(fwd_hooks=forward_hooks, bwd_hooks=list(backward_hooks)),
     ):
-        outputs = model(batch.tokens, attention_mask=batch.attention_mask.long())
+        outputs = model(batch.tokens[:, batch.first_query :], **_inputs(model, batch, prefix))
         logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if loss is not None:
@@ -109,10 +115,39 @@ def run_pass(
     if not logits.isfinite().all():
         raise ModelError(
             "the model's logits are not finite (NaN or infinite) at the target position, and so is "
-            f"what {_first_not_finite(model, batch, hooks)} gives out; try dtype=torch.float32, "
-            "and check the hooks that act there"
+            f"what {_first_not_finite(model, batch, hooks, prefix)} gives out; try "
+            "dtype=torch.float32, and check the hooks that act there"
         )
     return logits
+
+
+def run_prefix(
+    model: HookedModel,
+    batch: PromptBatch,
+    *,
+    hooks: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
+) -> Prefix:
+    """Run all tokens of a batch once, to go on from them any number of times.
+
+    Args:
+        model: A prepared model.
+        batch: The leading tokens of prompts (``batch.before(position)``), on the model's device.
+        hooks: Interventions in the blocks, which act first.
+        observers: Hooks that look.
+
+    Returns:
+        Keys and values of every layer, for ``run_pass(..., prefix=...)``.
+
+    Raises:
+        ModelError: The model was not prepared, or takes no key-value cache.
+    """
+    require_prepared(model)
+    cache = cache_of(model, len(batch))
+    forward_hooks = [*_padding_hooks(model, batch), *hooks, *observers, _last_hook(model)]
+    with torch.inference_mode(False), torch.no_grad(), model.hooks(fwd_hooks=forward_hooks):
+        model(batch.tokens, **inputs_after(model, batch, cache))
+    return prefix_of(cache, batch.attention_mask)
 
 
 @contextmanager
@@ -159,6 +194,12 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
         )
 
 
+def _inputs(model: HookedModel, batch: PromptBatch, prefix: Prefix | None) -> dict[str, Any]:
+    if prefix is None:
+        return {"attention_mask": batch.attention_mask.long()}
+    return inputs_after(model, batch, cache_of(model, len(batch), prefix), prefix)
+
+
 def _backward(
     losses: Float[Tensor, " batch"], batch: PromptBatch, leaves: Sequence[Tensor]
 ) -> None:
@@ -171,13 +212,16 @@ def _backward(
     losses.sum().backward(inputs=list(leaves))
 
 
-def _first_not_finite(model: HookedModel, batch: PromptBatch, hooks: Sequence[Hook]) -> str:
+def _first_not_finite(
+    model: HookedModel, batch: PromptBatch, hooks: Sequence[Hook], prefix: Prefix | None
+) -> str:
     """Where numbers stop being finite, found in a second pass that only a failure pays for."""
     wrong: list[int] = []
+    inside = batch.attention_mask[:, batch.first_query :]
 
     def look(layer: int) -> Hook:
         def note(resid: Tensor, hook: Any) -> None:
-            if not resid[batch.attention_mask.to(resid.device)].isfinite().all():
+            if not resid[inside.to(resid.device)].isfinite().all():
                 wrong.append(layer)
 
         return f"blocks.{layer}.hook_resid_post", note
@@ -185,7 +229,7 @@ def _first_not_finite(model: HookedModel, batch: PromptBatch, hooks: Sequence[Ho
     watch = [look(layer) for layer in range(model.cfg.n_layers)]
     hooks = [*_padding_hooks(model, batch), *hooks, *watch]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        model(batch.tokens, attention_mask=batch.attention_mask.long())
+        model(batch.tokens[:, batch.first_query :], **_inputs(model, batch, prefix))
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
@@ -240,9 +284,18 @@ def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
     def keep_target(resid: Tensor, hook: Any) -> Tensor:
         return _at_target(resid, batch)[:, None]
 
+    return _before_unembedding(model), keep_target
+
+
+def _last_hook(model: HookedModel) -> Hook:
+    """Nobody asks for the logits of a prefix."""
+    return _before_unembedding(model), lambda resid, hook: resid[:, -1:]
+
+
+def _before_unembedding(model: HookedModel) -> str:
     name = "unembed.hook_in"
     last_block = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    return name if name in model.hook_dict else last_block, keep_target
+    return name if name in model.hook_dict else last_block
 
 
 def _stands_in_a_block(name: str | HookFunction) -> bool:

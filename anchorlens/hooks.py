@@ -5,6 +5,7 @@ with ``+``. A builder checks what it was given against the model before anything
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .errors import HookError
 from .hooked import (
     Hook,
     HookedModel,
+    HookFunction,
     layer_numbers,
     numbers_of,
     pattern_name,
@@ -24,6 +26,19 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
+
+
+@dataclass(frozen=True)
+class BatchHook:
+    """A hook made of a whole ``PromptBatch``, whose ``first_query`` it goes by.
+
+    So it is right also where the demonstrations run by themselves and their keys are cached.
+    """
+
+    act: HookFunction
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        return self.act(tensor, hook)
 
 
 def block_edges(
@@ -276,7 +291,13 @@ def reweight_anchors(
 
         return pattern_name(layer), reweight
 
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    if (batch.target_positions >= batch.tokens.shape[1]).all():
+        return []  # the demonstrations alone
+    return _of_batch([hook_of(layer) for layer in range(model.cfg.n_layers)])
+
+
+def _of_batch(hooks: Iterable[Hook]) -> list[Hook]:
+    return [(name, BatchHook(act)) for name, act in hooks]
 
 
 def _isolate_in_batch(
@@ -294,7 +315,8 @@ def _isolate_in_batch(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
         cut &= ~edge_sets.from_first(batch)
-    return block_edges(model, cut, layers, renormalize=renormalize, first_query=batch.first_query)
+    hooks = block_edges(model, cut, layers, renormalize=renormalize, first_query=batch.first_query)
+    return _of_batch(hooks)
 
 
 def _blocking_hooks(

@@ -20,13 +20,13 @@ from .forward import (
     undisturbed,
     vocabulary_of,
 )
-from .hooked import Hook, HookedModel, refuse_folded_value_biases
-from .metrics.metric import Metric
+from .hooked import HookedModel, refuse_folded_value_biases
+from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
+from .prefix import Prefix
 from .results import Record, Rows, with_intervals
+from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes, whole_passes
 from .store import Store, fingerprint, same_rows, versions
-
-HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
 
 def run(
@@ -42,9 +42,11 @@ def run(
 ) -> dict[str, Any]:
     """Feed any number of metrics from one pass over all batches.
 
-    One forward a batch, and one backward if a metric needs it. Parameters are frozen and dropout
-    is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on names behind
-    the last block work, at the price that all positions go through the unembedding.
+    One forward a batch, and one backward if a metric needs it. Without a backward, demonstrations
+    that prompts share are run once and only the queries in batches, where that gives the same
+    logits; ``info["shared_prefix"]`` of each record says so, or why not. Parameters are frozen and
+    dropout is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on names
+    behind the last block work, at the price that all positions go through the unembedding.
 
     Args:
         model: A hooked model; its attention hooks are proven at first use.
@@ -86,14 +88,16 @@ def run(
         }
         store = Store.open(folder, fingerprint(model, batches, settings))
     failures: dict[str, AnchorlensError] = {}
+    passes = _passes(model, batches, metrics, hooks)
     rows = collect(
         model,
         batches,
-        lambda batch: _rows_of_batch(model, batch, metrics, hooks, loss, failures),
+        lambda batch: _rows_of_batch(passes, batch, metrics, hooks, loss, failures),
         store=store,
         progress=progress,
     )
-    return _results(metrics, rows, describe(model, batches), resamples, failures)
+    info = describe(model, batches) | {"shared_prefix": passes.said}
+    return _results(metrics, rows, info, resamples, failures)
 
 
 def collect(
@@ -192,8 +196,23 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             )
 
 
-def _rows_of_batch(
+def _passes(
     model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    hooks: HooksOfBatch | None,
+) -> Passes:
+    """Shared demonstrations run once, if every metric can do with that."""
+    if any(metric.needs_gradient for metric in metrics):
+        return whole_passes(model, "the gradient goes through the demonstrations")
+    alone = [metric.name for metric in metrics if not hasattr(metric, "observe_demonstrations")]
+    if alone:
+        return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
+    return shared_passes(model, batches, [] if hooks is None else [hooks])
+
+
+def _rows_of_batch(
+    passes: Passes,
     batch: PromptBatch,
     metrics: Sequence[Metric],
     hooks: HooksOfBatch | None,
@@ -201,21 +220,24 @@ def _rows_of_batch(
     failures: dict[str, AnchorlensError],
 ) -> dict[str, Tensor]:
     """Rows of every metric; one that fails is set aside, so that the others go on."""
-    changes = () if hooks is None else hooks(batch)
-    clean = None if hooks is None else run_pass(model, batch)
+    model, batch, changes = passes.model, passes.ready(batch), hooks or no_hooks
+    clean = None if hooks is None else passes.logits(batch)
+    shared, prefix = _demonstrations(passes, batch, metrics, changes)
     observations = [metric.observe(model, batch) for metric in metrics]
     logits = run_pass(
         model,
         batch,
-        hooks=changes,
+        hooks=changes(batch),
         observers=[hook for one in observations for hook in one.hooks],
         backward_hooks=[hook for one in observations for hook in one.backward_hooks],
         loss=loss if any(metric.needs_gradient for metric in metrics) else None,
+        prefix=prefix,
     )
     rows: dict[str, Tensor] = {}
-    for metric, observation in zip(metrics, observations, strict=True):
+    for metric, observation, one in zip(metrics, observations, shared, strict=True):
         try:
-            own = observation.rows(logits, clean)
+            same = {key: value.expand(len(batch), *value.shape[1:]) for key, value in one.items()}
+            own = same | observation.rows(logits, clean)
             _check_rows(metric.name, own, len(batch))
         except MetricError as error:
             failures.setdefault(metric.name, error)
@@ -223,6 +245,26 @@ def _rows_of_batch(
         # Detached, or a metric that forgot to would keep the graph of every batch.
         rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
     return rows
+
+
+def _demonstrations(
+    passes: Passes, batch: PromptBatch, metrics: Sequence[Metric], changes: HooksOfBatch
+) -> tuple[list[dict[str, Tensor]], Prefix | None]:
+    """What shared demonstrations contribute to each metric, and the prefix that goes on."""
+    if not batch.first_query:
+        return [{} for _ in metrics], None
+
+    def look() -> tuple[list[dict[str, Tensor]], Prefix]:
+        shared = passes.demonstrations(batch)
+        observations: list[Observation] = [
+            metric.observe_demonstrations(passes.model, shared)  # type: ignore[attr-defined]
+            for metric in metrics
+        ]
+        observers = [hook for one in observations for hook in one.hooks]
+        prefix = passes.prefix(batch, changes, observers)
+        return [one.rows(torch.empty(1, 0), None) for one in observations], prefix
+
+    return passes.once(batch, "rows", look)
 
 
 def _check_rows(metric: str, rows: Rows, count: int) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import HookError
-from ..forward import run_pass
-from ..hooked import HookedModel, layer_numbers
+from ..hooked import Hook, HookedModel, layer_numbers
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
 from ..run import check_batches, collect, describe
+from ..sharing import HooksOfBatch, shared_passes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,27 +112,34 @@ def isolation_loyalty(
         "keep_bos": keep_bos,
         "renormalize": renormalize,
     }
+
+    def labels(batch: PromptBatch) -> list[Hook]:
+        return isolate_labels(model, batch, chosen, **options)
+
+    def control(number: int) -> HooksOfBatch:
+        return lambda batch: isolate_random(model, batch, chosen, number, **options)
+
+    draws_of_seed = [control(seed + draw) for draw in range(draws)]
     for batch in batches:
-        isolate_labels(model, batch, chosen, **options)
-        isolate_random(model, batch, chosen, seed, **options)
+        for change in (labels, draws_of_seed[0]):
+            change(batch)
+    passes = shared_passes(model, batches, [labels])
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-        clean = run_pass(model, batch)
+        batch = passes.ready(batch)
+        clean = passes.logits(batch)
 
-        def loyalty_with(hooks: Any) -> dict[str, Tensor]:
-            logits = run_pass(model, batch, hooks=hooks)
-            return loyalty_rows(clean, logits, batch.label_token_ids)
+        def loyalty_with(change: HooksOfBatch) -> dict[str, Tensor]:
+            return loyalty_rows(clean, passes.logits(batch, change), batch.label_token_ids)
 
-        own = loyalty_with(isolate_labels(model, batch, chosen, **options))
-        controls = [
-            loyalty_with(isolate_random(model, batch, chosen, seed + draw, **options))
-            for draw in range(draws)
-        ]
+        own = loyalty_with(labels)
+        controls = [loyalty_with(change) for change in draws_of_seed]
         stacked = {f"random_{name}": torch.stack([c[name] for c in controls], 1) for name in own}
         return own | stacked
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
     info = describe(model, batches) | {"layers": chosen, "seed": seed, **options}
+    info |= {"shared_prefix": passes.said}
     return with_intervals(_record, rows, resamples=resamples, info=info)
 
 

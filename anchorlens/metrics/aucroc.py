@@ -91,6 +91,10 @@ class AttentionAUCROC:
 
         return Observation(rows, hooks_by_layer(model, pattern_name, keep_scores))
 
+    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Nothing: only the target's rows count."""
+        return Observation(lambda logits, clean_logits: {})
+
     def result(self, rows: Rows) -> AttentionAUCROCRecord:
         """AUCROC of each set, the mean over sets, then R_l."""
         of_sets = []

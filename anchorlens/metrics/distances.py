@@ -106,9 +106,34 @@ class AnchorDistances:
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch the target's queries and the label words' keys of every layer."""
+        """Watch the target's queries, and the label words' keys where they are run."""
         operands = _operands_of(model)
         gold = require_gold(batch.gold, "the confusion of classes")
+        prompts = torch.arange(len(batch), device=batch.tokens.device)
+        queries: dict[int, Tensor] = {}
+
+        def keep_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
+            by_position = _positions_first(query.detach(), operands[layer])
+            at_target = by_position[prompts, batch.target_positions - batch.first_query]
+            queries[layer] = at_target.flatten(1).float().cpu()
+
+        keys = None if batch.first_query else self.observe_demonstrations(model, batch)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            own = {
+                "queries": _by_layer(queries),
+                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
+                "gold": gold.cpu(),
+                "demonstrations_id": batch.demonstrations_id.cpu(),
+            }
+            return own if keys is None else own | keys.rows(logits, clean_logits)
+
+        hooks = hooks_by_layer(model, lambda layer: operands[layer].query, keep_query)
+        return Observation(rows, [*hooks, *(() if keys is None else keys.hooks)])
+
+    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Watch the label words' keys of every layer."""
+        operands = _operands_of(model)
         n_classes = len(batch.label_token_ids)
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
         counts = of_class.sum(1)
@@ -119,13 +144,7 @@ class AnchorDistances:
             )
         shares = of_class / counts[:, None]
         prompts = torch.arange(len(batch), device=batch.tokens.device)
-        queries: dict[int, Tensor] = {}
         keys: dict[int, Tensor] = {}
-
-        def keep_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
-            by_position = _positions_first(query.detach(), operands[layer])
-            at_target = by_position[prompts, batch.target_positions - batch.first_query]
-            queries[layer] = at_target.flatten(1).float().cpu()
 
         def keep_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(key.detach(), operands[layer])
@@ -139,19 +158,13 @@ class AnchorDistances:
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
             positions = (batch.label_positions - starts).cpu().double()
             return {
-                "queries": _by_layer(queries),
                 "keys": _by_layer(keys),
                 "positions": torch.einsum("bac,ba->bc", shares, positions),
-                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
-                "gold": gold.cpu(),
-                "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
-        hooks = [
-            *hooks_by_layer(model, lambda layer: operands[layer].query, keep_query),
-            *hooks_by_layer(model, lambda layer: operands[layer].key, keep_keys),
-        ]
-        return Observation(rows, hooks)
+        return Observation(
+            rows, hooks_by_layer(model, lambda layer: operands[layer].key, keep_keys)
+        )
 
     def result(self, rows: Rows) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and how they go with the confusions."""

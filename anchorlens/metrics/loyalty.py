@@ -92,6 +92,10 @@ class Loyalty:
 
         return Observation(rows)
 
+    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Nothing: only the target's logits count."""
+        return Observation(lambda logits, clean_logits: {})
+
     def result(self, rows: Rows) -> LoyaltyRecord:
         """Means over prompts."""
         return _record(rows)

@@ -40,6 +40,12 @@ class Metric(Protocol):
     Bad prompts are refused before any model runs: :meth:`observe` is called for every batch once
     beforehand, and so is the method ``check(batches, *, changed)`` of a metric that has one, with
     all batches and whether hooks change the run.
+
+    Demonstrations that prompts share are run once where every metric of the run has the method
+    ``observe_demonstrations(model, batch) -> Observation``. It sees the shared tokens as one prompt
+    without its target, and gives the rows (of one prompt, from logits of no token) that are the
+    same for all. :meth:`observe` then sees queries from ``batch.first_query`` on, over all keys;
+    where ``first_query`` is 0 it sees whole prompts as ever. Without the method whole prompts run.
     """
 
     @property

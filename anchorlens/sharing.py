@@ -1,0 +1,165 @@
+"""Passes over batches in which the demonstrations that prompts share are run once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from jaxtyping import Float
+from torch import Tensor
+
+from .batch import PromptBatch
+from .forward import device_of, run_pass, run_prefix, undisturbed
+from .hooked import Hook, HookedModel
+from .hooks import BatchHook
+from .prefix import Prefix
+
+HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
+
+T = TypeVar("T")
+
+TOLERANCE = 1e-5  # of the largest logit, between a shared and a whole pass
+
+
+def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
+    """The clean run."""
+    return ()
+
+
+@dataclass
+class Passes:
+    """Logits of batches, in one way to run them that was tried on the first.
+
+    Attributes:
+        model: A prepared model.
+        lengths: For each set of demonstrations, how many leading tokens all its prompts share;
+            empty where whole prompts are run.
+        said: Which of the two it is, and why.
+        kept: What was computed once for the current set, by what it is.
+    """
+
+    model: HookedModel
+    lengths: Mapping[int, int]
+    said: str
+    kept: dict[tuple[int | None, Any], Any] = field(default_factory=dict)
+
+    def ready(self, batch: PromptBatch) -> PromptBatch:
+        """The batch as it is run: with ``first_query`` behind what its prompts share."""
+        name = _only_set(batch)
+        if name is None or name not in self.lengths:
+            return batch
+        return replace(batch.padded_right(), first_query=self.lengths[name])
+
+    def demonstrations(self, batch: PromptBatch) -> PromptBatch:
+        """What the prompts of a ready batch share, as one prompt."""
+        one = replace(batch, first_query=0).prompt(0)
+        return one.before(batch.first_query)
+
+    def once(self, batch: PromptBatch, key: Any, compute: Callable[[], T]) -> T:
+        """What depends on the demonstrations alone, computed for the first batch of a set."""
+        name = _only_set(batch)
+        if any(other != name for other, _ in self.kept):
+            self.kept.clear()  # one set at a time is worth the memory
+        if (name, key) not in self.kept:
+            self.kept[name, key] = compute()
+        return cast(T, self.kept[name, key])
+
+    def prefix(
+        self, batch: PromptBatch, hooks: HooksOfBatch, observers: Sequence[Hook] = ()
+    ) -> Prefix:
+        """Keys and values of what the prompts of a ready batch share."""
+        shared = self.demonstrations(batch)
+        return run_prefix(self.model, shared, hooks=hooks(shared), observers=observers)
+
+    def logits(
+        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks
+    ) -> Float[Tensor, "batch vocab"]:
+        """Logits at the targets of a ready batch."""
+        prefix = None
+        if batch.first_query:
+            prefix = self.once(batch, hooks, lambda: self.prefix(batch, hooks))
+        return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
+
+
+def whole_passes(model: HookedModel, why: str) -> Passes:
+    """Passes over whole prompts."""
+    return Passes(model, {}, f"off: {why}")
+
+
+def shared_passes(
+    model: HookedModel, batches: Sequence[PromptBatch], changes: Sequence[HooksOfBatch]
+) -> Passes:
+    """Passes that run shared demonstrations once, where that gives the same logits.
+
+    Args:
+        model: A prepared model.
+        batches: All prompts of the run.
+        changes: The interventions of the run, tried on the first batch besides the clean run.
+    """
+    lengths = _shared_lengths(batches)
+    if not lengths:
+        return whole_passes(model, "no two prompts share their demonstrations")
+    if not all(_act_in_parts(change, batches) for change in changes):
+        return whole_passes(model, "hooks of one's own act on positions of whole prompts")
+    passes = Passes(model, lengths, "")
+    first = next(one for one in batches if _only_set(one) in lengths).to(device_of(model))
+    largest = 0.0
+    with undisturbed(model):
+        for change in (no_hooks, *changes):
+            expected = run_pass(model, first, hooks=change(first))
+            try:
+                found = passes.logits(passes.ready(first), change)
+            except Exception as error:  # a cache that an architecture cannot take fails anyhow
+                reason = str(error).partition("\n")[0]
+                return whole_passes(model, f"no run from a key-value cache ({reason})")
+            difference = float((found - expected).abs().max() / expected.abs().max())
+            largest = max(largest, difference)
+    if not largest <= TOLERANCE:
+        return whole_passes(
+            model, f"logits differ by {largest:.1e} of the largest from those of whole prompts"
+        )
+    counts = sorted(set(lengths.values()))
+    tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
+
+
+def _only_set(batch: PromptBatch) -> int | None:
+    """The set of demonstrations of a batch; None where it has several."""
+    names = batch.demonstrations_id.unique()
+    return int(names) if len(names) == 1 else None
+
+
+def _act_in_parts(change: HooksOfBatch, batches: Sequence[PromptBatch]) -> bool:
+    return all(isinstance(act, BatchHook) for batch in batches for _, act in change(batch))
+
+
+def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
+    """Leading tokens that all prompts of a set share, up to the first target at most."""
+    rows: dict[int, list[PromptBatch]] = {}
+    for batch in batches:
+        name = _only_set(batch)
+        if name is not None:
+            rows.setdefault(name, []).append(batch.to("cpu"))
+    lengths = {name: _shared_length(of_set) for name, of_set in rows.items()}
+    return {name: length for name, length in lengths.items() if length > 0}
+
+
+def _shared_length(batches: Sequence[PromptBatch]) -> int:
+    if sum(map(len, batches)) < 2 or any(_has_gaps(batch) for batch in batches):
+        return 0
+    right = [batch.padded_right() for batch in batches]
+    first = right[0]
+    shared = min(int(batch.target_positions.min()) for batch in right)
+    for batch in right:
+        for name in ("label_positions", "label_ends", "label_classes"):
+            if (getattr(batch, name) != getattr(first, name)[0]).any():
+                return 0
+        for name in ("tokens", "groups"):
+            ours = getattr(batch, name)[:, :shared]
+            same = (ours == getattr(first, name)[0, :shared]).all(0)
+            shared = int(same.long().cumprod(0).sum())
+    return shared if shared > int(first.label_ends.max()) else 0
+
+
+def _has_gaps(batch: PromptBatch) -> bool:
+    """Whether padding stands inside a prompt, after which positions cannot be counted."""
+    return bool((batch.padded_right().attention_mask.long().diff(dim=1) > 0).any())

@@ -1,0 +1,203 @@
+"""Demonstrations run once give what whole prompts give; where they cannot, the result says so."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, hooks_on, questions
+from test_run import SelfAttention, assert_same
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.forward import run_pass, run_prefix
+from anchorlens.hooked import pattern_name, proven
+from anchorlens.sharing import shared_passes
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:some pairs of classes have no prompts", "ignore:in .* of .* sets", "ignore:in layers"
+)
+METRICS: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()]
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs whole prompts from its call on."""
+    return lambda: monkeypatch.setattr(sharing, "_shared_lengths", lambda batches: {})
+
+
+def isolated(model: Any) -> Any:
+    return lambda batch: al.isolate_labels(model, batch, range(2))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_metrics_as_of_whole_prompts(model: Any, side: Any, whole: Any) -> None:
+    batches = questions(model, 9, batch_size=4, padding_side=side)
+    changes = (None, isolated(model))
+    ours = [al.run(model, batches, METRICS, hooks=change, **QUIET) for change in changes]
+    loyalty = al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)
+    isolation = al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET)
+    whole()
+    for change, results in zip(changes, ours, strict=True):
+        theirs = al.run(model, batches, METRICS, hooks=change, **QUIET)
+        for name, record in results.items():
+            assert "run once" in record.info["shared_prefix"]
+            assert theirs[name].info["shared_prefix"].startswith("off")
+            assert_same(record, theirs[name])
+    assert_same(
+        loyalty["loyalty"],
+        al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)["loyalty"],
+    )
+    assert float(isolation.kl) > 1e-6
+    assert_same(isolation, al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET))
+
+
+def test_isolation_inside_the_prefix_shows(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+    change = isolated(gpt2)
+    passes = shared_passes(gpt2, batches, [change])
+    ready = passes.ready(batches[0])
+    assert ready.first_query > int(ready.label_positions.max())
+    # The hooks act in the demonstrations alone: from their cache on nothing is left to cut.
+    from_cut = run_pass(gpt2, ready, prefix=passes.prefix(ready, change))
+    expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
+    assert difference(from_cut, expected) < 1e-5
+    assert difference(passes.logits(ready), expected) > 1e-2
+
+
+def test_several_sets_and_joined_batches(llama: Any, whole: Any) -> None:
+    examples = al.load_examples("questions")
+    batches: list[al.PromptBatch] = []
+    sides: list[Any] = ["left", "right"]
+    for seed, side in enumerate(sides, start=1):
+        demos = al.sample_demonstrations(examples, seed=seed)
+        queries = [one for one in examples if one not in demos][:8]
+        task = al.TASKS["trec"]
+        batches += al.build_prompts(
+            llama.tokenizer, task, demos, queries, batch_size=3, padding_side=side
+        )
+    ours = al.run(llama, batches, METRICS, **QUIET)
+    assert " to " in ours["accuracy"].info["shared_prefix"]  # each set has its length
+    whole()
+    for name, record in al.run(llama, batches, METRICS, **QUIET).items():
+        assert_same(ours[name], record)
+
+
+def test_reweighting_acts_in_the_queries(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+    beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
+    passes = shared_passes(gpt2, batches, [lambda b: al.reweight_anchors(gpt2, b, beta)])
+    assert "run once" in passes.said
+    ready = passes.ready(batches[0])
+    found = passes.logits(ready, lambda batch: al.reweight_anchors(gpt2, batch, beta))
+    hooks = al.reweight_anchors(gpt2, batches[0], beta)
+    assert difference(found, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
+
+
+def test_hooks_of_ones_own_run_whole_prompts(gpt2: Any) -> None:
+    def own(batch: al.PromptBatch) -> Any:
+        return [(pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))]
+
+    for change in (own, lambda b: al.block_edges(gpt2, al.edges.pq(b), 0)):
+        results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=change, **QUIET)
+        assert "hooks of one's own" in results["loyalty"].info["shared_prefix"]
+
+
+def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
+    results = al.run(gpt2, questions(gpt2, 5), [SelfAttention(), al.Accuracy()], **QUIET)
+    assert "self_attention without" in results["accuracy"].info["shared_prefix"]
+
+
+def test_gradients_run_whole_prompts(gpt2: Any) -> None:
+    results = al.run(gpt2, questions(gpt2, 5), [al.SaliencyFlows(), al.Accuracy()], **QUIET)
+    assert "gradient" in results["accuracy"].info["shared_prefix"]
+
+
+def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
+    examples = al.load_examples("questions")
+    sets = [al.sample_demonstrations(examples, seed=seed) for seed in range(4)]
+    batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], sets, examples[:4])
+    result = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"]
+    assert "no two prompts" in result.info["shared_prefix"]
+
+
+def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 6)
+    expected = al.run(gpt2, batches, METRICS, **QUIET)
+    right = sharing.run_prefix
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        prefix = right(*args, **options)
+        return replace(prefix, values=tuple(one * 1.001 for one in prefix.values))
+
+    monkeypatch.setattr(sharing, "run_prefix", wrong)
+    found = al.run(gpt2, batches, METRICS, **QUIET)
+    assert "logits differ by" in found["accuracy"].info["shared_prefix"]
+    for name, record in found.items():
+        assert_same(record, expected[name])
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("this cache does not fit")
+
+    monkeypatch.setattr(sharing, "run_prefix", fails)
+    found = al.run(gpt2, batches, METRICS, **QUIET)
+    assert "this cache does not fit" in found["accuracy"].info["shared_prefix"]
+
+
+def test_labels_at_other_places_are_not_shared(gpt2: Any) -> None:
+    tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
+    same: dict[str, Any] = {"label_classes": [[0, 1]] * 2, "label_token_ids": [1, 2]}
+    batch = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [1, 3]], **same)
+    assert shared_passes(gpt2, [batch], []).lengths == {int(batch.demonstrations_id[0]): 4}
+    other = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [0, 3]], **same)
+    assert shared_passes(gpt2, [other], []).lengths == {}
+
+
+def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
+    tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
+    mask = torch.ones_like(tokens).bool()
+    mask[:, 2] = False
+    batch = al.PromptBatch.from_positions(
+        tokens,
+        label_positions=[[1, 3]] * 2,
+        label_classes=[[0, 1]] * 2,
+        label_token_ids=[1, 2],
+        attention_mask=mask,
+    )
+    assert shared_passes(gpt2, [batch], []).lengths == {}
+
+
+def test_nothing_is_left(gpt2: Any) -> None:
+    before = hooks_on(gpt2)
+    batches = questions(gpt2, 6)
+    tokens = [batch.tokens.clone() for batch in batches]
+    al.run(gpt2, batches, METRICS, hooks=isolated(gpt2), **QUIET)
+    assert hooks_on(gpt2) == before and gpt2 in proven
+    assert all(torch.equal(a, b.tokens) for a, b in zip(tokens, batches, strict=True))
+    prompt = batches[0].prompt(0).before(12)
+
+    def fail(pattern: Any, hook: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        run_prefix(gpt2, prompt, hooks=[(pattern_name(1), fail)])
+    assert hooks_on(gpt2) == before
+    assert run_prefix(gpt2, prompt).size == 2 * 3 * 12 * 24 * 4
+
+
+def test_columns_and_sides(gpt2: Any) -> None:
+    (right,) = questions(gpt2, 6)
+    (left,) = questions(gpt2, 6, padding_side="left")
+    for ours, theirs in ((left.padded_right(), right), (right.padded_left(), left)):
+        for name, value in vars(theirs).items():
+            found = getattr(ours, name)
+            if name == "tokens":
+                found, value = found[ours.attention_mask], value[theirs.attention_mask]
+            same = torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+            assert same, name
