@@ -11,6 +11,9 @@ from .errors import AnchorlensError as AnchorlensError
 from .experiments.isolation import IsolationRecord as IsolationRecord
 from .experiments.isolation import isolation_loyalty as isolation_loyalty
 from .experiments.isolation import plot_isolation as plot_isolation
+from .experiments.reweighting import Beta as Beta
+from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
+from .experiments.reweighting import train_reweighting as train_reweighting
 from .forward import label_cross_entropy as label_cross_entropy
 from .hooks import block_edges as block_edges
 from .hooks import isolate as isolate
@@ -18,7 +21,9 @@ from .hooks import isolate_labels as isolate_labels
 from .hooks import isolate_random as isolate_random
 from .hooks import reweight_anchors as reweight_anchors
 from .metrics.accuracy import Accuracy as Accuracy
+from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
 from .metrics.accuracy import AccuracyRecord as AccuracyRecord
+from .metrics.accuracy import compare_accuracies as compare_accuracies
 from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
 from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
 from .metrics.distances import AnchorDistances as AnchorDistances

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+from jaxtyping import Float
 from torch import Tensor
 
+from .batch import PromptBatch
 from .errors import HookError, ModelError
 
 HookFunction = Callable[..., Tensor | None]
@@ -29,6 +31,25 @@ class HookedModel(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class BatchHook:
+    """A hook made of a whole ``PromptBatch``, whose ``first_query`` it goes by.
+
+    So it is right also where the demonstrations run by themselves and their keys are cached.
+    """
+
+    act: HookFunction
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        return self.act(tensor, hook)
+
+
+class LearnedBeta(Protocol):
+    """A beta that knows which prompts it is for; ``train_reweighting`` gives one."""
+
+    def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]: ...
 
 
 @dataclass(frozen=True)

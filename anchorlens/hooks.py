@@ -5,7 +5,6 @@ with ``+``. A builder checks what it was given against the model before anything
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from . import edges as edge_sets
 from .batch import PromptBatch
 from .errors import HookError
 from .hooked import (
+    BatchHook,
     Hook,
     HookedModel,
-    HookFunction,
+    LearnedBeta,
     layer_numbers,
     numbers_of,
     pattern_name,
@@ -26,19 +26,6 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
-
-
-@dataclass(frozen=True)
-class BatchHook:
-    """A hook made of a whole ``PromptBatch``, whose ``first_query`` it goes by.
-
-    So it is right also where the demonstrations run by themselves and their keys are cached.
-    """
-
-    act: HookFunction
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        return self.act(tensor, hook)
 
 
 def block_edges(
@@ -247,7 +234,7 @@ def random_positions(
 
 
 def reweight_anchors(
-    model: HookedModel, batch: PromptBatch, beta: Float[Tensor, "layer head anchor"]
+    model: HookedModel, batch: PromptBatch, beta: Float[Tensor, "layer head anchor"] | LearnedBeta
 ) -> list[Hook]:
     """Hooks that multiply the target's attention to anchor i by ``exp(beta_i)`` (section 3.1).
 
@@ -257,13 +244,14 @@ def reweight_anchors(
         model: The hooked model that the hooks are for.
         batch: Prompts with known label words and target.
         beta: Logarithm of the factor for each layer, head and anchor in order of appearance; 0
-            changes nothing.
+            changes nothing. Or what ``train_reweighting`` gives.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: The shape of ``beta`` does not fit the model and the prompts.
+        HookError: The shape of ``beta`` does not fit the model and the prompts, or it was learned
+            for other label words.
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
@@ -272,10 +260,12 @@ def reweight_anchors(
     """
     require_prepared(model)
     refuse_folded_value_biases(model)
+    factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
-    if tuple(beta.shape) != expected:
+    if tuple(factors.shape) != expected:
         raise HookError(
-            f"beta must have the shape (layer, head, anchor) = {expected}; got {tuple(beta.shape)}"
+            "beta must have the shape (layer, head, anchor) = "
+            f"{expected}; got {tuple(factors.shape)}"
         )
     rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
     queries = batch.target_positions[:, None] - batch.first_query
@@ -285,7 +275,7 @@ def reweight_anchors(
             device = pattern.device
             place = (rows.to(device), queries.to(device), batch.label_positions.to(device))
             heads_last = pattern.movedim(1, -1).clone()  # advanced indices stand together
-            factor = beta[layer].to(device, pattern.dtype).exp().T
+            factor = factors[layer].to(device, pattern.dtype).exp().T
             heads_last[place] = heads_last[place] * factor
             return heads_last.movedim(-1, 1)
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .forward import device_of, run_pass, run_prefix, undisturbed
-from .hooked import Hook, HookedModel
-from .hooks import BatchHook
+from .hooked import BatchHook, Hook, HookedModel
 from .prefix import Prefix
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
@@ -111,8 +110,7 @@ def shared_passes(
             except Exception as error:  # a cache that an architecture cannot take fails anyhow
                 reason = str(error).partition("\n")[0]
                 return whole_passes(model, f"no run from a key-value cache ({reason})")
-            difference = float((found - expected).abs().max() / expected.abs().max())
-            largest = max(largest, difference)
+            largest = max(largest, _difference(found, expected))
     if not largest <= TOLERANCE:
         return whole_passes(
             model, f"logits differ by {largest:.1e} of the largest from those of whole prompts"
@@ -120,6 +118,29 @@ def shared_passes(
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
+
+
+def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, Prefix | None]:
+    """A batch with everything before its targets run, to go on from it any number of times.
+
+    Returns:
+        The batch with its ``first_query``, and what goes before it; the batch as it is and None
+        where that gives other logits.
+    """
+    left = batch.padded_left()
+    ready = replace(left, first_query=int(left.target_positions.min()))
+    expected = run_pass(model, batch)
+    try:
+        prefix = run_prefix(model, left.before(ready.first_query))
+        found = run_pass(model, ready, prefix=prefix)
+    except Exception:  # a cache that an architecture cannot take fails anyhow
+        return batch, None
+    return (ready, prefix) if _difference(found, expected) <= TOLERANCE else (batch, None)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Of the largest logit."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _only_set(batch: PromptBatch) -> int | None:

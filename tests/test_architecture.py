@@ -37,6 +37,7 @@ ORDER = [
     "run",
     "experiments.__init__",
     "experiments.isolation",
+    "experiments.reweighting",
     "report",
     "cli",
     "__init__",

@@ -1,14 +1,18 @@
 """How often the predicted label is the true one."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .. import figures
 from ..batch import PromptBatch
+from ..errors import MetricError
 from ..hooked import HookedModel
-from ..results import Record, Rows, require_gold
+from ..results import Record, Rows, require_gold, with_intervals
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -25,6 +29,40 @@ class AccuracyRecord(Record):
 
     accuracy: Float[Tensor, ""]
     correct: Float[Tensor, " prompt"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AccuracyComparisonRecord(Record):
+    """Accuracies of several methods on the same prompts, in the order of ``info["methods"]``.
+
+    Attributes:
+        accuracy: Share of prompts whose predicted label is the true one, from 0 to 1; high is
+            good.
+        gain: Accuracy minus that of the first method, paired by prompt, from -1 to 1; above 0 says
+            that a method is better than the first, and its interval says how surely.
+        correct: 1 for each prompt whose predicted label is the true one, else 0.
+    """
+
+    accuracy: Float[Tensor, " method"]
+    gain: Float[Tensor, " method"]
+    correct: Float[Tensor, "prompt method"]
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The methods by name."""
+        return self.info["methods"] if axis == "method" else super().axis_names(axis)
+
+    def plot(self) -> Any:
+        """Accuracies as bars with their intervals (the paper's Table 1)."""
+        bounds = self.intervals.get("accuracy")
+        return figures.grouped_bars(
+            self.accuracy[None],
+            ["accuracy"],
+            list(self.info["methods"]),
+            title="Accuracy",
+            y_title="share of prompts",
+            low=None if bounds is None else bounds[0][None],
+            high=None if bounds is None else bounds[1][None],
+        )
 
 
 @dataclass(frozen=True)
@@ -59,3 +97,42 @@ class Accuracy:
     def result(self, rows: Rows) -> AccuracyRecord:
         """The mean over prompts."""
         return AccuracyRecord(accuracy=rows["correct"].mean(), correct=rows["correct"])
+
+
+def compare_accuracies(
+    correct: Mapping[str, Float[Tensor, " prompt"]],
+    *,
+    resamples: int = 200,
+    info: Mapping[str, Any] | None = None,
+) -> AccuracyComparisonRecord:
+    """Methods side by side, each against the first, with intervals of the paired difference.
+
+    Args:
+        correct: For each method by name, 1 for each prompt that it gets right, else 0; the first
+            is what the others are compared with. ``AccuracyRecord.correct`` is one.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        info: What the numbers are of.
+
+    Raises:
+        MetricError: There is no method, or the methods have different numbers of prompts.
+
+    Examples:
+        >>> right = {"guess": torch.tensor([1., 0.]), "oracle": torch.tensor([1., 1.])}
+        >>> al.compare_accuracies(right, resamples=0).gain.tolist()
+        [0.0, 0.5]
+    """
+    sizes = {name: len(values) for name, values in correct.items()}
+    if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
+        raise MetricError(
+            f"methods are compared on the same prompts, at least one; got prompts: {sizes}"
+        )
+    rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
+    return with_intervals(
+        _comparison, rows, resamples=resamples, info={**(info or {}), "methods": list(correct)}
+    )
+
+
+def _comparison(rows: Rows) -> AccuracyComparisonRecord:
+    correct = rows["correct"]
+    accuracy = correct.mean(0)
+    return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)

@@ -1,0 +1,301 @@
+"""Anchor re-weighting: learn how much the target attends to each label word (section 3.1)."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .. import figures
+from ..batch import PromptBatch
+from ..errors import HookError, MetricError, ModelError, PromptError
+from ..forward import (
+    Loss,
+    device_of,
+    label_cross_entropy,
+    run_pass,
+    undisturbed,
+    vocabulary_of,
+)
+from ..hooked import HookedModel, refuse_folded_value_biases
+from ..hooks import reweight_anchors
+from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
+from ..models import ensure_prepared
+from ..prefix import Prefix
+from ..results import Record
+from ..run import check_batches, describe, run
+from ..sharing import all_but_target
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Beta(Record):
+    """What the target's attention to each label word is multiplied by, as a logarithm.
+
+    Attributes:
+        beta: ``A(q, p_i)`` is multiplied by ``exp(beta_i)``, for the label words in order of
+            appearance. 0 changes nothing, above 0 the label word is read more.
+        label_classes: Class of each label word, by which prompts are told to fit.
+        losses: Mean loss of each epoch's steps, in nats; low is good.
+        vanilla_loss: Mean loss at beta = 0, in nats. Losses above it say that training diverged.
+    """
+
+    beta: Float[Tensor, "layer head anchor"]
+    label_classes: Int[Tensor, " anchor"]
+    losses: Float[Tensor, " epoch"]
+    vanilla_loss: Float[Tensor, ""]
+
+    def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]:
+        """The beta, for prompts whose label words are those that it was learned for.
+
+        Raises:
+            HookError: Their number or the order of their classes differs.
+        """
+        expected = self.label_classes.tolist()
+        for classes in batch.label_classes.tolist():
+            if classes != expected:
+                raise HookError(
+                    f"this beta is for label words of the classes {expected} in order of "
+                    f"appearance; the prompt has {classes}. Train one on prompts with these "
+                    "demonstrations, or build the prompts with those that it was trained on"
+                )
+        return self.beta
+
+    def plot(self) -> Any:
+        """What multiplies the attention to each label word, by layer, as a mean over heads."""
+        labels = self.info.get("labels")
+        names = [
+            f"label word {place}" + (f": {labels[label]}" if labels else "")
+            for place, label in enumerate(self.label_classes.tolist())
+        ]
+        return figures.lines_by_layer(
+            self.beta.exp().mean(1).T,
+            names,
+            title=f"Re-weighting: loss {self.vanilla_loss:.2f} to {self.losses[-1]:.2f}",
+            y_title="exp(beta), mean over heads",
+            reference=1.0,
+        )
+
+
+def train_reweighting(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    *,
+    epochs: int = 10,
+    lr: float = 0.01,
+    seed: int = 0,
+    start: Float[Tensor, "_ _ _"] | None = None,
+    loss: Loss = label_cross_entropy,
+    progress: bool = True,
+) -> Beta:
+    """Learn beta by gradient descent on the label loss; the model is frozen.
+
+    Adam, one step a batch: with ``build_prompts(..., batch_size=1)`` as in the paper, which takes
+    10 epochs at lr 0.01 over 4 training examples a class. Batches are shuffled anew in each epoch.
+    Beta acts on the target's row alone, so that everything before it is run once and a step runs
+    one token a prompt; where the model's cache gives other logits, steps run whole prompts.
+
+    Args:
+        model: A hooked model; its attention hooks are proven at first use.
+        batches: Training prompts, all with the same demonstrations and with their true labels.
+        epochs: Times that each batch is seen.
+        lr: Learning rate of Adam.
+        seed: Seeds the order of the batches; the global random state is not touched.
+        start: Beta at the start, 0 by default. An axis of length 1 is shared: (layer, 1, anchor)
+            learns one for each layer and label word, (layer, 1, 1) one for each layer.
+        loss: Function of (logits, batch) to one number a prompt; the mean over a batch counts.
+        progress: Show a progress bar.
+
+    Returns:
+        The beta with its losses, for ``reweight_anchors(model, batch, beta)``. Where training
+        diverges it stops with a warning, and the beta is the one with the lowest loss.
+
+    Raises:
+        PromptError: The prompts do not fit the model, or differ in their label words.
+        MetricError: The prompts have no true labels, or a setting is no positive number.
+        HookError: ``start`` does not fit the model and the prompts.
+        ModelError: The model's hooks do not act, or its value biases are folded.
+
+    Examples:
+        >>> beta = al.train_reweighting(model, batches, epochs=1, progress=False)
+        >>> again = al.Beta.load(beta.save(folder / "beta.safetensors"))
+        >>> results = al.run(model, batches, [al.Accuracy()], progress=False,
+        ...     hooks=lambda batch: al.reweight_anchors(model, batch, again))
+    """
+    ensure_prepared(model)
+    check_batches(model, batches, resamples=0)
+    refuse_folded_value_biases(model)
+    classes = _classes(batches)
+    if epochs < 1 or not (lr > 0 and isfinite(lr)):
+        raise MetricError(f"epochs and lr must be positive numbers; got {epochs} and {lr}")
+    loss(torch.zeros(len(batches[0]), vocabulary_of(model)), batches[0].to("cpu"))
+    shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
+    with undisturbed(model), torch.inference_mode(False):
+        parameter = _parameter(model, shape, start)
+        device = device_of(model)
+        bar = tqdm(batches, disable=not progress, desc="training prompts")
+        steps = [all_but_target(model, batch.to(device)) for batch in bar]
+        training = _Training(model, parameter, loss, torch.optim.Adam([parameter], lr=lr))
+        vanilla = _mean([training.vanilla_loss(batch, prefix) for batch, prefix in steps])
+        generator = torch.Generator().manual_seed(seed)
+        losses: list[float] = []
+        betas = [parameter.detach().expand(shape).cpu().clone()]
+        for epoch in tqdm(range(epochs), disable=not progress, desc="epochs"):
+            order = torch.randperm(len(steps), generator=generator).tolist()
+            losses.append(_mean([training.step(*steps[number]) for number in order]))
+            # The first epoch is still on its way from the start.
+            if not isfinite(losses[-1]) or (epoch and losses[-1] > vanilla):
+                _warn_of_divergence(losses, vanilla, lr)
+                break
+            betas.append(parameter.detach().expand(shape).cpu().clone())
+    settings = {"epochs": epochs, "lr": lr, "seed": seed, "learned_shape": list(parameter.shape)}
+    return Beta(
+        # All but the last of a training that diverged, and its best.
+        beta=betas[-1] if len(betas) > len(losses) else betas[_lowest([inf, *losses[:-1]])],
+        label_classes=torch.tensor(classes),
+        losses=torch.tensor(losses),
+        vanilla_loss=torch.tensor(vanilla),
+        info=describe(model, batches) | settings,
+    )
+
+
+def reweighting_accuracy(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    beta: Beta,
+    more_shots: Sequence[PromptBatch],
+    *,
+    resamples: int = 200,
+    progress: bool = True,
+) -> AccuracyComparisonRecord:
+    """Accuracy as it is, with more demonstrations, and re-weighted (the paper's Table 1).
+
+    A gain is worth something next to what the training examples give as demonstrations.
+
+    Args:
+        model: A hooked model.
+        batches: Test prompts with the demonstrations that ``beta`` was learned for.
+        beta: From :func:`train_reweighting`.
+        more_shots: The same queries behind those demonstrations and the training examples.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        progress: Show a progress bar.
+
+    Returns:
+        Accuracies of "vanilla", "more shots" and "re-weighted", and the gain of each over vanilla.
+
+    Raises:
+        HookError: The beta is for other label words.
+        MetricError: The two lists of prompts are not of the same queries.
+
+    Examples:
+        >>> beta = al.train_reweighting(model, batches, epochs=1, progress=False)
+        >>> record = al.reweighting_accuracy(model, batches, beta, batches, progress=False)
+        >>> record.gain.shape
+        torch.Size([3])
+    """
+    options: dict[str, Any] = {"resamples": 0, "progress": progress}
+    vanilla = run(model, batches, [Accuracy()], **options)["accuracy"]
+    many = run(model, more_shots, [Accuracy()], **options)["accuracy"]
+    weighted = run(
+        model,
+        batches,
+        [Accuracy()],
+        hooks=lambda batch: reweight_anchors(model, batch, beta),
+        **options,
+    )["accuracy"]
+    correct = {
+        "vanilla": vanilla.correct,
+        "more shots": many.correct,
+        "re-weighted": weighted.correct,
+    }
+    return compare_accuracies(correct, resamples=resamples, info=describe(model, batches))
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What every step needs."""
+
+    model: HookedModel
+    parameter: Float[Tensor, "_ _ _"]
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+
+    def vanilla_loss(self, batch: PromptBatch, prefix: Prefix | None) -> float:
+        logits = run_pass(self.model, batch, prefix=prefix)
+        return float(self.loss(logits, batch).mean())
+
+    def step(self, batch: PromptBatch, prefix: Prefix | None) -> float:
+        """One step of the optimizer; the mean loss before it, NaN where logits overflow."""
+        seen = []
+
+        def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+            seen.append(self.loss(logits, batch))
+            return seen[-1] / len(batch)
+
+        n_anchors = batch.label_positions.shape[1]
+        shape = (self.model.cfg.n_layers, self.model.cfg.n_heads, n_anchors)
+        self.optimizer.zero_grad()
+        with torch.enable_grad():
+            beta = self.parameter.expand(shape)
+        hooks = reweight_anchors(self.model, batch, beta)
+        try:
+            run_pass(
+                self.model,
+                batch,
+                hooks=hooks,
+                loss=mean_loss,
+                into=[self.parameter],
+                prefix=prefix,
+            )
+        except ModelError:
+            return nan
+        self.optimizer.step()
+        return float(seen[0].detach().mean())
+
+
+def _classes(batches: Sequence[PromptBatch]) -> list[int]:
+    """The classes of the label words in order of appearance, the same in all prompts."""
+    found = torch.cat([batch.label_classes.cpu() for batch in batches]).unique(dim=0)
+    if len(found) > 1:
+        raise PromptError(
+            "one beta is for one order of label words, but the prompts have the classes "
+            f"{found.tolist()}; train each set of demonstrations by itself"
+        )
+    return [int(one) for one in found[0]]
+
+
+def _parameter(
+    model: HookedModel, shape: tuple[int, ...], start: Float[Tensor, "_ _ _"] | None
+) -> Tensor:
+    begin = torch.zeros(shape) if start is None else start.detach()
+    fits = begin.ndim == 3 and all(
+        got in (1, want) for got, want in zip(begin.shape, shape, strict=True)
+    )
+    if not fits or begin.shape[0] != shape[0]:
+        raise HookError(
+            f"start must have the shape (layer, head, anchor) = {shape}, or 1 for heads or anchors "
+            f"that share theirs; got {tuple(begin.shape)}"
+        )
+    wide = torch.promote_types(next(iter(model.parameters())).dtype, torch.float32)  # type: ignore[attr-defined]
+    return begin.to(device_of(model), wide, copy=True).requires_grad_()
+
+
+def _lowest(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _warn_of_divergence(losses: Sequence[float], vanilla: float, lr: float) -> None:
+    warnings.warn(
+        f"training diverged: the mean loss of epoch {len(losses)} is {losses[-1]:.3g}, and at "
+        f"beta = 0 it is {vanilla:.3g}. It was stopped, and the beta is that of its best epoch "
+        f"before; use a lower lr than {lr}",
+        stacklevel=3,
+    )

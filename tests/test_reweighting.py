@@ -1,0 +1,263 @@
+"""Re-weighting: the gradient of beta, training with and without a cache, what is refused."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import byte_level_tokenizer, difference, hooks_on, questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.errors import HookError, MetricError, PromptError
+from anchorlens.forward import run_pass
+from anchorlens.sharing import all_but_target
+
+QUIET: dict[str, Any] = {"progress": False}
+
+
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs whole prompts from its call on."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no cache")
+
+    return lambda: monkeypatch.setattr(sharing, "run_prefix", fail)
+
+
+def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:
+    """The pattern multiplied by hand, whole prompts."""
+
+    def hook_of(layer: int) -> Any:
+        def scale(pattern: Tensor, hook: Any) -> Tensor:
+            factor = torch.ones_like(pattern)
+            for n in range(len(batch)):
+                for k, place in enumerate(batch.label_positions[n].tolist()):
+                    target = int(batch.target_positions[n])
+                    factor[n, :, target, place] = beta[layer, :, k].exp()
+            return pattern * factor
+
+        return f"blocks.{layer}.attn.hook_pattern", scale
+
+    hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    with torch.no_grad():
+        logits = model.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+    at_target = logits[torch.arange(len(batch)), batch.target_positions][:, batch.label_token_ids]
+    assert batch.gold is not None
+    return float(torch.nn.functional.cross_entropy(at_target, batch.gold))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_gradient_against_finite_differences(cached: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    model = al.load_model(tiny_gpt2(len(tokenizer)).double(), tokenizer=tokenizer)
+    (batch,) = questions(model, 3, padding_side="left")
+    generator = torch.Generator().manual_seed(0)
+    beta = torch.randn(3, 2, 6, generator=generator, dtype=torch.double).requires_grad_()
+    ready, prefix = all_but_target(model, batch) if cached else (batch, None)
+    assert (ready.tokens.shape[1] - ready.first_query == 1) == cached
+    run_pass(
+        model,
+        ready,
+        hooks=al.reweight_anchors(model, ready, beta),
+        loss=lambda logits, batch: al.label_cross_entropy(logits, batch) / len(batch),
+        into=[beta],
+        prefix=prefix,
+    )
+    assert beta.grad is not None
+    step = 1e-5
+    for place in [(0, 0, 0), (0, 1, 5), (1, 0, 3), (2, 1, 1), (2, 0, 4)]:
+        shift = torch.zeros_like(beta)
+        shift[place] = step
+        up, down = (loss_of(model, batch, (beta + sign * shift).detach()) for sign in (1, -1))
+        expected = (up - down) / (2 * step)
+        assert abs(expected) > 1e-6
+        assert float(beta.grad[place]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_training_by_hand(model: Any) -> None:
+    """Adam in numpy on gradients of whole prompts, in the published order of things."""
+    batches = questions(model, 4, batch_size=1)
+    found = al.train_reweighting(model, batches, epochs=2, lr=0.02, seed=3, **QUIET)
+    shape = (model.cfg.n_layers, model.cfg.n_heads, 6)
+    beta, m, v = (np.zeros(shape) for _ in range(3))
+    generator = torch.Generator().manual_seed(3)
+    count, losses = 0, []
+    for _ in range(2):
+        for number in torch.randperm(4, generator=generator).tolist():
+            tensor = torch.tensor(beta, dtype=torch.float32, requires_grad=True)
+            seen: list[Tensor] = []
+
+            def keep(logits: Tensor, batch: al.PromptBatch, seen: Any = seen) -> Tensor:
+                seen.append(al.label_cross_entropy(logits, batch))
+                return seen[-1]
+
+            hooks = al.reweight_anchors(model, batches[number], tensor)
+            run_pass(model, batches[number], hooks=hooks, loss=keep, into=[tensor])
+            losses.append(float(seen[0].detach()))
+            assert tensor.grad is not None
+            gradient = tensor.grad.double().numpy()
+            count += 1
+            m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+            root = np.sqrt(v / (1 - 0.999**count)) + 1e-8
+            beta = beta - 0.02 * m / (1 - 0.9**count) / root
+    # Adam divides by the size of the gradient, so that rounding shows where that is small.
+    assert difference(found.beta, torch.from_numpy(beta)) < 1e-2
+    assert found.losses.tolist() == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:])], 1e-4)
+    clean = [loss_of(model, batch, torch.zeros(shape)) for batch in batches]
+    assert float(found.vanilla_loss) == pytest.approx(np.mean(clean), rel=1e-5)
+
+
+def test_it_learns_and_the_cache_changes_nothing(model: Any, whole: Any) -> None:
+    batches = questions(model, 6, batch_size=4, padding_side="left")
+    ours = al.train_reweighting(model, batches, epochs=3, **QUIET)
+    assert ours.losses[-1] < ours.losses[0] and ours.losses[-1] < ours.vanilla_loss
+    whole()
+    theirs = al.train_reweighting(model, batches, epochs=3, **QUIET)
+    assert difference(ours.losses, theirs.losses) < 1e-5
+    assert difference(ours.beta, theirs.beta) < 1e-2  # Adam, as above
+    trained = [loss_of(model, batch, ours.beta) for batch in batches]
+    clean = [loss_of(model, batch, torch.zeros_like(ours.beta)) for batch in batches]
+    assert np.mean(trained) < np.mean(clean)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 6), (3, 1, 1), (3, 2, 1)])
+def test_shared_betas(gpt2: Any, shape: tuple[int, int, int]) -> None:
+    batches = questions(gpt2, 4, batch_size=1)
+    start = torch.full(shape, 0.1)
+    result = al.train_reweighting(gpt2, batches, epochs=1, start=start, **QUIET)
+    assert result.beta.shape == (3, 2, 6) and result.info["learned_shape"] == list(shape)
+    for axis, size in enumerate(shape):
+        if size == 1:
+            assert torch.equal(
+                result.beta, result.beta.select(axis, 0).unsqueeze(axis).expand(3, 2, 6)
+            )
+    assert not torch.allclose(result.beta, torch.tensor(0.1))
+    assert torch.equal(start, torch.full(shape, 0.1))
+
+
+def test_several_shots_and_other_queries(llama: Any) -> None:
+    examples = al.load_examples("sentiment")
+    demos = al.sample_demonstrations(examples, shots=2, seed=1)
+    rest = [one for one in examples if one not in demos]
+
+    def prompts(of: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
+        return al.build_prompts(llama.tokenizer, al.TASKS["sst2"], of, queries, batch_size=6)
+
+    train, test = prompts(demos, rest[:4]), prompts(demos, rest[4:10])
+    beta = al.train_reweighting(llama, train, epochs=1, **QUIET)
+    assert beta.beta.shape == (3, 4, 4)
+    record = al.reweighting_accuracy(
+        llama, test, beta, prompts([*demos, *rest[:4]], rest[4:10]), **QUIET
+    )
+    assert record.correct.shape == (6, 3) and record.intervals["gain"].shape == (2, 3)
+    hooks = al.reweight_anchors(llama, test[0], beta)
+    logits = run_pass(llama, test[0], hooks=hooks)[:, test[0].label_token_ids]
+    assert test[0].gold is not None
+    right = torch.eq(logits.argmax(-1), test[0].gold).double()[test[0].index.argsort()]
+    assert torch.equal(record.correct[:, 2], right)
+    assert record.to_frame()["method"].dropna().unique().tolist() == record.info["methods"]
+    assert record.plot().data and beta.plot().data
+
+
+def test_saved_and_loaded(gpt2: Any, tmp_path: Any) -> None:
+    batches = questions(gpt2, 2)
+    beta = al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
+    again = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
+    assert torch.equal(again.beta, beta.beta) and again.info == beta.info
+    for one in (beta, again, beta.beta):
+        logits = run_pass(gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], one))
+        expected = run_pass(
+            gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], beta.beta)
+        )
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("lr", [30.0, 1e6])
+def test_divergence_is_said(gpt2: Any, lr: float) -> None:
+    batches = questions(gpt2, 4, batch_size=1)
+    with pytest.warns(UserWarning, match="training diverged.* lower lr than"):
+        beta = al.train_reweighting(gpt2, batches, epochs=6, lr=lr, **QUIET)
+    assert len(beta.losses) < 6 and beta.beta.isfinite().all()
+    assert not beta.losses[-1] <= beta.vanilla_loss
+
+
+def test_nothing_is_left(gpt2: Any) -> None:
+    before = hooks_on(gpt2)
+    parameters = [parameter.clone() for parameter in gpt2.parameters()]
+    gpt2.train()
+    state = torch.get_rng_state()
+
+    def fails(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        if len(logits) == 1:
+            raise RuntimeError("in the middle")
+        return al.label_cross_entropy(logits, batch)
+
+    batches = [*questions(gpt2, 2), *questions(gpt2, 1)]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        al.train_reweighting(gpt2, batches, loss=fails, **QUIET)
+    al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
+    assert gpt2.training and torch.equal(state, torch.get_rng_state())
+    assert hooks_on(gpt2) == before
+    for old, new in zip(parameters, gpt2.parameters(), strict=True):
+        assert torch.equal(old, new) and new.requires_grad and new.grad is None
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (
+        lambda m, b: al.train_reweighting(m, [replace(b[0], gold=None)], **QUIET),
+        MetricError,
+        "needs the true label",
+    ),
+    (lambda m, b: al.train_reweighting(m, b, epochs=0), MetricError, "positive numbers; got 0"),
+    (lambda m, b: al.train_reweighting(m, b, lr=-1), MetricError, "got 10 and -1"),
+    (
+        lambda m, b: al.train_reweighting(m, b, start=torch.zeros(3, 2, 5)),
+        HookError,
+        r"\(layer, head, anchor\) = \(3, 2, 6\).* got \(3, 2, 5\)",
+    ),
+    (
+        lambda m, b: al.train_reweighting(
+            m, [*b, replace(b[0], label_classes=b[0].label_classes.flip(1))]
+        ),
+        PromptError,
+        "train each set of demonstrations by itself",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
+def test_bad_input(gpt2: Any, act: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        act(gpt2, questions(gpt2, 3))
+
+
+def test_a_beta_of_other_label_words(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 3)
+    beta = al.train_reweighting(gpt2, [batch], epochs=1, **QUIET)
+    classes = batch.label_classes[0].tolist()
+    other = replace(batch, label_classes=batch.label_classes.flip(1))
+    message = re.escape(f"the classes {classes} in order of appearance; the prompt has")
+    with pytest.raises(HookError, match=message):
+        al.reweight_anchors(gpt2, other, beta)
+
+
+def test_comparison_by_hand() -> None:
+    correct = {"a": torch.tensor([1.0, 0, 0, 1]), "b": torch.tensor([1.0, 1, 0, 1])}
+    record = al.compare_accuracies(correct)
+    assert record.accuracy.tolist() == [0.5, 0.75] and record.gain.tolist() == [0, 0.25]
+    low, high = record.intervals["gain"]
+    assert low[0] == high[0] == 0 and 0 <= low[1] < high[1]  # paired: never below 0
+    with pytest.raises(MetricError, match=r"got prompts: \{'a': 4, 'b': 1\}"):
+        al.compare_accuracies(correct | {"b": torch.ones(1)})
