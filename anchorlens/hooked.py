@@ -46,6 +46,7 @@ class BatchHook:
         return self.act(tensor, hook)
 
 
+@runtime_checkable
 class LearnedBeta(Protocol):
     """A beta that knows which prompts it is for; ``train_reweighting`` gives one."""
 
