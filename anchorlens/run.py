@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -25,7 +26,7 @@ from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
 from .prefix import Prefix
 from .results import Record, Rows, with_intervals
-from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes, whole_passes
+from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes
 from .store import Store, fingerprint, same_rows, versions
 
 
@@ -88,7 +89,7 @@ def run(
         }
         store = Store.open(folder, fingerprint(model, batches, settings))
     failures: dict[str, AnchorlensError] = {}
-    passes = _passes(model, batches, metrics, hooks)
+    passes = shared_passes(model, batches, [] if hooks is None else [hooks], metrics)
     rows = collect(
         model,
         batches,
@@ -98,6 +99,39 @@ def run(
     )
     info = describe(model, batches) | {"shared_prefix": passes.said}
     return _results(metrics, rows, info, resamples, failures)
+
+
+def target_logits(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    *,
+    hooks: HooksOfBatch | None = None,
+    progress: bool = True,
+) -> Float[Tensor, "prompt vocab"]:
+    """Next-token logits at the targets of all prompts, in the order of the queries, on the CPU.
+
+    For comparisons of one's own: with ``loyalty``, of the same queries behind other demonstrations.
+
+    Args:
+        model: A hooked model.
+        batches: Prompts from ``build_prompts``.
+        hooks: Function of the batch to hooks that change the run.
+        progress: Show a progress bar.
+
+    Examples:
+        >>> logits = al.target_logits(model, batches, progress=False)
+        >>> float(al.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
+        1.0
+    """
+    ensure_prepared(model)
+    check_batches(model, batches, resamples=0)
+    change = hooks or no_hooks
+    passes = shared_passes(model, batches, [change])
+
+    def rows(batch: PromptBatch) -> dict[str, Tensor]:
+        return {"logits": passes.logits(passes.ready(batch), change).cpu()}
+
+    return collect(model, batches, rows, progress=progress)["logits"]
 
 
 def collect(
@@ -194,21 +228,6 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
-
-
-def _passes(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    metrics: Sequence[Metric],
-    hooks: HooksOfBatch | None,
-) -> Passes:
-    """Shared demonstrations run once, if every metric can do with that."""
-    if any(metric.needs_gradient for metric in metrics):
-        return whole_passes(model, "the gradient goes through the demonstrations")
-    alone = [metric.name for metric in metrics if not hasattr(metric, "observe_demonstrations")]
-    if alone:
-        return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
-    return shared_passes(model, batches, [] if hooks is None else [hooks])
 
 
 def _rows_of_batch(

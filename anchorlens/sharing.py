@@ -10,6 +10,7 @@ from torch import Tensor
 from .batch import PromptBatch
 from .forward import device_of, run_pass, run_prefix, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
+from .metrics.metric import Metric
 from .prefix import Prefix
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
@@ -43,7 +44,7 @@ class Passes:
 
     def ready(self, batch: PromptBatch) -> PromptBatch:
         """The batch as it is run: with ``first_query`` behind what its prompts share."""
-        name = _only_set(batch)
+        name = only_set(batch)
         if name is None or name not in self.lengths:
             return batch
         return replace(batch.padded_right(), first_query=self.lengths[name])
@@ -55,7 +56,7 @@ class Passes:
 
     def once(self, batch: PromptBatch, key: Any, compute: Callable[[], T]) -> T:
         """What depends on the demonstrations alone, computed for the first batch of a set."""
-        name = _only_set(batch)
+        name = only_set(batch)
         if any(other != name for other, _ in self.kept):
             self.kept.clear()  # one set at a time is worth the memory
         if (name, key) not in self.kept:
@@ -85,7 +86,10 @@ def whole_passes(model: HookedModel, why: str) -> Passes:
 
 
 def shared_passes(
-    model: HookedModel, batches: Sequence[PromptBatch], changes: Sequence[HooksOfBatch]
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch] = (),
+    metrics: Sequence[Metric] = (),
 ) -> Passes:
     """Passes that run shared demonstrations once, where that gives the same logits.
 
@@ -93,14 +97,20 @@ def shared_passes(
         model: A prepared model.
         batches: All prompts of the run.
         changes: The interventions of the run, tried on the first batch besides the clean run.
+        metrics: What watches the passes.
     """
+    if any(metric.needs_gradient for metric in metrics):
+        return whole_passes(model, "the gradient goes through the demonstrations")
+    alone = [metric.name for metric in metrics if not hasattr(metric, "observe_demonstrations")]
+    if alone:
+        return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
     lengths = _shared_lengths(batches)
     if not lengths:
         return whole_passes(model, "no two prompts share their demonstrations")
     if not all(_act_in_parts(change, batches) for change in changes):
         return whole_passes(model, "hooks of one's own act on positions of whole prompts")
     passes = Passes(model, lengths, "")
-    first = next(one for one in batches if _only_set(one) in lengths).to(device_of(model))
+    first = next(one for one in batches if only_set(one) in lengths).to(device_of(model))
     largest = 0.0
     with undisturbed(model):
         for change in (no_hooks, *changes):
@@ -110,7 +120,7 @@ def shared_passes(
             except Exception as error:  # a cache that an architecture cannot take fails anyhow
                 reason = str(error).partition("\n")[0]
                 return whole_passes(model, f"no run from a key-value cache ({reason})")
-            largest = max(largest, _difference(found, expected))
+            largest = max(largest, logit_difference(found, expected))
     if not largest <= TOLERANCE:
         return whole_passes(
             model, f"logits differ by {largest:.1e} of the largest from those of whole prompts"
@@ -135,15 +145,15 @@ def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch,
         found = run_pass(model, ready, prefix=prefix)
     except Exception:  # a cache that an architecture cannot take fails anyhow
         return batch, None
-    return (ready, prefix) if _difference(found, expected) <= TOLERANCE else (batch, None)
+    return (ready, prefix) if logit_difference(found, expected) <= TOLERANCE else (batch, None)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Of the largest logit."""
+def logit_difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, of the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _only_set(batch: PromptBatch) -> int | None:
+def only_set(batch: PromptBatch) -> int | None:
     """The set of demonstrations of a batch; None where it has several."""
     names = batch.demonstrations_id.unique()
     return int(names) if len(names) == 1 else None
@@ -157,7 +167,7 @@ def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
     """Leading tokens that all prompts of a set share, up to the first target at most."""
     rows: dict[int, list[PromptBatch]] = {}
     for batch in batches:
-        name = _only_set(batch)
+        name = only_set(batch)
         if name is not None:
             rows.setdefault(name, []).append(batch.to("cpu"))
     lengths = {name: _shared_length(of_set) for name, of_set in rows.items()}

@@ -31,23 +31,23 @@ def fingerprint(model: Any, batches: Sequence[PromptBatch], settings: Mapping[st
     Hooks are functions and cannot be told apart by what they say, so that a resumed run computes
     its first batch again besides (see ``run``).
     """
-    prompts, weights = hashlib.sha256(), hashlib.sha256()
+    prompts = hashlib.sha256()
     for batch in batches:
         for value in vars(batch).values():
             data = (
                 value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
             )
             prompts.update(data)
+    return {**identity(model), "prompts": prompts.hexdigest(), **settings, **versions()}
+
+
+def identity(model: Any) -> dict[str, str]:
+    """What tells one model from another: its name and some of every weight, as they are stored."""
+    weights = hashlib.sha256()
     for parameter in model.parameters():
         few = parameter.detach().flatten()[:64].float().cpu()
         weights.update(few.numpy().tobytes())
-    return {
-        "model": str(model.cfg.model_name),
-        "weights": weights.hexdigest(),
-        "prompts": prompts.hexdigest(),
-        **settings,
-        **versions(),
-    }
+    return {"model": str(model.cfg.model_name), "weights": weights.hexdigest()}
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "needs the true label",
     ),
     (lambda m, b: al.train_reweighting(m, b, epochs=0), MetricError, "positive numbers; got 0"),
-    (lambda m, b: al.train_reweighting(m, b, lr=-1), MetricError, "got 10 and -1"),
+    (lambda m, b: al.train_reweighting(m, b, lr=-1.0), MetricError, r"got 10 and -1\.0"),
     (
         lambda m, b: al.train_reweighting(m, b, start=torch.zeros(3, 2, 5)),
         HookError,

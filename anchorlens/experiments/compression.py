@@ -1,0 +1,247 @@
+"""Compression: keep the label words' keys and values and answer queries from them (section 3.2)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .. import edges
+from ..batch import PromptBatch
+from ..errors import ModelError, PromptError
+from ..forward import check_fits, device_of, run_pass, run_prefix, undisturbed
+from ..hooked import Hook, HookedModel
+from ..hooks import block_edges
+from ..models import ensure_prepared
+from ..prefix import Prefix
+from ..sharing import TOLERANCE, logit_difference, only_set
+from .context import CompressedContext, columns_of, model_of
+from .kept import Keep, Placement, anchors_and_format, as_in_prompt
+
+
+def compress(
+    model: HookedModel,
+    demonstrations: PromptBatch,
+    keep: Keep = anchors_and_format,
+    *,
+    positions: Placement = as_in_prompt,
+) -> CompressedContext:
+    """Run demonstrations once and keep some of their keys and values (section 3.2).
+
+    What is dropped had its effect on what is kept: the label words gathered it in shallow layers.
+    The answers are those of the whole prompt with the edges from the query to what is dropped cut,
+    which is tried on the first prompt; where a cut cache gives others (to 1e-5 of the largest
+    logit) the whole one is kept and those edges are cut.
+
+    Args:
+        model: A hooked model; its attention hooks are proven at first use.
+        demonstrations: Prompts that begin with them, any batch of ``build_prompts``; they reach to
+            the first token of the query.
+        keep: Function from the demonstrations, as a batch of one prompt, to Bool["position"]:
+            ``anchors_and_format``, ``label_words``, ``random_and_format(seed)``, or your own.
+        positions: Function from the kept positions to where the model takes keys and query to
+            stand: ``as_in_prompt``, ``restarted``, ``rebased``.
+
+    Returns:
+        The context, which answers queries with :meth:`CompressedContext.logits`.
+
+    Raises:
+        PromptError: The prompts have several sets of demonstrations, their texts are not known,
+            nothing is kept, or a demonstration is too short for a random control.
+        ModelError: The model takes no key-value cache, or the positions cannot be exact in it.
+
+    Examples:
+        >>> context = al.compress(model, batch, keep=al.anchors_and_format)
+        >>> logits = context.logits(model, batch)
+        >>> kept, whole = int(context.kept.sum()), len(context.kept)
+    """
+    return contexts(model, demonstrations, [keep], positions=positions)[0]
+
+
+def contexts(
+    model: HookedModel,
+    demonstrations: PromptBatch,
+    keeps: Sequence[Keep],
+    *,
+    positions: Placement = as_in_prompt,
+) -> list[CompressedContext]:
+    """Several contexts from one run of the demonstrations; the first is tried."""
+    ensure_prepared(model)
+    check_fits(model, demonstrations)
+    if only_set(demonstrations) is None:
+        raise PromptError(
+            "a context holds one set of demonstrations, but these prompts have several; compress "
+            "each set by itself"
+        )
+    prompt = demonstrations.to(device_of(model)).prompt(0)
+    length = int(prompt.query_start[0])
+    shared = prompt.before(length)
+    chosen = [_checked(keep(shared), length) for keep in keeps]
+    with undisturbed(model):
+        whole = _whole_cache(model, prompt, shared)
+        place = _placing(model, prompt, whole, chosen[0], positions)
+        return [place(kept) for kept in chosen]
+
+
+def _checked(kept: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
+    if kept.shape != (length,) or kept.dtype != torch.bool or not kept.any():
+        raise PromptError(
+            f"keep must give Bool['position'] with some of the {length} positions of the "
+            f"demonstrations; got the shape {tuple(kept.shape)}, {kept.dtype}, and "
+            f"{int(kept.sum())} kept"
+        )
+    return kept
+
+
+def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
+    """The demonstrations' keys and values, from which the model gives the same logits."""
+    expected = run_pass(model, prompt)
+    ready = replace(prompt, first_query=shared.tokens.shape[1])
+    try:
+        whole = run_prefix(model, shared)
+        difference = logit_difference(run_pass(model, ready, prefix=whole), expected)
+    except Exception as error:  # each architecture that takes no cache fails in its way
+        raise ModelError(
+            f"{model.cfg.model_name} does not run from a key-value cache, so that its context "
+            f"cannot be compressed: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if not difference <= _tolerance(model):
+        raise ModelError(
+            f"{model.cfg.model_name} gives other logits behind its key-value cache (off by "
+            f"{difference:.1e} of the largest), so that its context cannot be compressed"
+        )
+    return whole
+
+
+def _placing(
+    model: HookedModel,
+    prompt: PromptBatch,
+    whole: Prefix,
+    kept: Bool[Tensor, " position"],
+    positions: Placement,
+) -> Callable[[Bool[Tensor, " position"]], CompressedContext]:
+    """How this model takes positions: what makes a context of what is kept, tried on one prompt."""
+    length = len(kept)
+    tokens = prompt.tokens[0, :length]
+    info = {**model_of(model), "positions": positions.__name__}
+
+    def context(prefix: Prefix, kept: Bool[Tensor, " position"], place: Placement) -> Any:
+        keys, query = place(kept)
+        at_query = torch.tensor([query], device=tokens.device)
+        prefix = replace(prefix, next_position=at_query)
+        return CompressedContext(prefix, tokens, kept, keys, query, info)
+
+    def cut(kept: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole.columns(kept), kept, positions)
+
+    def masked(kept: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole, kept, as_in_prompt)
+
+    def moved(kept: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(_moved(model, prompt.before(length), kept), kept, positions)
+
+    keys, query = positions(kept)
+    if torch.equal(keys, kept.nonzero().flatten()):
+        trial = kept.clone()
+        trial[1:2] &= not kept.all() or query == length  # something dropped, to tell by
+        difference = _off(
+            model, prompt, context(whole.columns(trial), trial, as_in_prompt), masked(trial)
+        )
+        follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
+        if follows and difference <= _tolerance(model) and query >= 0:
+            return cut
+        if query == length:
+            return masked
+    elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
+        difference = _off_when_moved(model, prompt, length)
+        if difference <= 1e3 * TOLERANCE:
+            return moved
+    else:
+        raise PromptError(
+            "a placement leaves the keys where they stand in the prompt, or puts them at 0, 1, ... "
+            f"with the query behind them; got keys at {keys.tolist()} and the query at {query}"
+        )
+    raise ModelError(
+        f"positions cannot be {info['positions']} in {info['model']}: its logits would be off by "
+        f"{difference:.1e} of the largest. Where positions are in the residual stream (learned "
+        "ones), follow the place in the cache (ALiBi, a HookedTransformer) or enter the keys where "
+        "no hook reaches, they cannot be chosen; use positions=al.as_in_prompt"
+    )
+
+
+def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: Prefix) -> bool:
+    """Whether another position of the query gives other logits.
+
+    In low precision a cut that is wrong by some places (ALiBi) hides in the rounding.
+    """
+    ready = replace(prompt, first_query=len(whole))
+    earlier = replace(whole, next_position=whole.next_position - 1)
+    logits = [run_pass(model, ready, prefix=prefix) for prefix in (whole, earlier)]
+    return not torch.equal(*logits)
+
+
+def _off(
+    model: HookedModel, prompt: PromptBatch, ours: CompressedContext, expected: CompressedContext
+) -> float:
+    """How far a context is off another one, of the largest logit; infinite where it fails."""
+    try:
+        return logit_difference(ours.logits(model, prompt), expected.logits(model, prompt))
+    except Exception:  # chunks, or shapes that do not fit: there is the other one
+        return inf
+
+
+def _off_when_moved(model: HookedModel, prompt: PromptBatch, length: int) -> float:
+    """How far moved keys are off, where it is known what they must give.
+
+    The leading half of the demonstrations is dropped, after the rest was kept from seeing it: moved
+    to 0, 1, ... the rest is the shorter prompt.
+    """
+    where = torch.arange(length, device=prompt.tokens.device)
+    kept = where >= length // 2
+    unseen = edges.between(kept[None], ~kept[None])
+    hooks = block_edges(model, unseen, range(model.cfg.n_layers))
+    every = torch.cat([kept, kept.new_ones(prompt.tokens.shape[1] - length)])
+    shorter = columns_of(prompt, every)
+    expected = run_pass(model, shorter)
+    try:
+        prefix = _moved(model, prompt.before(length), kept, hooks)
+        found = run_pass(model, replace(shorter, first_query=len(prefix)), prefix=prefix)
+    except Exception:  # keys that stand at no hook point, or in another shape
+        return inf
+    return logit_difference(found, expected)
+
+
+def _moved(
+    model: HookedModel,
+    shared: PromptBatch,
+    kept: Bool[Tensor, " position"],
+    hooks: Sequence[Hook] = (),
+) -> Prefix:
+    """Kept keys and values at the positions 0, 1, ...
+
+    The model rotates by itself: it is run on the kept tokens with the keys that they had among all
+    tokens put in before the rotation, in every layer.
+    """
+    names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Hook:
+        def keep(key: Tensor, hook: Any) -> None:
+            seen[name] = key.detach()
+
+        return name, keep
+
+    def put(name: str) -> Hook:
+        return name, lambda key, hook: seen[name][:, kept.to(key.device)]
+
+    whole = run_prefix(model, shared, hooks=hooks, observers=[watch(name) for name in names])
+    alone = run_prefix(model, columns_of(shared, kept), hooks=[put(name) for name in names])
+    return replace(alone, values=whole.columns(kept).values)
+
+
+def _tolerance(model: Any) -> float:
+    """In low precision logits differ by its rounding."""
+    return max(TOLERANCE, 8 * torch.finfo(next(iter(model.parameters())).dtype).eps)

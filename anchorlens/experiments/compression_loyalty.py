@@ -1,0 +1,302 @@
+"""What compressed contexts lose, beside random ones, and what they save (Tables 2 and 3)."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import figures
+from ..batch import PromptBatch
+from ..errors import HookError, PromptError
+from ..forward import device_of
+from ..hooked import HookedModel
+from ..metrics.aucroc import predicted_class
+from ..metrics.loyalty import loyalty_rows
+from ..models import ensure_prepared
+from ..results import Record, Rows, by_set, require_gold, with_intervals
+from ..run import check_batches, collect, describe
+from ..sharing import only_set, shared_passes, whole_passes
+from .compression import contexts
+from .context import CompressedContext
+from .kept import Keep, Placement, anchors_and_format, as_in_prompt, everything, random_and_format
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompressionRecord(Record):
+    """Accuracy, and loyalty to the whole prompt, of a compressed context and its random controls.
+
+    Attributes:
+        accuracy: Share of prompts whose label is right from the compressed context, from 0 to 1.
+        whole_accuracy: The same of whole prompts.
+        label_loyalty: Share of prompts whose predicted label is that of the whole prompt, from 0
+            to 1; high means that what was kept says what the demonstrations say.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high as above.
+        kl: Mean KL(whole || compressed) of the next token, in nats, from 0 up; low means alike.
+        random_accuracy: Accuracy of each random control.
+        random_label_loyalty: Label loyalty of each random control.
+        random_word_loyalty: Word loyalty of each random control.
+        random_kl: KL of each random control.
+        top_accuracy: Accuracy of the control with the best label loyalty of each set of
+            demonstrations. It was chosen on the prompts that it is measured on, as in the paper.
+        top_label_loyalty: Its label loyalty.
+        top_word_loyalty: Its word loyalty.
+        label_gap: label_loyalty minus the mean of the controls, paired by prompt, from -1 to 1.
+            Above 0 says that the label words in particular carry what is needed.
+        word_gap: The same of word loyalty.
+        bytes_kept: Bytes of the keys and values that are held, mean over sets.
+        bytes_whole: Bytes of those of all demonstrations' tokens.
+        label_kept: 1 for each prompt whose label is that of the whole prompt, else 0.
+        word_overlap: Jaccard similarity of each prompt.
+    """
+
+    accuracy: Float[Tensor, ""]
+    whole_accuracy: Float[Tensor, ""]
+    label_loyalty: Float[Tensor, ""]
+    word_loyalty: Float[Tensor, ""]
+    kl: Float[Tensor, ""]
+    random_accuracy: Float[Tensor, " draw"]
+    random_label_loyalty: Float[Tensor, " draw"]
+    random_word_loyalty: Float[Tensor, " draw"]
+    random_kl: Float[Tensor, " draw"]
+    top_accuracy: Float[Tensor, ""]
+    top_label_loyalty: Float[Tensor, ""]
+    top_word_loyalty: Float[Tensor, ""]
+    label_gap: Float[Tensor, ""]
+    word_gap: Float[Tensor, ""]
+    bytes_kept: Float[Tensor, ""]
+    bytes_whole: Float[Tensor, ""]
+    label_kept: Float[Tensor, " prompt"]
+    word_overlap: Float[Tensor, " prompt"]
+
+    def plot(self) -> Any:
+        """Loyalties and accuracy of the context, its controls and the best control."""
+        fields = ("label_loyalty", "word_loyalty", "accuracy")
+        own = torch.stack([getattr(self, name) for name in fields])
+        controls = torch.stack([getattr(self, f"random_{name}") for name in fields])
+        top = torch.stack([getattr(self, f"top_{name}") for name in fields])
+        bounds = [self.intervals.get(name) for name in fields]
+        low, high = (
+            torch.stack([one if b is None else b[k] for one, b in zip(own, bounds, strict=True)])
+            for k in (0, 1)
+        )
+        return figures.grouped_bars(
+            torch.stack([own, controls.mean(1), top], dim=1),
+            ["label loyalty", "word loyalty", "accuracy"],
+            ["kept label words", "random words", "best of the random draws"],
+            title="What a compressed context keeps (bars of random words: range of draws)",
+            y_title="share",
+            low=torch.stack([low, controls.amin(1), top], dim=1),
+            high=torch.stack([high, controls.amax(1), top], dim=1),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AnswerTimesRecord(Record):
+    """Seconds a query takes, and how many times as fast a compressed context is.
+
+    Attributes:
+        whole: Seconds a query, the whole prompt run for each.
+        cached: Seconds a query, the demonstrations run once and all their keys kept.
+        compressed: Seconds a query from the compressed context.
+        speed_up: whole / compressed, as in the paper's Table 3; above 1 is faster.
+        speed_up_over_cached: cached / compressed: what is left of it beside the honest rival.
+    """
+
+    whole: Float[Tensor, ""]
+    cached: Float[Tensor, ""]
+    compressed: Float[Tensor, ""]
+    speed_up: Float[Tensor, ""]
+    speed_up_over_cached: Float[Tensor, ""]
+
+
+def compression_loyalty(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    keep: Keep = anchors_and_format,
+    *,
+    positions: Placement = as_in_prompt,
+    control: Callable[[int], Keep] = random_and_format,
+    draws: int = 20,
+    seed: int = 0,
+    resamples: int = 200,
+    progress: bool = True,
+) -> CompressionRecord:
+    """Answers from a compressed context and its random controls against the whole prompt's.
+
+    Args:
+        model: A hooked model; its attention hooks are proven at first use.
+        batches: Prompts from ``build_prompts`` with their true labels, batches of one set of
+            demonstrations each.
+        keep: What the context keeps; see ``compress``.
+        positions: Where what is kept stands; see ``compress``.
+        control: From the number of a draw to what that random context keeps.
+        draws: Independent random controls (the paper's 20).
+        seed: Number of the first draw.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        progress: Show a progress bar.
+
+    Returns:
+        Accuracy, loyalties and KL of both, the gaps between them, and the bytes kept.
+
+    Raises:
+        PromptError: A batch has several sets of demonstrations, or one is too short for a control.
+        MetricError: The prompts have no true labels.
+        ModelError: The model takes no key-value cache, or not these positions.
+
+    Examples:
+        >>> record = al.compression_loyalty(model, batches, draws=2, progress=False)
+        >>> bool(0 <= record.label_loyalty <= 1) and bool(record.bytes_kept < record.bytes_whole)
+        True
+    """
+    ensure_prepared(model)
+    check_batches(model, batches, resamples)
+    if draws < 1:
+        raise HookError(f"the random control needs at least one draw; got {draws}")
+    keeps = [keep, *(control(seed + draw) for draw in range(draws))]
+    for batch in batches:
+        require_gold(batch.gold, "accuracy")
+        _one_set(batch)
+    passes = shared_passes(model, batches)
+    made: dict[int, list[CompressedContext]] = {}
+
+    def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        name = _one_set(batch)
+        if name not in made:
+            made.clear()  # the caches of one set at a time
+            made[name] = contexts(model, batch, keeps, positions=positions)
+        own, *controls = made[name]
+        whole = passes.logits(passes.ready(batch))
+
+        def of(logits: Tensor) -> dict[str, Tensor]:
+            rows = loyalty_rows(whole, logits, batch.label_token_ids)
+            return rows | {"correct": _correct(logits, batch)}
+
+        drawn = [of(context.logits(model, batch)) for context in controls]
+        rows = of(own.logits(model, batch))
+        size = len(own.kept) * (own.size / len(own.prefix))
+        return {
+            **rows,
+            **{f"random_{key}": torch.stack([one[key] for one in drawn], 1) for key in rows},
+            "whole_correct": _correct(whole, batch),
+            "bytes_kept": torch.full((len(batch),), float(own.size), dtype=torch.double),
+            "bytes_whole": torch.full((len(batch),), size, dtype=torch.double),
+            "demonstrations_id": batch.demonstrations_id.cpu(),
+        }
+
+    rows = collect(model, batches, rows_of_batch, progress=progress)
+    names = {"keep": _name(keep), "positions": _name(positions), "seed": seed}
+    info = describe(model, batches) | names | {"shared_prefix": passes.said}
+    return with_intervals(_record, rows, resamples=resamples, info=info)
+
+
+def answer_times(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    keep: Keep = anchors_and_format,
+    *,
+    positions: Placement = as_in_prompt,
+    repeats: int = 3,
+) -> AnswerTimesRecord:
+    """Time a query by whole prompts, by a cached prefix and by a compressed context.
+
+    The three take turns, and the median over ``repeats`` counts. Running the demonstrations once
+    is not counted.
+
+    Args:
+        model: A hooked model.
+        batches: Prompts with one set of demonstrations; their size is the batch size that is timed.
+        keep: What the context keeps; see ``compress``.
+        positions: Where what is kept stands; see ``compress``.
+        repeats: Times that each is run.
+
+    Examples:
+        >>> times = al.answer_times(model, batches, repeats=1)
+        >>> bool(times.compressed > 0)
+        True
+    """
+    ensure_prepared(model)
+    check_batches(model, batches, resamples=0)
+    (compressed,) = contexts(model, batches[0], [keep], positions=positions)
+    (cached,) = contexts(model, batches[0], [everything])
+    whole = whole_passes(model, "they are timed")
+    device = device_of(model)
+    moved = [batch.to(device) for batch in batches]
+    ways: list[Callable[[PromptBatch], Tensor]] = [
+        whole.logits,
+        lambda batch: cached.logits(model, batch),
+        lambda batch: compressed.logits(model, batch),
+    ]
+    taken: list[list[float]] = [[], [], []]
+    for _ in range(repeats):
+        for way, times in zip(ways, taken, strict=True):
+            begin = time.perf_counter()
+            for batch in moved:
+                way(batch).sum().item()  # waits for the device
+            times.append((time.perf_counter() - begin) / sum(map(len, batches)))
+    seconds = torch.tensor([median(times) for times in taken], dtype=torch.double)
+    return AnswerTimesRecord(
+        whole=seconds[0],
+        cached=seconds[1],
+        compressed=seconds[2],
+        speed_up=seconds[0] / seconds[2],
+        speed_up_over_cached=seconds[1] / seconds[2],
+        info=describe(model, batches) | {"keep": _name(keep), "repeats": repeats},
+    )
+
+
+def _record(rows: Rows) -> CompressionRecord:
+    label, word = rows["label_kept"], rows["word_overlap"]
+    random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
+    top = torch.stack([_best_draw(one) for one in by_set(rows)]).mean(0)
+    return CompressionRecord(
+        accuracy=rows["correct"].mean(),
+        whole_accuracy=rows["whole_correct"].mean(),
+        label_loyalty=label.mean(),
+        word_loyalty=word.mean(),
+        kl=rows["kl"].mean(),
+        random_accuracy=rows["random_correct"].mean(0),
+        random_label_loyalty=random_label.mean(0),
+        random_word_loyalty=random_word.mean(0),
+        random_kl=rows["random_kl"].mean(0),
+        top_label_loyalty=top[0],
+        top_word_loyalty=top[1],
+        top_accuracy=top[2],
+        label_gap=label.mean() - random_label.mean(),
+        word_gap=word.mean() - random_word.mean(),
+        bytes_kept=rows["bytes_kept"].mean(),
+        bytes_whole=rows["bytes_whole"].mean(),
+        label_kept=label,
+        word_overlap=word,
+    )
+
+
+def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
+    """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
+    names = ("random_label_kept", "random_word_overlap", "random_correct")
+    of_draws = torch.stack([rows[name].mean(0) for name in names])
+    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal ones
+    return of_draws[:, best]
+
+
+def _correct(logits: Tensor, batch: PromptBatch) -> Float[Tensor, " prompt"]:
+    gold = require_gold(batch.gold, "accuracy")
+    return (predicted_class(logits, batch.label_token_ids) == gold).cpu().double()
+
+
+def _one_set(batch: PromptBatch) -> int:
+    name = only_set(batch)
+    if name is None:
+        raise PromptError(
+            "a compressed context serves one set of demonstrations, but a batch has several; call "
+            "build_prompts for each set and join the lists"
+        )
+    return name
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
