@@ -1,0 +1,139 @@
+"""Key-value caches of every architecture: shared demonstrations, and contexts cut out of them."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import plain
+import pytest
+import torch
+from architectures import BY_NAME, ROWS
+from comparison import DIRECTIONS, batch_of, tokenizer, weights_of
+from conftest import centred, difference
+from hooked_transformers import CONVERTED
+from test_matrix import KINDS, LINE, hooked
+from test_run import assert_same
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.errors import ModelError
+from anchorlens.experiments.compression import _moved
+from anchorlens.forward import run_pass
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:in layers", "ignore:some pairs of classes have no prompts", "ignore:in .* of .* sets"
+)
+# TransformerLens 3.9 runs these from no cache.
+NO_CACHE = {"3.9": ("MPT", "Falcon (ALiBi)")}.get(LINE, ())
+# Where the query's distance to a key follows the key's place in the cache, or chunks follow it.
+NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
+# Learned positions; keys that are rotated apart (latent attention), in one piece with others, or
+# where no hook reaches before they are.
+NEVER_MOVED = ("GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "JetMoe", "Llama 4")
+NEVER_MOVED += ("DeepSeek V2", "DeepSeek V3")
+CASES = [
+    pytest.param(row.name, kind, id=f"{row.name}-{kind}")
+    for row in ROWS
+    for kind in KINDS
+    if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
+    if kind != "HookedTransformer" or row.model_class in CONVERTED
+]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_caches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = hooked(name, torch.float32, kind), batch_of("left")
+    if name in NO_CACHE and kind == "bridge":
+        assert "no run from a key-value cache" in sharing.shared_passes(model, [batch]).said
+        with pytest.raises(ModelError, match="does not run from a key-value cache"):
+            al.compress(model, batch)
+        return
+    check_sharing(model, batch, monkeypatch)
+    check_cut(name, kind, model, batch)
+    check_moved(name, kind, model, batch)
+
+
+def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = list(results_of(model, batch))
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing, "_shared_lengths", lambda batches: {})
+        whole = list(results_of(model, batch))
+    for ours, theirs in zip(shared, whole, strict=True):
+        assert "run once" in ours.info["shared_prefix"]
+        assert theirs.info["shared_prefix"].startswith("off")
+        assert_same(ours, theirs, 1e-5)
+
+
+def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
+    """Every metric that looks forward, with and without isolation in the demonstrations."""
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
+    metrics.append(al.Accuracy())
+    options: dict[str, Any] = {"resamples": 0, "progress": False}
+
+    def isolated(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(model, batch, layers=range(2))
+
+    yield from al.run(model, [batch], metrics, **options).values()
+    yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
+    yield al.isolation_loyalty(model, [batch], range(2), draws=1, **options)
+
+
+def some_positions(demonstrations: al.PromptBatch) -> Tensor:
+    """No texts, and a gap within the reach of a sliding window."""
+    kept = al.anchors_and_format(demonstrations)
+    kept[-8:-5] = False
+    return kept
+
+
+def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
+    """Nothing dropped is the whole prompt; what is dropped is as if its edges were masked."""
+    whole = run_pass(model, batch)
+    everything = al.compress(model, batch, keep=al.everything)
+    assert difference(everything.logits(model, batch), whole) < 1e-5
+    context = al.compress(model, batch, keep=some_positions)
+    assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
+    found = context.logits(model, batch)
+    dropped = (~context.kept).nonzero().flatten()
+    weights = weights_of(name, torch.float32)
+    expected = []
+    for prompt in plain.prompts_of(batch_of("right")):
+        length = len(prompt.tokens)
+        cut = torch.zeros(length, length, dtype=torch.bool)
+        cut[len(context.kept) :, dropped] = True
+        expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
+    masked = torch.stack(expected)
+    assert difference(centred(found), centred(masked)) < 1e-5
+    assert difference(centred(whole), centred(masked)) > 1e-3
+
+
+def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
+    """Where the leading tokens are dropped unseen, moved keys are those of the shorter prompt."""
+    if name in NEVER_MOVED:
+        with pytest.raises(ModelError, match="positions cannot be rebased"):
+            al.compress(model, batch, positions=al.rebased)
+        return
+    context = al.compress(model, batch, positions=al.rebased)
+    assert context.is_cut and context.query_position == int(context.kept.sum())
+    prompt = batch.padded_right().prompt(1)
+    length = int(prompt.query_start[0])
+    kept = torch.arange(length) >= 11
+    unseen = al.edges.between(kept[None], ~kept[None])
+    hooks = al.block_edges(model, unseen, range(model.cfg.n_layers))
+    prefix = _moved(model, prompt.before(length), kept, hooks)
+    shorter = al.PromptBatch.from_positions(
+        prompt.tokens[:, 11:],
+        label_positions=[[1]],
+        label_classes=[[0]],
+        label_token_ids=batch.label_token_ids,
+    )
+    from dataclasses import replace
+
+    behind = replace(shorter, first_query=length - 11)
+    assert difference(run_pass(model, behind, prefix=prefix), run_pass(model, shorter)) < 1e-5
