@@ -14,6 +14,8 @@ from .experiments.compression_loyalty import CompressionRecord as CompressionRec
 from .experiments.compression_loyalty import answer_times as answer_times
 from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
 from .experiments.context import CompressedContext as CompressedContext
+from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
+from .experiments.diagnosis import diagnose as diagnose
 from .experiments.isolation import IsolationRecord as IsolationRecord
 from .experiments.isolation import isolation_loyalty as isolation_loyalty
 from .experiments.isolation import plot_isolation as plot_isolation

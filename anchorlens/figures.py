@@ -178,6 +178,44 @@ def confusion_pair(
     return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
 
 
+def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
+    """Draw a figure of lines under another, each in its own height, under the upper one's title.
+
+    Args:
+        upper: any figure of this module, such as confusion matrices.
+        lower: a figure with one pair of axes, such as lines by layer; its title is left out.
+
+    Returns:
+        The figure, as high as both; the legend stands over the lines.
+
+    Examples:
+        >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
+        >>> stacked(lines, lines).layout.height
+        840
+    """
+    above, below = upper.layout, lower.layout
+    whole = above.height + below.height
+    inner = whole - above.margin.t - below.margin.b
+    start = 1 - (above.height - above.margin.t - above.margin.b) / inner
+    end = (below.height - below.margin.t - below.margin.b) / inner
+    figure = go.Figure(upper).update_yaxes(domain=[start, 1])
+    bar = {"len": 1 - start, "y": 1, "yanchor": "top"}
+    figure.update_traces(colorbar=bar, selector={"type": "heatmap"})
+    figure.for_each_annotation(lambda note: note.update(y=start + (1 - start) * note.y))
+    number = 1 + len([*upper.select_xaxes()])
+    x, y = f"x{number}", f"y{number}"
+    figure.add_traces(go.Figure(lower).update_traces(xaxis=x, yaxis=y).data)
+    for line in below.shapes:
+        figure.add_shape(line, xref=line.xref.replace("x", x), yref=line.yref.replace("y", y))
+    for note in below.annotations:
+        figure.add_annotation(note, xref=note.xref.replace("x", x), yref=note.yref.replace("y", y))
+    across, along = below.xaxis.to_plotly_json(), below.yaxis.to_plotly_json()
+    axes = {f"xaxis{number}": across | {"anchor": y}}
+    axes |= {f"yaxis{number}": along | {"anchor": x, "domain": [0, end]}}
+    legend = {"orientation": "h", "x": 0, "y": end, "yanchor": "bottom"}
+    return figure.update_layout(axes, height=whole, legend=legend, hovermode="closest")
+
+
 def token_arcs(
     tokens: Sequence[str],
     saliency: Float[Tensor, "layer query key"],

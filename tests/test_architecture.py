@@ -37,6 +37,7 @@ ORDER = [
     "run",
     "experiments.__init__",
     "experiments.isolation",
+    "experiments.diagnosis",
     "experiments.reweighting",
     "experiments.kept",
     "experiments.context",

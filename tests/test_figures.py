@@ -1,5 +1,6 @@
 """Figures carry the numbers and the literal texts that they were given."""
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anchorlens.errors import AnchorlensError
-from anchorlens.figures import confusion_pair, grouped_bars, lines_by_layer, token_arcs
+from anchorlens.figures import confusion_pair, grouped_bars, lines_by_layer, stacked, token_arcs
 
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 PANELS: dict[str, Any] = {
@@ -123,6 +124,31 @@ def test_confusion_carries_values_and_leaves_diagonals_empty() -> None:
     assert left.colorbar.title.text == "low = confused"
     assert [note.text for note in figure.layout.annotations] == ["predicted", "actual"]
     assert figure.layout.yaxis.autorange == "reversed"
+
+
+def test_stacked_figures_keep_their_parts_apart() -> None:
+    matrices = confusion_pair(torch.eye(2), torch.eye(2), ["a", "b"], **PANELS)
+    lines = lines_by_layer(torch.tensor([[0.25, 0.75]]), ["c"], reference=0.5, **TITLES)
+    lines.add_vline(1, annotation_text="here")
+    given = [json.loads(one.to_json()) for one in (matrices, lines)]
+    figure = stacked(matrices, lines)
+    assert [json.loads(one.to_json()) for one in (matrices, lines)] == given
+    assert [trace.type for trace in figure.data] == ["heatmap", "heatmap", "scatter"]
+    layout, line = figure.layout, figure.data[2]
+    assert line.y == (0.25, 0.75)
+    assert (line.xaxis, line.yaxis) == (layout.yaxis3.anchor, layout.xaxis3.anchor) == ("x3", "y3")
+    assert layout.xaxis3.title.text == "layer" and layout.yaxis3.title.text == "share of prompts"
+    assert layout.xaxis.title.text == layout.yaxis.title.text == "class"
+    # Both plots are as high as before, and what is between them holds the margins between them.
+    inner = layout.height - layout.margin.t - layout.margin.b
+    pixels = [round(share * inner) for share in (*layout.yaxis3.domain, *layout.yaxis.domain)]
+    assert pixels == [0, 300, 420, 690] and layout.yaxis2.domain == layout.yaxis.domain
+    assert figure.data[0].colorbar.len == pytest.approx(1 - layout.yaxis.domain[0])
+    moved = [(one.xref, one.yref) for one in layout.shapes]
+    assert moved == [("x3 domain", "y3"), ("x3", "y3 domain")]
+    notes = {note.text: (note.xref, note.yref) for note in layout.annotations}
+    assert notes["predicted"] == notes["actual"] == ("paper", "paper")
+    assert notes["reference 0.5"] == ("x3 domain", "y3") and notes["here"] == ("x3", "y3 domain")
 
 
 @pytest.mark.parametrize("strongest", [1, 10, 66, 500])

@@ -1,6 +1,6 @@
-"""Figure 6: confusions predicted from the keys of the label words, beside the actual ones.
+"""Figure 6: which classes are confused, and do the keys of their label words say so?
 
-python examples/confusions.py --model gpt2
+python examples/diagnosis.py --model gpt2
 """
 
 import argparse
@@ -18,16 +18,21 @@ def main() -> None:
     examples = al.load_examples("questions", split="train")
     queries = al.load_examples("questions", split="test")[: options.queries]
     batches = []
-    for seed in (42, 43, 44):  # several orders: on rotary models distance follows position
+    for seed in (42, 43):  # two orders: on rotary models distance follows position
         demos = al.sample_demonstrations(examples, seed=seed)
         batches += al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
     distances = al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]
+    diagnosis = al.diagnose(distances)
 
-    layer = int(distances.default_layer)
+    layer = int(diagnosis.layer)
+    print(diagnosis.pairs().round(2).to_string(index=False))
     print(f"accuracy {distances.accuracy:.2f}")
-    print(f"rank correlation in layer {layer}: {distances.correlation[layer]:.2f}")
-    print(f"of distance with position: {distances.position_correlation[layer]:.2f}")
-    distances.plot().write_html("confusions.html")
+    print(
+        f"rank correlation in layer {layer}: {diagnosis.correlation[layer]:.2f}, "
+        f"p = {diagnosis.p_value[layer]:.2g}"
+    )
+    print(f"of distance with position: {diagnosis.position_correlation[layer]:.2f}")
+    diagnosis.plot().write_html("diagnosis.html")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""Diagnose errors: does the distance of keys say which classes the model confuses? (section 3.3)"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from math import isnan
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .. import figures
+from ..hooked import numbers_of
+from ..metrics.distances import AnchorDistancesRecord, rank_correlation
+from ..results import Record
+
+# Up to so many classes every permutation counts (7! = 5040), above as many as DRAWS besides the
+# identity.
+ALL_UP_TO, DRAWS = 7, 5000
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DiagnosisRecord(Record):
+    """Predicted and actual confusion in one layer, and how they agree in every layer.
+
+    Attributes:
+        predicted: Distance of two classes' keys in the chosen layer, over the layer's largest: from
+            0 to 1, 0 on the diagonal; low means that confusion is predicted.
+        actual: AUC-ROC of p_a / (p_a + p_b) among prompts of the two classes, from 0 to 1; low
+            means confused, 0.5 that the model cannot tell them apart. NaN on the diagonal and for
+            pairs without prompts.
+        correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
+            means that distance predicts confusion. NaN with fewer than three pairs, as two classes
+            have, and in layers without distances.
+        p_value: Share of all permutations of the classes whose correlation is at least the one
+            found, itself among them: above 0, at most 1. Small means that distance predicts
+            confusion better than it would if the classes' keys were dealt out at random. Never
+            below 1/6 with three classes, 1/24 with four. NaN where the correlation is NaN.
+        position_correlation: Spearman correlation of distance with the distance in position of the
+            label words, from -1 to 1. Where it is high the p-value does not say whether keys or
+            positions predict; average over several orders of the demonstrations.
+        layer: The layer of ``predicted``.
+    """
+
+    predicted: Float[Tensor, "class class"]
+    actual: Float[Tensor, "class class"]
+    correlation: Float[Tensor, " layer"]
+    p_value: Float[Tensor, " layer"]
+    position_correlation: Float[Tensor, " layer"]
+    layer: Int[Tensor, ""]
+
+    def pairs(self) -> pd.DataFrame:
+        """All pairs of classes in words, the most confused first.
+
+        Returns:
+            One row a pair: ``class`` and ``class_2``, ``predicted`` (distance) and ``actual``
+            (AUC-ROC) with their ranks among the pairs, ``predicted_rank`` and ``actual_rank``: 1 is
+            the most confused, equal ones share their mean rank. Pairs without an AUC come last,
+            without a rank.
+
+        Examples:
+            >>> distances = al.run(model, batches, [al.AnchorDistances()], progress=False)
+            >>> al.diagnose(distances["anchor_distances"]).pairs().shape
+            (15, 6)
+        """
+        names, (first, second) = self._class_names(), _pairs_of(self.actual)
+        frame = pd.DataFrame(
+            {
+                "class": [names[k] for k in first.tolist()],
+                "class_2": [names[k] for k in second.tolist()],
+                "predicted": self.predicted[first, second].tolist(),
+                "actual": self.actual[first, second].tolist(),
+            }
+        )
+        for kind in ("predicted", "actual"):
+            frame[f"{kind}_rank"] = frame[kind].rank()
+        return frame.sort_values(["actual", "predicted"], ignore_index=True)
+
+    def plot(self) -> Any:
+        """Predicted and actual confusion side by side (the paper's Figure 6), correlation below."""
+        layer = int(self.layer)
+        correlation, p_value = float(self.correlation[layer]), float(self.p_value[layer])
+        agreement = (
+            "no rank correlation"
+            if isnan(correlation)
+            else f"rank correlation {correlation:.2f}, p = {p_value:.2g}"
+        )
+        matrices = figures.confusion_pair(
+            self.predicted,
+            self.actual,
+            self._class_names(),
+            title=f"Which classes are confused (layer {layer}, {agreement})",
+            predicted_title="predicted: distance of keys",
+            actual_title="actual: AUC-ROC of the pair",
+        )
+        bounds = [self.intervals.get(name) for name in ("correlation", "position_correlation")]
+        known = bounds[0] is not None and bounds[1] is not None
+        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
+        curves = figures.lines_by_layer(
+            torch.stack([self.correlation, self.position_correlation]),
+            ["distance with confusion", "distance with position"],
+            title="",
+            y_title="rank correlation",
+            low=low,
+            high=high,
+            dashed=["distance with position"],
+        )
+        mark = {"annotation_text": f"layer {layer}", "annotation_position": "bottom right"}
+        curves.update_yaxes(range=[-1.05, 1.05]).add_vline(layer, line_dash="dot", **mark)
+        return figures.stacked(matrices, curves)
+
+    def _class_names(self) -> list[str]:
+        names = self.axis_names("class") or [f"class {k}" for k in range(len(self.actual))]
+        return [name.strip() for name in names]
+
+
+def diagnose(distances: AnchorDistancesRecord, *, layer: int | None = None) -> DiagnosisRecord:
+    """Which classes are confused, and does the distance of their keys say so? (section 3.3)
+
+    The p-value is that of a permutation test (Mantel's). Pairs that share a class are not
+    independent, so that whole classes are permuted and never single pairs: each permutation deals
+    the classes' keys out anew, and rows and columns of the distances move together, while the
+    confusions stay as they are. With f over permutations, ``p = mean(rho_f >= rho_identity)``, one
+    sided. Up to 7 classes it is exact, over all permutations; with more it is over 5000 that a
+    seeded generator of its own draws, and the identity.
+
+    Args:
+        distances: What ``AnchorDistances`` gives; prompts of several sets of demonstrations in one
+            run (joined lists of batches) average the distances over sets.
+        layer: The layer to look at, negative from the end. By default the record's own
+            ``default_layer``, two thirds of the depth, and never the one that correlates best: the
+            best of many layers correlates well by chance too, and after that choice its p-value
+            would not mean what it says. For the same reason give a layer only if you chose it
+            before you saw the correlations.
+
+    Returns:
+        Both matrices, correlation and p-value of every layer. Intervals are those of
+        ``distances``, with none for p-values; ``info`` tells the number of permutations.
+
+    Raises:
+        HookError: There is no such layer.
+
+    Examples:
+        >>> examples = al.load_examples("questions")
+        >>> other = al.sample_demonstrations(examples, seed=43)  # in another order
+        >>> batches = batches + al.build_prompts(model.tokenizer, task, other, examples[-14:])
+        >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
+        >>> found = al.diagnose(results["anchor_distances"])
+        >>> found.predicted.shape, found.p_value.shape == (model.cfg.n_layers,)
+        (torch.Size([6, 6]), True)
+        >>> figure = found.plot()
+    """
+    n_layers = len(distances.anchor_distance)
+    asked = int(distances.default_layer) if layer is None else layer
+    [chosen] = numbers_of("layer", asked, n_layers)
+    orders = _orders(len(distances.pair_auc))
+    correlation, p_value = _permutation_test(distances.anchor_distance, distances.pair_auc, orders)
+    return DiagnosisRecord(
+        predicted=distances.anchor_distance[chosen],
+        actual=distances.pair_auc,
+        correlation=correlation,
+        p_value=p_value,
+        position_correlation=distances.position_correlation,
+        layer=torch.tensor(chosen),
+        intervals=_intervals(distances.intervals, chosen),
+        info={**distances.info, "class_permutations": len(orders)},
+    )
+
+
+def _permutation_test(
+    predicted: Float[Tensor, "layer class class"],
+    actual: Float[Tensor, "class class"],
+    orders: Int[Tensor, "order class"],
+) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"]]:
+    """Correlation of each layer, and the share of orders of the classes that reach it."""
+    first, second = _pairs_of(actual)
+    # The distances are permuted and not the confusions: pairs without a confusion then are the
+    # same ones in every order, and each order is compared over the same confusions.
+    by_order = torch.stack(
+        [
+            rank_correlation(distance[orders[:, first], orders[:, second]], actual[first, second])
+            for distance in predicted
+        ]
+    )
+    found = by_order[:, 0]  # of the identity
+    # An order without a correlation counts as reaching it, so that p is never too small. Equal ones
+    # are equal bit for bit: ranks are multiples of a half, whose products sum without rounding.
+    reached = ~(by_order < found[:, None])
+    return found, reached.double().mean(1).masked_fill(found.isnan(), torch.nan)
+
+
+def _orders(n_classes: int) -> Int[Tensor, "order class"]:
+    """Permutations of the classes, the identity first: all of them, or a sample."""
+    if n_classes <= ALL_UP_TO:
+        return torch.tensor(list(permutations(range(n_classes))))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(DRAWS, n_classes, generator=generator).argsort(1)
+    return torch.cat([torch.arange(n_classes)[None], drawn])
+
+
+def _pairs_of(matrix: Float[Tensor, "class class"]) -> tuple[Tensor, Tensor]:
+    """First and second class of every pair."""
+    first, second = torch.triu_indices(len(matrix), len(matrix), 1)
+    return first, second
+
+
+def _intervals(bounds: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """The intervals of the distances under the names that they have here."""
+    same = ("correlation", "position_correlation")
+    kept = {name: bounds[name] for name in same if name in bounds}
+    if "anchor_distance" in bounds:
+        kept["predicted"] = bounds["anchor_distance"][:, layer]
+    if "pair_auc" in bounds:
+        kept["actual"] = bounds["pair_auc"]
+    return kept

@@ -1,0 +1,373 @@
+"""The diagnosis of errors against scipy and permutations one at a time."""
+
+import random
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import questions
+from scipy.stats import spearmanr
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError, StoreError
+from anchorlens.experiments.diagnosis import _orders
+
+FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
+
+
+def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
+    """Symmetric, Float["layer class class"] from 0 to 1, zeros on the diagonals."""
+    values = torch.rand(
+        n_layers,
+        n_classes,
+        n_classes,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.double,
+    ).triu(1)
+    return values + values.mT
+
+
+def record_of(distance: Tensor, confusion: Tensor, **options: Any) -> al.AnchorDistancesRecord:
+    """A record of these matrices; what the diagnosis finds by itself is not in it."""
+    n_layers = len(distance)
+    return al.AnchorDistancesRecord(
+        anchor_distance=distance,
+        pair_auc=confusion.clone().fill_diagonal_(torch.nan),
+        correlation=torch.full((n_layers,), torch.nan, dtype=torch.double),
+        position_correlation=torch.linspace(-1, 1, n_layers, dtype=torch.double),
+        accuracy=torch.tensor(0.5),
+        default_layer=torch.tensor(2 * n_layers // 3),
+        **options,
+    )
+
+
+def by_hand(distance: Tensor, confusion: Tensor, orders: Any) -> tuple[float, float]:
+    """Correlation and p-value by scipy: one order of the classes after the other, pair by pair.
+
+    An order that deals equal distances to all known pairs has no correlation (NaN), and counts.
+    """
+    pairs = [
+        (a, b)
+        for a, b in combinations(range(len(confusion)), 2)
+        if not np.isnan(float(confusion[a, b]))
+    ]
+    actual = [float(confusion[a, b]) for a, b in pairs]
+
+    def correlation(order: Any) -> float:
+        dealt = [float(distance[order[a], order[b]]) for a, b in pairs]
+        return float(spearmanr(dealt, actual).statistic)
+
+    found = correlation(range(len(confusion)))
+    orders = list(orders)
+    reached = [not correlation(order) < found - 1e-9 for order in orders]
+    return found, sum(reached) / len(orders) if found == found else found
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+@pytest.mark.parametrize("n_classes", [3, 4, 5])
+@pytest.mark.parametrize("missing", [[], [(0, 1)], [(0, 2), (1, 2), (2, 3), (2, 4)]])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_correlation_and_p_value_equal_permutations_by_hand(
+    n_classes: int, missing: list[tuple[int, int]], rounded: bool
+) -> None:
+    distance = matrix_of(n_classes, seed=n_classes, n_layers=3)
+    confusion = matrix_of(n_classes, seed=99)[0]
+    if rounded:  # equal values among them
+        distance, confusion = distance.mul(3).round() / 3, confusion.mul(3).round() / 3
+    for a, b in missing:
+        if b < n_classes:
+            confusion[a, b] = confusion[b, a] = torch.nan
+    known = int((~confusion.isnan()).triu(1).sum())
+    diagnosis = al.diagnose(record_of(distance, confusion))
+    if known < 3:
+        assert diagnosis.correlation.isnan().all() and diagnosis.p_value.isnan().all()
+        return
+    for layer in range(3):
+        correlation, p_value = by_hand(distance[layer], confusion, permutations(range(n_classes)))
+        ours = float(diagnosis.correlation[layer]), float(diagnosis.p_value[layer])
+        assert ours == pytest.approx((correlation, p_value), abs=1e-12, nan_ok=True)
+
+
+def test_eight_classes_are_sampled() -> None:
+    """Against 4000 other orders: 5 standard errors of the difference of two shares."""
+    distance, confusion = matrix_of(8, seed=5, n_layers=3), matrix_of(8, seed=6)[0]
+    confusion[0, 1] = confusion[1, 0] = torch.nan
+    distance[1] = confusion.nan_to_num(0.5) + 1.5 * distance[1]
+    diagnosis = al.diagnose(record_of(distance, confusion))
+    assert diagnosis.info["class_permutations"] == 5001
+    shuffle = random.Random(0)
+    orders = [shuffle.sample(range(8), 8) for _ in range(4000)]
+    for layer in range(3):
+        correlation, p_value = by_hand(distance[layer], confusion, orders)
+        assert float(diagnosis.correlation[layer]) == pytest.approx(correlation, abs=1e-12)
+        error = (p_value * (1 - p_value) * (1 / 4000 + 1 / 5001)) ** 0.5
+        assert float(diagnosis.p_value[layer]) == pytest.approx(p_value, abs=5 * error + 1e-3)
+    assert len({round(float(p), 2) for p in diagnosis.p_value}) == 3
+
+
+def test_the_sample_is_of_its_own_generator() -> None:
+    record = record_of(matrix_of(9, seed=1), matrix_of(9, seed=2)[0])
+    state = torch.get_rng_state()
+    first = al.diagnose(record).p_value
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert torch.equal(al.diagnose(record).p_value, first)
+
+
+@pytest.mark.parametrize(("n_classes", "count"), [(2, 2), (4, 24), (7, 5040), (8, 5001)])
+def test_orders_are_permutations_with_the_identity_first(n_classes: int, count: int) -> None:
+    orders = _orders(n_classes)
+    assert orders.shape == (count, n_classes)
+    assert orders[0].tolist() == list(range(n_classes))
+    assert torch.equal(orders.sort(1).values, torch.arange(n_classes).expand(count, n_classes))
+    assert n_classes > 7 or len(orders.unique(dim=0)) == count
+    # Every class comes to every place equally often, up to 5 standard errors.
+    share = torch.nn.functional.one_hot(orders[1 if n_classes > 7 else 0 :]).double().mean(0)
+    assert (share - 1 / n_classes).abs().max() < (0.0 if n_classes < 8 else 5 * 0.0047) + 1e-9
+
+
+@pytest.mark.parametrize(("n_classes", "smallest"), [(4, 1 / 24), (6, 1 / 720), (8, 1 / 5001)])
+def test_confusion_that_follows_distance(n_classes: int, smallest: float) -> None:
+    distance = matrix_of(n_classes, seed=3)
+    diagnosis = al.diagnose(record_of(distance, 0.5 + distance[0] ** 2 / 3))
+    assert float(diagnosis.correlation[0]) == pytest.approx(1)
+    # With 8 classes another draw of the identity may be in the sample, once in 40320 each.
+    assert smallest - 1e-12 <= float(diagnosis.p_value[0]) < 2 * smallest
+    against = al.diagnose(record_of(distance, 1 - distance[0]))  # far keys confused
+    assert float(against.correlation[0]) == pytest.approx(-1)
+    assert float(against.p_value[0]) == 1
+
+
+def test_p_values_of_unrelated_matrices_are_uniform() -> None:
+    """Over 200 layers of random distances: mean 1/2, and 1/20 of them below 1/20."""
+    distance, confusion = matrix_of(5, seed=7, n_layers=200), matrix_of(5, seed=8)[0]
+    p_values = al.diagnose(record_of(distance, confusion)).p_value
+    assert abs(float(p_values.mean()) - 0.5) < 5 * 0.29 / 200**0.5
+    assert float((p_values <= 0.05).double().mean()) < 0.05 + 5 * (0.05 * 0.95 / 200) ** 0.5
+
+
+def test_classes_are_permuted_and_not_pairs() -> None:
+    """One class far from all others, and never confused: one chance in 5, whatever pairs say.
+
+    Pairs dealt out one by one would find it once in 210.
+    """
+    matrix = torch.zeros(5, 5, dtype=torch.double)
+    matrix[2, :] = matrix[:, 2] = 1.0
+    matrix.fill_diagonal_(0)
+    diagnosis = al.diagnose(record_of(matrix[None], matrix))
+    assert float(diagnosis.correlation[0]) == pytest.approx(1)
+    assert float(diagnosis.p_value[0]) == pytest.approx(1 / 5)
+
+
+def test_an_order_without_a_correlation_never_makes_p_small() -> None:
+    """Distances that differ in one pair alone: out of the known pairs, they are all the same."""
+    distance = torch.ones(1, 3 + 1, 3 + 1, dtype=torch.double)
+    distance[0, 0, 1] = distance[0, 1, 0] = 0.5
+    confusion = matrix_of(4, seed=0)[0] / 2 + 0.5
+    confusion[0, 1] = confusion[1, 0] = 0.1
+    for a, b in ((0, 3), (1, 3), (2, 3)):
+        confusion[a, b] = confusion[b, a] = torch.nan
+    diagnosis = al.diagnose(record_of(distance, confusion))
+    # Class 3 has no confusions. The odd pair lands on (0, 1) in 4 of 24 orders, on one of the
+    # three unknown pairs in 12.
+    assert float(diagnosis.p_value[0]) == pytest.approx((4 + 12) / 24)
+
+
+def test_a_layer_without_distances_is_nan_and_the_others_are_not() -> None:
+    distance = matrix_of(4, seed=1, n_layers=3)
+    distance[0] = torch.nan
+    diagnosis = al.diagnose(record_of(distance, matrix_of(4, seed=2)[0]), layer=0)
+    assert diagnosis.correlation.isnan().tolist() == [True, False, False]
+    assert diagnosis.p_value.isnan().tolist() == [True, False, False]
+    assert diagnosis.predicted.isnan().all()
+    assert "no rank correlation" in diagnosis.plot().layout.title.text
+    assert diagnosis.pairs()["predicted_rank"].isna().all()
+
+
+def test_two_classes_are_one_pair() -> None:
+    labels = {"labels": ["Negative", "Positive"]}
+    record = record_of(matrix_of(2, seed=0, n_layers=3), matrix_of(2, seed=1)[0], info=labels)
+    diagnosis = al.diagnose(record)
+    assert diagnosis.correlation.isnan().all() and diagnosis.p_value.isnan().all()
+    assert torch.equal(diagnosis.predicted, record.anchor_distance[2])
+    assert diagnosis.pairs()[["class", "class_2"]].values.tolist() == [["Negative", "Positive"]]
+    assert "no rank correlation" in diagnosis.plot().layout.title.text
+
+
+@pytest.mark.parametrize(("layer", "expected"), [(None, 4), (0, 0), (5, 5), (-1, 5), (-6, 0)])
+def test_the_layer(layer: int | None, expected: int) -> None:
+    distance, confusion = matrix_of(4, seed=0, n_layers=6), matrix_of(4, seed=1)[0]
+    distance[1] = confusion  # correlates best, and is never chosen
+    diagnosis = al.diagnose(record_of(distance, confusion), layer=layer)
+    assert int(diagnosis.layer) == expected
+    assert torch.equal(diagnosis.predicted, distance[expected])
+    assert diagnosis.correlation.shape == diagnosis.p_value.shape == (6,)
+    assert f"layer {expected}," in diagnosis.plot().layout.title.text
+
+
+@pytest.mark.parametrize("layer", [6, -7, 99])
+def test_a_layer_that_does_not_exist(layer: int) -> None:
+    record = record_of(matrix_of(4, seed=0, n_layers=6), matrix_of(4, seed=1)[0])
+    message = rf"from 0 to 5, or -6 to -1 from the end; got \[{layer}\]"
+    with pytest.raises(HookError, match=message):
+        al.diagnose(record, layer=layer)
+
+
+def test_pairs_in_words() -> None:
+    distance = torch.tensor([[[0, 0.5, 0.5], [0.5, 0, 1], [0.5, 1, 0]]], dtype=torch.double)
+    confusion = torch.tensor([[0, 0.9, 0.6], [0.9, 0, 0.8], [0.6, 0.8, 0]], dtype=torch.double)
+    record = record_of(distance, confusion, info={"labels": ["A", "B", "C"]})
+    frame = al.diagnose(record).pairs()
+    assert list(frame) == [
+        "class",
+        "class_2",
+        "predicted",
+        "actual",
+        "predicted_rank",
+        "actual_rank",
+    ]
+    assert frame.values.tolist() == [
+        ["A", "C", 0.5, 0.6, 1.5, 1.0],
+        ["B", "C", 1.0, 0.8, 3.0, 2.0],
+        ["A", "B", 0.5, 0.9, 1.5, 3.0],
+    ]
+
+
+def test_pairs_without_prompts_come_last_and_without_a_rank() -> None:
+    distance, confusion = matrix_of(4, seed=0), matrix_of(4, seed=1)[0]
+    confusion[1, 3] = confusion[3, 1] = torch.nan
+    frame = al.diagnose(record_of(distance, confusion)).pairs()
+    assert frame.iloc[-1][["class", "class_2"]].tolist() == ["class 1", "class 3"]
+    assert frame["actual_rank"].isna().tolist() == [False] * 5 + [True]
+    assert frame["actual"][:5].is_monotonic_increasing
+    assert sorted(frame["predicted_rank"]) == [1, 2, 3, 4, 5, 6]
+    known = frame[:5]
+    expected = spearmanr(known["predicted"], known["actual"]).statistic
+    assert float(al.diagnose(record_of(distance, confusion)).correlation[0]) == pytest.approx(
+        expected
+    )
+
+
+def with_intervals(n_layers: int) -> al.AnchorDistancesRecord:
+    distance, confusion = matrix_of(4, seed=0, n_layers=n_layers), matrix_of(4, seed=1)[0]
+    plain = record_of(distance, confusion)
+    bounds = {name: torch.stack([one - 0.1, one + 0.1]) for name, one in plain.tensors().items()}
+    return record_of(
+        distance, confusion, intervals=bounds, info={"labels": [*"abcd"], "model": "tiny"}
+    )
+
+
+def test_intervals_and_info_are_carried_over() -> None:
+    record = with_intervals(3)
+    diagnosis = al.diagnose(record, layer=1)
+    assert set(diagnosis.intervals) == {
+        "predicted",
+        "actual",
+        "correlation",
+        "position_correlation",
+    }
+    for name, bounds in diagnosis.intervals.items():
+        assert bounds.shape == (2, *getattr(diagnosis, name).shape)
+    expected = torch.stack([record.anchor_distance[1] - 0.1, record.anchor_distance[1] + 0.1])
+    torch.testing.assert_close(diagnosis.intervals["predicted"], expected)
+    assert torch.equal(diagnosis.position_correlation, record.position_correlation)
+    assert diagnosis.info == {**record.info, "class_permutations": 24}
+    frame = diagnosis.to_frame()
+    assert set(frame["quantity"]) == set(diagnosis.axes())
+    assert frame[frame["quantity"] == "p_value"]["low"].isna().all()
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_save_and_load(layer: int, tmp_path: Path) -> None:
+    diagnosis = al.diagnose(with_intervals(3), layer=layer)
+    path = diagnosis.save(tmp_path / "diagnosis.safetensors")
+    same = al.DiagnosisRecord.load(path)
+    for name, values in diagnosis.tensors().items():
+        torch.testing.assert_close(getattr(same, name), values, rtol=0, atol=0, equal_nan=True)
+    for name, bounds in diagnosis.intervals.items():
+        torch.testing.assert_close(same.intervals[name], bounds, rtol=0, atol=0, equal_nan=True)
+    assert same.info == diagnosis.info
+    assert same.pairs().equals(diagnosis.pairs())
+    with pytest.raises(StoreError, match="holds a DiagnosisRecord"):
+        al.AnchorDistancesRecord.load(path)
+
+
+def test_the_figure_and_the_page(tmp_path: Path) -> None:
+    diagnosis = al.diagnose(with_intervals(3))
+    figure = diagnosis.plot()
+    assert [trace.type for trace in figure.data] == ["heatmap"] * 2 + ["scatter"] * 4
+    left, right, _, _, line, baseline = figure.data
+    upper = np.triu_indices(4, 1)
+    np.testing.assert_allclose(np.array(left.z, float)[upper], diagnosis.predicted[upper])
+    np.testing.assert_allclose(np.array(right.z, float)[upper], diagnosis.actual[upper])
+    np.testing.assert_allclose(np.array(line.y, float), diagnosis.correlation)
+    np.testing.assert_allclose(np.array(baseline.y, float), diagnosis.position_correlation)
+    assert (line.line.dash, baseline.line.dash) == ("solid", "dash")
+    assert [(shape.x0, shape.x1, shape.xref) for shape in figure.layout.shapes] == [(2, 2, "x3")]
+    assert f"p = {float(diagnosis.p_value[2]):.2g}" in figure.layout.title.text
+    assert figure.layout.xaxis.ticktext == tuple("abcd")
+    text = al.write_report({"diagnosis": diagnosis}, tmp_path / "report.html").read_text()
+    assert "<li>p_value: Share of all permutations" in text
+    bare = al.diagnose(record_of(matrix_of(4, seed=0), matrix_of(4, seed=1)[0]))
+    assert len(bare.plot().data) == 4  # no bands
+    assert bare.plot().layout.xaxis.ticktext[0] == "class 0"
+
+
+def test_the_record_is_left_as_it_was() -> None:
+    record = with_intervals(3)
+    kept = {name: one.clone() for name, one in record.tensors().items()}
+    diagnosis = al.diagnose(record)
+    diagnosis.plot()
+    diagnosis.pairs()
+    for name, values in record.tensors().items():
+        torch.testing.assert_close(values, kept[name], rtol=0, atol=0, equal_nan=True)
+    assert "class_permutations" not in record.info
+
+
+@FEW
+def test_several_sets_of_demonstrations(gpt2: Any) -> None:
+    """Distances are the mean of those of each set alone, confusions those of all prompts."""
+    examples = al.load_examples("questions")
+    queries = examples[-40:]
+    sets = []
+    for seed in (1, 2):
+        demos = al.sample_demonstrations(examples[:-40], seed=seed)
+        sets.append(al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries))
+
+    def distances(batches: list[al.PromptBatch]) -> Any:
+        options: dict[str, Any] = {"resamples": 0, "progress": False}
+        return al.run(gpt2, batches, [al.AnchorDistances(3)], **options)["anchor_distances"]
+
+    joined, (one, two) = distances(sets[0] + sets[1]), map(distances, sets)
+    diagnosis = al.diagnose(joined)
+    assert diagnosis.info["demonstration_sets"] == 2 and diagnosis.info["prompts"] == 80
+    assert diagnosis.info["class_permutations"] == 720
+    layer = int(diagnosis.layer)
+    mean = (one.anchor_distance + two.anchor_distance) / 2
+    torch.testing.assert_close(diagnosis.predicted, mean[layer], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(diagnosis.predicted, one.anchor_distance[layer], atol=1e-3)
+    torch.testing.assert_close(diagnosis.correlation, joined.correlation)
+    for k in (0, layer):
+        found = by_hand(joined.anchor_distance[k], joined.pair_auc, permutations(range(6)))
+        ours = float(diagnosis.correlation[k]), float(diagnosis.p_value[k])
+        assert ours == pytest.approx(found, abs=1e-12)
+    names = {"Abbreviation", "Entity", "Description", "Person", "Location", "Number"}
+    assert set(diagnosis.pairs()["class"]) | set(diagnosis.pairs()["class_2"]) == names
+
+
+def test_one_set_of_the_shared_prompts(gpt2: Any) -> None:
+    record = al.run(
+        gpt2,
+        questions(gpt2, 40),
+        [al.AnchorDistances(3)],
+        resamples=5,
+        progress=False,
+    )["anchor_distances"]
+    diagnosis = al.diagnose(record)
+    low, high = diagnosis.intervals["correlation"]
+    assert low.shape == high.shape == diagnosis.correlation.shape
+    torch.testing.assert_close(diagnosis.correlation, record.correlation)
