@@ -1,15 +1,14 @@
 """Key-value caches of every architecture: shared demonstrations, and contexts cut out of them."""
 
-import copy
-import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import plain
 import pytest
 import torch
-from architectures import BY_NAME, ROWS
-from comparison import DIRECTIONS, batch_of, tokenizer, weights_of
+from architectures import ROWS
+from comparison import DIRECTIONS, batch_of, weights_of
 from conftest import centred, difference
 from hooked_transformers import CONVERTED
 from test_matrix import KINDS, LINE, hooked
@@ -31,8 +30,8 @@ NO_CACHE = {"3.9": ("MPT", "Falcon (ALiBi)")}.get(LINE, ())
 NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
 # Learned positions; keys that are rotated apart (latent attention), in one piece with others, or
 # where no hook reaches before they are.
-NEVER_MOVED = ("GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "JetMoe", "Llama 4")
-NEVER_MOVED += ("DeepSeek V2", "DeepSeek V3")
+NEVER_MOVED = ("GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llama 4")
+NEVER_MOVED += ("DeepSeek V2", "DeepSeek V3", *(() if LINE == "3.9" else ("JetMoe",)))
 CASES = [
     pytest.param(row.name, kind, id=f"{row.name}-{kind}")
     for row in ROWS
@@ -40,11 +39,6 @@ CASES = [
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
     if kind != "HookedTransformer" or row.model_class in CONVERTED
 ]
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -68,7 +62,12 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     for ours, theirs in zip(shared, whole, strict=True):
         assert "run once" in ours.info["shared_prefix"]
         assert theirs.info["shared_prefix"].startswith("off")
-        assert_same(ours, theirs, 1e-5)
+        # A KL is a small difference of numbers of the order of 1, so that is what it is held to.
+        kls = [name for name in ours.axes() if "kl" in name]
+        for name in kls:
+            assert float((getattr(ours, name) - getattr(theirs, name)).abs().max()) < 1e-5
+        same: dict[str, Any] = {name: torch.zeros(()) for name in kls}
+        assert_same(replace(ours, **same), replace(theirs, **same), 1e-5)
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
@@ -104,7 +103,7 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     weights = weights_of(name, torch.float32)
     expected = []
     for prompt in plain.prompts_of(batch_of("right")):
-        length = len(prompt.tokens)
+        length = prompt.tokens.shape[1]
         cut = torch.zeros(length, length, dtype=torch.bool)
         cut[len(context.kept) :, dropped] = True
         expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
@@ -133,7 +132,5 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
         label_classes=[[0]],
         label_token_ids=batch.label_token_ids,
     )
-    from dataclasses import replace
-
     behind = replace(shorter, first_query=length - 11)
     assert difference(run_pass(model, behind, prefix=prefix), run_pass(model, shorter)) < 1e-5

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import edges
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError, StoreError
-from ..forward import check_fits, device_of, run_pass, undisturbed
+from ..forward import device_of, run_pass, undisturbed
 from ..hooked import Hook, HookedModel, scores_name
 from ..hooks import block_edges
 from ..metrics.metric import hooks_by_layer
@@ -142,7 +142,6 @@ class CompressedContext:
         )
 
     def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
-        check_fits(model, batch)
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
         longest = int(batch.attention_mask[:, batch.first_query :].sum(1).max())
         if longest > left:
@@ -221,7 +220,9 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
     """
     row = int(batch.attention_mask.sum(1).argmax())
     prompt = replace(batch, first_query=0).prompt(row)
-    length = prompt.tokens.shape[1]
+    length = min(prompt.tokens.shape[1], model.cfg.n_ctx)
+    last = torch.full_like(prompt.target_positions, length - 1)
+    prompt = replace(prompt.before(length), target_positions=last)
     if model in _seen and _seen[model][0] >= length:
         return _seen[model][1]
     where = torch.arange(length)

@@ -1,0 +1,340 @@
+"""Compressed contexts: what is kept, where it stands, what is refused, what is lost."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, hooks_on, questions, tiny_gpt2, tiny_llama
+from sklearn.metrics import accuracy_score
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.batch import FORMAT, LABEL, OTHER, TEXT
+from anchorlens.errors import HookError, MetricError, ModelError, PromptError, StoreError
+from anchorlens.experiments import compression
+from anchorlens.forward import run_pass
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+
+
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def shared(model: Any) -> al.PromptBatch:
+    prompt = questions(model, 3)[0].prompt(0)
+    return prompt.before(int(prompt.query_start[0]))
+
+
+def masked(model: Any, batch: al.PromptBatch, kept: Tensor) -> Tensor:
+    """Whole prompts with the edges from the query to what is dropped cut."""
+    right = batch.padded_right()
+    length = right.tokens.shape[1]
+    cut = torch.zeros(1, length, length, dtype=torch.bool)
+    cut[:, len(kept) :, (~kept).nonzero().flatten()] = True
+    hooks = al.block_edges(model, cut, range(model.cfg.n_layers))
+    return run_pass(model, right, hooks=hooks)
+
+
+def test_what_is_kept(llama: Any) -> None:
+    demos = shared(llama)
+    assert demos.groups[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
+    for keep, groups in (
+        (al.everything, [OTHER, TEXT, LABEL, FORMAT]),
+        (al.anchors_and_format, [OTHER, LABEL, FORMAT]),
+        (al.label_words, [OTHER, LABEL]),
+    ):
+        kept = keep(demos)
+        assert demos.groups[0][kept].unique().tolist() == groups
+        assert not torch.isin(demos.groups[0][~kept], torch.tensor(groups)).any()
+    # Up to and including the newline before the query.
+    assert llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n" and al.anchors_and_format(demos)[-1]
+
+
+def test_random_texts(gpt2: Any) -> None:
+    """As many tokens of each demonstration's own text as its label word has."""
+    demos = shared(gpt2)
+    ends = [-1, *demos.label_ends[0].tolist()]
+    draws = [al.random_and_format(seed)(demos) for seed in range(8)]
+    for kept in draws:
+        assert kept.sum() == al.anchors_and_format(demos).sum()
+        assert not kept[demos.groups[0] == LABEL].any()
+        assert kept[demos.groups[0] == FORMAT].all()
+        texts = (kept & (demos.groups[0] == TEXT)).nonzero().flatten()
+        for first, last, before in zip(
+            demos.label_positions[0].tolist(), ends[1:], ends[:-1], strict=True
+        ):
+            assert ((texts > before) & (texts < first)).sum() == last - first + 1
+    assert len({tuple(kept.tolist()) for kept in draws}) > 4
+    assert torch.equal(draws[3], al.random_and_format(3)(demos))
+
+
+def test_placements() -> None:
+    kept = torch.tensor([True, False, True, True, False])
+    for placement, keys, query in (
+        (al.as_in_prompt, [0, 2, 3], 5),
+        (al.restarted, [0, 2, 3], 0),
+        (al.rebased, [0, 1, 2], 3),
+    ):
+        found = placement(kept)
+        assert (found[0].tolist(), found[1]) == (keys, query)
+
+
+@pytest.mark.parametrize("keep", [al.anchors_and_format, al.label_words, al.random_and_format(1)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_equals_masking(model: Any, keep: Any, side: Any) -> None:
+    batches = questions(model, 7, batch_size=3, padding_side=side)
+    context = al.compress(model, batches[1], keep=keep)
+    for batch in batches:
+        expected = masked(model, batch, context.kept)
+        assert difference(context.logits(model, batch), expected) < 1e-5
+        assert difference(run_pass(model, batch), expected) > 1e-3
+    is_bridge = hasattr(model, "original_model")
+    assert context.is_cut == is_bridge
+    share = int(context.kept.sum()) / len(context.kept)
+    whole = al.compress(model, batches[0], keep=al.everything)
+    assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
+
+
+def test_restarted_by_hand(gpt2: Any) -> None:
+    """The query's position embeddings are those of the first tokens; keys stay as they were."""
+    if not hasattr(gpt2, "original_model"):
+        with pytest.raises(ModelError, match="positions cannot be restarted"):
+            al.compress(gpt2, questions(gpt2, 2)[0], positions=al.restarted)
+        return
+    batch = questions(gpt2, 4)[0].padded_right()
+    context = al.compress(gpt2, batch, positions=al.restarted)
+    start, length = len(context.kept), batch.tokens.shape[1]
+
+    def move(embeddings: Tensor, hook: Any) -> Tensor:
+        moved = embeddings.expand(len(batch), -1, -1).clone()
+        moved[:, start:] = gpt2.W_pos[: length - start]
+        return moved
+
+    cut = torch.zeros(1, length, length, dtype=torch.bool)
+    cut[:, start:, (~context.kept).nonzero().flatten()] = True
+    hooks = [*al.block_edges(gpt2, cut, range(3)), ("hook_pos_embed", move)]
+    with torch.no_grad():
+        logits = gpt2.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+    expected = logits[torch.arange(4), batch.target_positions]
+    found = context.logits(gpt2, batch)
+    centre = [one - one.mean(-1, keepdim=True) for one in (found, expected)]
+    assert difference(*centre) < 1e-5
+
+
+def test_a_whole_context_cannot_hide_that_positions_are_ignored(gpt2: Any) -> None:
+    """Nothing is dropped, so that only the query's position can tell."""
+    if hasattr(gpt2, "original_model"):
+        pytest.skip("this model takes positions")
+    with pytest.raises(ModelError, match="positions cannot be restarted"):
+        al.compress(gpt2, questions(gpt2, 2)[0], keep=al.everything, positions=al.restarted)
+
+
+def test_moved_keys_leave_no_gap(llama: Any) -> None:
+    batch = questions(llama, 3)[0]
+    moved = al.compress(llama, batch, positions=al.rebased)
+    still = al.compress(llama, batch)
+    assert moved.key_positions.tolist() == list(range(int(moved.kept.sum())))
+    assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
+
+
+def test_saved_and_loaded(model: Any, tmp_path: Any) -> None:
+    batch = questions(model, 3)[0]
+    context = al.compress(model, batch)
+    again = al.CompressedContext.load(context.save(tmp_path / "context.safetensors"))
+    assert torch.equal(again.logits(model, batch), context.logits(model, batch))
+    assert (again.size, again.info, again.is_cut) == (context.size, context.info, context.is_cut)
+    beta = tmp_path / "other.safetensors"
+    al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(beta)
+    with pytest.raises(StoreError, match="cannot be read as a compressed context"):
+        al.CompressedContext.load(beta)
+
+
+def test_another_model_type_or_tokenizer(hooked: Any, byte_level: Any, llama: Any) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    batch = questions(model, 3)[0]
+    context = al.compress(model, batch)
+    weights = tiny_gpt2(len(byte_level))
+    with torch.no_grad():
+        next(weights.parameters())[0, 0] += 1
+    other = hooked(weights, byte_level)
+    with pytest.raises(ModelError, match=r"made with weights .* fit no other model"):
+        context.logits(other, batch)
+    wide = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    with pytest.raises(ModelError, match="dtype 'float32', got 'float64'"):
+        context.logits(wide, batch)
+    with pytest.raises(PromptError, match="prompt 0 differs at position 0"):
+        context.logits(model, replace(batch, tokens=batch.tokens.flip(0) + 1))
+    with pytest.raises(PromptError, match="one has its target at position"):
+        context.logits(model, replace(batch, target_positions=batch.target_positions * 0 + 9))
+
+
+def test_a_query_that_is_too_long(hooked: Any, byte_level: Any) -> None:
+    model = hooked(tiny_gpt2(len(byte_level), n_positions=256), byte_level)
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [al.Example("What is it?", 1), al.Example("What was that " + "long " * 60 + "?", 1)]
+    task = al.TASKS["trec"]
+    short, long = (al.build_prompts(model.tokenizer, task, demos, [one])[0] for one in queries)
+    context = al.compress(model, short)
+    context.logits(model, short)
+    with pytest.raises(PromptError, match=r"has \d+ tokens, but \d+ of the .* use shorter queries"):
+        context.logits(model, long)
+    if hasattr(model, "original_model"):  # at position 0 there is room again
+        again = al.compress(model, short, positions=al.restarted)
+        assert again.logits(model, long).isfinite().all()
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (
+        lambda m, b: al.compress(m, b, keep=lambda one: torch.ones(3, dtype=torch.bool)),
+        PromptError,
+        r"got the shape \(3,\)",
+    ),
+    (
+        lambda m, b: al.compress(m, b, keep=lambda one: al.everything(one) & False),
+        PromptError,
+        "and 0 kept",
+    ),
+    (
+        lambda m, b: al.compress(m, b, positions=lambda kept: (kept.nonzero().flatten() + 1, 9)),
+        PromptError,
+        "a placement leaves the keys where they stand",
+    ),
+    (
+        lambda m, b: al.compress(
+            m, replace(b, demonstrations_id=torch.arange(len(b))), keep=al.everything
+        ),
+        PromptError,
+        "these prompts have several; compress each",
+    ),
+    (
+        lambda m, b: al.compress(m, replace(b, groups=b.groups.clone().fill_(OTHER))),
+        PromptError,
+        "which tokens are texts and which are format is not known",
+    ),
+    (
+        lambda m, b: al.compression_loyalty(m, [b], draws=0, **QUIET),
+        HookError,
+        "at least one draw; got 0",
+    ),
+    (
+        lambda m, b: al.compression_loyalty(m, [replace(b, gold=None)], **QUIET),
+        MetricError,
+        "needs the true label",
+    ),
+    (
+        lambda m, b: al.compression_loyalty(
+            m, [replace(b, demonstrations_id=torch.arange(len(b)))], **QUIET
+        ),
+        PromptError,
+        "call build_prompts for each set and join",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
+def test_bad_input(gpt2: Any, act: Any, kind: type[Exception], message: str) -> None:
+    before = hooks_on(gpt2)
+    with pytest.raises(kind, match=message):
+        act(gpt2, questions(gpt2, 3)[0])
+    assert hooks_on(gpt2) == before
+
+
+def test_texts_shorter_than_label_words(gpt2: Any) -> None:
+    task = al.TASKS["trec"]
+    demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
+    (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
+    with pytest.raises(PromptError, match="has 0 text tokens, but its label word has"):
+        al.compress(gpt2, batch, keep=al.random_and_format(0))
+
+
+def test_a_cache_that_gives_other_logits(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = questions(gpt2, 3)[0]
+    right = compression.run_prefix
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        prefix = right(*args, **options)
+        return replace(prefix, values=tuple(one * 1.01 for one in prefix.values))
+
+    monkeypatch.setattr(compression, "run_prefix", wrong)
+    with pytest.raises(ModelError, match="gives other logits behind its key-value cache"):
+        al.compress(gpt2, batch)
+
+
+def test_loyalty_by_hand(model: Any) -> None:
+    """Two sets of demonstrations; every quantity from masked whole prompts."""
+    examples = al.load_examples("questions")
+    batches, expected = [], []
+    for seed in (1, 2):
+        demos = al.sample_demonstrations(examples, seed=seed)
+        queries = [one for one in examples if one not in demos][:5]
+        task = al.TASKS["trec"]
+        batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=3)
+    record = al.compression_loyalty(model, batches, draws=3, seed=5, **QUIET)
+    keeps = [al.anchors_and_format, *(al.random_and_format(seed) for seed in (5, 6, 7))]
+    for batch in batches:
+        prompt = batch.prompt(0)
+        demos_alone = prompt.before(int(prompt.query_start[0]))
+        whole = run_pass(model, batch)
+        for keep in keeps:
+            logits = masked(model, batch, keep(demos_alone))
+            one = al.loyalty(whole, logits, batch.label_token_ids)
+            classes = logits[:, batch.label_token_ids].argmax(-1)
+            assert batch.gold is not None
+            right = accuracy_score(batch.gold, classes, normalize=False)
+            expected.append(
+                torch.stack(
+                    [
+                        one.label_kept.sum(),
+                        one.word_overlap.sum(),
+                        one.kl_per_prompt.sum(),
+                        torch.tensor(right).double(),
+                    ]
+                )
+            )
+    sums = torch.stack(expected).unflatten(0, (len(batches), 4))  # [batch, context, quantity]
+    by_hand = sums.sum(0) / 10
+    names = ("label_loyalty", "word_loyalty", "kl", "accuracy")
+    own = torch.stack([getattr(record, name) for name in names])
+    drawn = torch.stack([getattr(record, f"random_{name}") for name in names], dim=1)
+    torch.testing.assert_close(own, by_hand[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(drawn, by_hand[1:], rtol=0, atol=1e-5)
+    top = []
+    for of_set in (sums[:2].sum(0) / 5, sums[2:].sum(0) / 5):
+        best = max(range(3), key=lambda draw: (of_set[1 + draw, 0], -draw))
+        top.append(of_set[1 + best, [0, 1, 3]])
+    found = [record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy]
+    torch.testing.assert_close(torch.stack(found), torch.stack(top).mean(0), rtol=0, atol=1e-5)
+    assert float(record.label_gap) == pytest.approx(
+        float(record.label_loyalty - record.random_label_loyalty.mean()), abs=1e-9
+    )
+    assert record.plot().data
+
+
+def test_everything_is_loyal(gpt2: Any) -> None:
+    record = al.compression_loyalty(
+        gpt2, questions(gpt2, 6, batch_size=3), al.everything, draws=1, progress=False
+    )
+    assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
+    assert record.accuracy == record.whole_accuracy and record.bytes_kept == record.bytes_whole
+    assert record.intervals["label_gap"].shape == (2,)
+
+
+def test_times(gpt2: Any) -> None:
+    times = al.answer_times(gpt2, questions(gpt2, 4, batch_size=2), repeats=1)
+    assert times.whole > 0 and times.cached > 0
+    assert times.speed_up == times.whole / times.compressed
+    assert times.speed_up_over_cached == times.cached / times.compressed
+
+
+def test_low_precision(hooked: Any, sentencepiece_like: Any) -> None:
+    model = hooked(tiny_llama(len(sentencepiece_like)).bfloat16(), sentencepiece_like)
+    batch = questions(model, 4)[0]
+    context = al.compress(model, batch)
+    assert context.info["dtype"] == "bfloat16"
+    assert difference(context.logits(model, batch), masked(model, batch, context.kept)) < 0.06
