@@ -8,6 +8,7 @@ from . import edges as edges
 from . import figures as figures
 from .batch import PromptBatch as PromptBatch
 from .errors import AnchorlensError as AnchorlensError
+from .experiments.appendix import PAPER_APPENDIX as PAPER_APPENDIX
 from .experiments.compression import compress as compress
 from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
 from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
@@ -26,6 +27,10 @@ from .experiments.kept import label_words as label_words
 from .experiments.kept import random_and_format as random_and_format
 from .experiments.kept import rebased as rebased
 from .experiments.kept import restarted as restarted
+from .experiments.paper import PAPER_PARTS as PAPER_PARTS
+from .experiments.paper import paper as paper
+from .experiments.paper_page import paper_figures as paper_figures
+from .experiments.paper_page import paper_tables as paper_tables
 from .experiments.reweighting import Beta as Beta
 from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
 from .experiments.reweighting import train_reweighting as train_reweighting

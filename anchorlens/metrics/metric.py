@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..batch import PromptBatch
+from ..errors import MetricError
+from ..forward import device_of
 from ..hooked import Hook, HookedModel
 from ..results import Record, Rows
 
@@ -79,3 +81,24 @@ def hooks_by_layer(
         return name(layer), observe
 
     return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+
+
+def possible(
+    model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
+) -> tuple[list[Metric], dict[str, MetricError]]:
+    """The metrics that this model and these prompts can give, and why they cannot the others.
+
+    A run refuses them all together.
+    """
+    able: list[Metric] = []
+    refused: dict[str, MetricError] = {}
+    first = batches[0].to(device_of(model))
+    for metric in metrics:
+        try:
+            getattr(metric, "check", lambda *_, **__: None)(batches, changed=False)
+            metric.observe(model, first)
+        except MetricError as error:
+            refused[metric.name] = error
+        else:
+            able.append(metric)
+    return able, refused

@@ -1,0 +1,130 @@
+"""All analyses of one task: results saved as soon as they are there, figures, one text table."""
+
+from collections.abc import Iterator
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from . import figures
+from .batch import PromptBatch
+from .errors import RunError, StoreError
+from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isolation
+from .hooked import layer_numbers
+from .metrics.aucroc import AttentionAUCROC
+from .metrics.distances import AnchorDistances
+from .metrics.metric import Metric, possible
+from .metrics.saliency import SaliencyFlows, saliency
+from .results import Record
+from .run import run
+
+Page = tuple[dict[str, Record], dict[str, Any], str]
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
+
+
+def analyse(
+    model: Any, task: str, batches: list[PromptBatch], out: Path, layers: int, draws: int
+) -> Page:
+    """All analyses of one task; each result is saved as soon as it is there."""
+    layer_numbers(model, range(layers))
+    folder = out / task
+    make_folder(folder)
+    typer.echo(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
+    records: dict[str, Record] = {}
+
+    def keep(name: str, record: Record) -> None:
+        record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
+        records[f"{task}: {name}"] = record
+
+    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
+    metrics, refused = possible(model, batches, wanted)
+    for name, reason in refused.items():
+        typer.echo(f"warning: no result for {name}: {reason}", err=True)
+    try:
+        results = run(model, batches, metrics)
+    except RunError as error:  # a metric that these rows cannot give; the others go on
+        results = dict(error.results)
+        typer.echo(f"warning: {error}", err=True)
+    for name, record in results.items():
+        keep(name, record)
+    isolations: dict[str, IsolationRecord] = {}
+    places = [(f"first {layers} layers", range(layers), False)]
+    places += [(f"last {layers} layers", range(-layers, 0), False)]
+    if batches[0].begins_with_bos:
+        places += [(f"first {layers} layers, BOS edge kept", range(layers), True)]
+    for place, chosen, keep_bos in places:
+        isolations[place] = isolation_loyalty(
+            model, batches, chosen, draws=draws, keep_bos=keep_bos
+        )
+        keep(f"isolation, {place}", isolations[place])
+    # One figure for all isolations, as in the paper; none of its own for each.
+    drawn = dict.fromkeys((f"{task}: isolation, {place}" for place in isolations), None)
+    drawn[f"{task}: isolation, first {layers} layers"] = plot_isolation(isolations)
+    drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
+    table = "\n".join(_table(task, records, isolations))
+    typer.echo(table)
+    return records, drawn, table
+
+
+def _first_prompt(model: Any, batch: PromptBatch) -> Any:
+    """The strongest flows of one prompt (the paper's Figure 1)."""
+    one = batch.prompt(0)
+    return figures.token_arcs(
+        [model.tokenizer.decode([token]) for token in one.tokens[0].tolist()],
+        saliency(model, one)[0],
+        label_positions=one.label_positions[0].tolist(),
+        target_position=int(one.target_positions[0]),
+        title="Strongest flows of one prompt",
+    )
+
+
+def _table(
+    task: str, records: dict[str, Record], isolations: dict[str, IsolationRecord]
+) -> Iterator[str]:
+    """The numbers that matter most, with their 95 % intervals."""
+    flows: Any = records.get(f"{task}: saliency_flows")
+    attention: Any = records.get(f"{task}: attention_aucroc")
+    distances: Any = records.get(f"{task}: anchor_distances")
+    yield f"{task}"
+    if distances:
+        yield _line("accuracy", distances, "accuracy")
+    if flows:
+        third = len(flows.tq) // 3 or 1
+        for k, flow in enumerate(("S_wp", "S_pq", "S_ww")):
+            early, late = flows.share[:third, k].mean(), flows.share[-third:, k].mean()
+            yield f"  {f'{flow} share, first / last third of layers':<46}{early:6.2f} / {late:.2f}"
+        early, late = flows.pq_over_tq[:third].median(), flows.pq_over_tq[-third:].median()
+        yield f"  {'S_pq / S_tq, first / last third (median)':<46}{early:6.2f} / {late:.2f}"
+    if attention:
+        late = attention.aucroc[-(len(attention.aucroc) // 3 or 1) :].mean()
+        yield f"  {'AUCROC_l, mean of the last third':<46}{late:6.2f}"
+    if distances:
+        layer = int(distances.default_layer)
+        value = float(distances.correlation[layer])
+        agreement = "too few pairs of classes" if isnan(value) else f"{value:.2f}"
+        yield f"  {f'confusions, rank correlation in layer {layer}':<46}  {agreement}"
+    title = "isolated (random: mean and range of draws)"
+    yield f"  {title:<44}{'label loyalty':>18}{'word loyalty':>20}"
+    for place, record in isolations.items():
+        own = [_value(record, f"{kind}_loyalty") for kind in ("label", "word")]
+        controls = (record.random_label_loyalty, record.random_word_loyalty)
+        others = [f"{one.mean():.2f} [{one.min():.2f}, {one.max():.2f}]" for one in controls]
+        yield f"  {'label words, ' + place:<44}{own[0]:>18}{own[1]:>20}"
+        yield f"  {'random words, ' + place:<44}{others[0]:>18}{others[1]:>20}"
+
+
+def _line(words: str, record: Record, name: str) -> str:
+    return f"  {words:<46}{_value(record, name):>6}"
+
+
+def _value(record: Record, name: str) -> str:
+    value = f"{float(getattr(record, name)):.2f}"
+    bounds = record.intervals.get(name)
+    return value if bounds is None else f"{value} [{float(bounds[0]):.2f}, {float(bounds[1]):.2f}]"
