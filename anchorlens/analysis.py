@@ -44,7 +44,7 @@ def analyse(
         records[f"{task}: {name}"] = record
 
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, refused = possible(model, batches, wanted)
+    metrics, refused = possible(model, batches[0], wanted)
     for name, reason in refused.items():
         typer.echo(f"warning: no result for {name}: {reason}", err=True)
     try:

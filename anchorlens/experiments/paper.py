@@ -88,7 +88,7 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
     """Flows, attention against prediction, and confusions, from one pass."""
     batches = setting.prompts()
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, refused = possible(setting.model, batches, wanted)
+    metrics, refused = possible(setting.model, batches[0], wanted)
     for name, error in refused.items():
         warnings.warn(f"no {name}: {error}", stacklevel=2)
     results = run(setting.model, batches, metrics, **QUIET)
@@ -224,6 +224,11 @@ def paper(
     """
     ensure_prepared(model)
     layer_numbers(model, range(layers))
+    if queries <= AnchorDistances().directions:
+        raise DataError(
+            f"Figure 6 needs more queries than its {AnchorDistances().directions} directions; got "
+            f"{queries}"
+        )
     settings = [
         (name, _setting(model, name, *both, queries, seed, layers, draws))
         for name, both in examples.items()

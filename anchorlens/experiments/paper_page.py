@@ -85,17 +85,13 @@ def _sections(numbers: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         title = "Figure 3: share of each flow (ratio: 1 says that label words are read no more)"
         yield title, _table(_thirds(parts["Figure 3"]), digits=2)
     if "Figure 4" in parts:
-        title = (
-            "Figure 4: loyalty to the clean run, % (label words isolated, and as many random words)"
-        )
+        title = "Figure 4: loyalty to the clean run, %, with words isolated in some layers"
         yield title, _table(_by_column(parts["Figure 4"]))
     if "Figure 5" in parts:
         title = "Figure 5: AUCROC_l (0.5 is chance) and R_l"
         yield title, _table(_thirds(parts["Figure 5"]), digits=2)
     if "Figure 6" in parts:
-        title = (
-            "Figure 6: do key distances predict confusions? Rank correlation and permutation test"
-        )
+        title = "Figure 6: do key distances predict confusions? Rank correlation, permutation test"
         yield title, _table(_at_two_thirds(parts["Figure 6"]), digits=2)
     if "Table 1" in parts:
         title = "Table 1: accuracy, % (more shots: 5 a class, 3 on AGNews in the paper)"

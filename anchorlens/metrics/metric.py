@@ -84,19 +84,18 @@ def hooks_by_layer(
 
 
 def possible(
-    model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
+    model: HookedModel, batch: PromptBatch, metrics: Sequence[Metric]
 ) -> tuple[list[Metric], dict[str, MetricError]]:
-    """The metrics that this model and these prompts can give, and why they cannot the others.
+    """The metrics that this model can give, and why it cannot the others.
 
     A run refuses them all together.
     """
     able: list[Metric] = []
     refused: dict[str, MetricError] = {}
-    first = batches[0].to(device_of(model))
+    moved = batch.to(device_of(model))
     for metric in metrics:
         try:
-            getattr(metric, "check", lambda *_, **__: None)(batches, changed=False)
-            metric.observe(model, first)
+            metric.observe(model, moved)
         except MetricError as error:
             refused[metric.name] = error
         else:
