@@ -41,7 +41,7 @@ def test_readme(monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: An
     monkeypatch.setattr(al, "load_model", lambda name: load(str(model_folder)))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     space: dict[str, Any] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), space)
@@ -55,4 +55,4 @@ def test_readme_keeps_its_promise_of_length() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     code = [[line for line in block.splitlines() if line.strip()] for block in blocks]
     assert len(code[0]) <= 15
-    assert len(code[2]) <= 30
+    assert len(code[3]) <= 30

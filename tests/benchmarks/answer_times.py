@@ -1,0 +1,50 @@
+"""Time a query by whole prompts, by a cached prefix and by a compressed context.
+
+python tests/benchmarks/answer_times.py --model M --task trec --train train.jsonl
+"""
+
+import argparse
+
+import torch
+
+import anchorlens as al
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--task", default="trec")
+    parser.add_argument("--train", default="questions", help="jsonl file, or a bundled name")
+    parser.add_argument("--queries", type=int, default=16)
+    options = parser.parse_args()
+
+    model = al.load_model(options.model, dtype=torch.float32)
+    examples = al.load_examples(options.train)
+    print(
+        "| shots | tokens | batch | whole | cached | compressed | speed-up | over cached | kept |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for shots in (1, 2, 4, 8):
+        demos = al.sample_demonstrations(examples, shots=shots)
+        queries = [one for one in examples if one not in demos][: options.queries]
+        for size in (1, 16):
+            batches = al.build_prompts(
+                model.tokenizer, al.TASKS[options.task], demos, queries, batch_size=size
+            )
+            times = al.answer_times(model, batches)
+            context = al.compress(model, batches[0])
+            milliseconds = [
+                1e3 * float(one) for one in (times.whole, times.cached, times.compressed)
+            ]
+            tokens = int(torch.cat([batch.attention_mask.sum(1) for batch in batches]).sum())
+            print(
+                f"| {shots} | {tokens / len(queries):.0f} | {size} | "
+                + " | ".join(f"{one:.0f} ms" for one in milliseconds)
+                + f" | {times.speed_up:.1f} | {times.speed_up_over_cached:.2f} "
+                f"| {context.kept.sum()} of {len(context.kept)} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
