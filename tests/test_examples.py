@@ -29,6 +29,9 @@ def test_example(path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Pat
     options = ["--queries", "12"] if "--queries" in text else []
     options += ["--draws", "1"] if "--draws" in text else []
     options += ["--layers", "2"] if "--layers" in text else []
+    options += ["--epochs", "1"] if "--epochs" in text else []
+    # Five sentiments of each class fit into the tiny model's context.
+    options += ["--task", "sentiment", "--seeds", "42", "43"] if "--task" in text else []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [path.name, "--model", str(model_folder), *options])
     runpy.run_path(str(path), run_name="__main__")

@@ -1,0 +1,143 @@
+"""Table 1: re-weighted label words, beside more demonstrations and two usual baselines.
+
+python examples/reweighting.py --model gpt2 --seeds 42 43
+
+The baselines are contextual calibration (Zhao et al., ICML 2021) and a linear probe of the hidden
+states. The probe is scikit-learn's, which anchorlens does not need: pip install scikit-learn.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.tasks import BUNDLED, sample_queries
+
+CONTENT_FREE = ("N/A", "", "[MASK]")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TargetStatesRecord(al.Record):
+    states: Float[Tensor, "prompt d_model"]
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """The residual stream at the target behind one layer: a metric of one's own."""
+
+    layer: int
+    name: str = "target_states"
+    needs_gradient: bool = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        seen: dict[str, Tensor] = {}
+
+        def look(resid: Tensor, hook: Any) -> None:
+            places = batch.target_positions - batch.first_query  # what is shared was run before
+            seen["states"] = resid[torch.arange(len(batch)), places].float().cpu()
+
+        name = f"blocks.{self.layer}.hook_resid_post"
+        return al.Observation(lambda logits, clean_logits: seen, [(name, look)])
+
+    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        return al.Observation(lambda logits, clean_logits: {})  # the target is not among them
+
+    def result(self, rows: Mapping[str, Tensor]) -> TargetStatesRecord:
+        return TargetStatesRecord(states=rows["states"])
+
+
+def calibrated_labels(
+    probabilities: Float[Tensor, "prompt class"], content_free: Float[Tensor, "text class"]
+) -> Int[Tensor, " prompt"]:
+    """argmax of W p with W = diag(1 / p_cf), p_cf the mean over texts that say nothing."""
+    return (probabilities / content_free.mean(0)).argmax(1)
+
+
+def probed_labels(
+    states: Float[Tensor, "example d_model"],
+    labels: Int[Tensor, " example"],
+    of: Float[Tensor, "prompt d_model"],
+) -> Int[Tensor, " prompt"]:
+    """What logistic regression on the states of labelled examples says of other states."""
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    return torch.from_numpy(probe.fit(states.numpy(), labels.numpy()).predict(of.numpy()))
+
+
+def right_answers(
+    model: Any, name: str, count: int, seed: int, epochs: int, lr: float
+) -> dict[str, Float[Tensor, " prompt"]]:
+    """For each method, 1 for each query that it gets right, else 0."""
+    task, pool = al.TASKS[BUNDLED[name]], al.load_examples(name, split="train")
+    demos = al.sample_demonstrations(pool, shots=1, seed=seed)
+    rest = [example for example in pool if example not in demos]
+    training = al.sample_demonstrations(rest, shots=4, seed=seed)
+    tests = al.load_examples(name, split="test")
+    queries = sample_queries(tests, count, seed, exclude=[*demos, *training])
+
+    batches = al.build_prompts(model.tokenizer, task, demos, queries)
+    more = al.build_prompts(model.tokenizer, task, [*demos, *training], queries)
+    lessons = al.build_prompts(model.tokenizer, task, demos, training, batch_size=1)
+    beta = al.train_reweighting(model, lessons, epochs=epochs, lr=lr)
+    print(f"seed {seed}: training loss {beta.vanilla_loss:.2f}, re-weighted {beta.losses[-1]:.2f}")
+    table = al.reweighting_accuracy(model, batches, beta, more, resamples=0)
+
+    def probabilities(batches: Sequence[al.PromptBatch]) -> Float[Tensor, "prompt class"]:
+        logits = al.target_logits(model, batches, progress=False)
+        return logits[:, batches[0].label_token_ids].double().softmax(1)
+
+    def states(batches: Sequence[al.PromptBatch]) -> Float[Tensor, "prompt d_model"]:
+        metric = TargetStates(layer=2 * model.cfg.n_layers // 3)
+        results = al.run(model, batches, [metric], resamples=0, progress=False)
+        return results["target_states"].states
+
+    nothing = al.build_prompts(model.tokenizer, task, demos, CONTENT_FREE)
+    labels, gold = (torch.tensor([one.label for one in some]) for some in (training, queries))
+    predicted = {
+        "contextual calibration": calibrated_labels(probabilities(batches), probabilities(nothing)),
+        "linear probe": probed_labels(states(lessons), labels, states(batches)),
+    }
+    return {
+        **dict(zip(table.info["methods"], table.correct.T, strict=True)),
+        **{method: (answers == gold).double() for method, answers in predicted.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
+    parser.add_argument("--task", choices=BUNDLED, default="questions", help="bundled examples")
+    parser.add_argument("--queries", type=int, default=48, help="drawn anew for each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=0.01)
+    options = parser.parse_args()
+
+    model = al.load_model(options.model)
+    of_seeds = [
+        right_answers(model, options.task, options.queries, seed, options.epochs, options.lr)
+        for seed in options.seeds
+    ]
+    joined = {method: torch.cat([one[method] for one in of_seeds]) for method in of_seeds[0]}
+    record = al.compare_accuracies(joined)
+
+    print(f"{'':24}{'accuracy [95 %]':20}  gain, paired [95 %]")
+    for place, method in enumerate(joined):
+        low, high = record.intervals["accuracy"][:, place]
+        line = f"{method:24}{record.accuracy[place]:.2f} [{low:.2f}, {high:.2f}]"
+        if place:
+            low, high = record.intervals["gain"][:, place]
+            line += f"     {record.gain[place]:+.2f} [{low:+.2f}, {high:+.2f}]"
+        print(line)
+    record.plot().write_html("reweighting.html")
+
+
+if __name__ == "__main__":
+    main()

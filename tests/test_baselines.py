@@ -1,0 +1,157 @@
+"""The baselines that live in the examples: calibration, the probe, demonstrations without texts."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import byte_level_tokenizer, difference, questions, tiny_gpt2
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.tasks import sample_queries
+
+
+def example(name: str) -> Any:
+    """An example file as a module, without its main."""
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reweighting, compression = example("reweighting"), example("compression")
+
+
+def test_calibration_by_hand() -> None:
+    """p_cf = (0.74, 0.26), so that class 0 is taken from p = 0.74 on."""
+    content_free = torch.tensor([[0.98, 0.02], [0.5, 0.5]])
+    # A mean of logarithms would put the threshold at 0.875, none at all at 0.5.
+    probabilities = torch.tensor([[0.45, 0.55], [0.7, 0.3], [0.78, 0.22], [0.9, 0.1]])
+    assert reweighting.calibrated_labels(probabilities, content_free).tolist() == [1, 1, 0, 0]
+    assert probabilities.argmax(1).tolist() == [1, 0, 0, 0]
+
+
+def test_calibration_leaves_a_fair_model_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(50, 4, generator=generator)
+    found = reweighting.calibrated_labels(probabilities, torch.full((3, 4), 0.25))
+    assert torch.equal(found, probabilities.argmax(1))
+
+
+def planted(labels: Tensor, seed: int) -> Tensor:
+    """States with their class on the first three of 20 coordinates, noise on the others."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(len(labels), 20, generator=generator)
+    states[:, :3] = 4 * torch.nn.functional.one_hot(labels, 3) + 0.1 * states[:, :3]
+    return states
+
+
+def test_probe_finds_what_is_planted_and_nothing_else() -> None:
+    labels, truth = torch.arange(60) % 3, torch.arange(90) % 3
+    states, of = planted(labels, 0), planted(truth, 1)
+    assert torch.equal(reweighting.probed_labels(states, labels, of), truth)
+    hidden = reweighting.probed_labels(states[:, 3:], labels, of[:, 3:])
+    assert 0.1 < float((hidden == truth).double().mean()) < 0.6
+
+
+def test_probe_does_not_mind_units() -> None:
+    labels = torch.arange(60) % 3
+    states, of = planted(labels, 0)[:, 1:], planted(labels, 1)[:, 1:]
+    units = torch.logspace(-3, 3, 19)
+    found = reweighting.probed_labels(states * units, labels, of * units)
+    assert torch.equal(found, reweighting.probed_labels(states, labels, of))
+
+
+def hidden_states(weights: Any, tokens: list[int], layer: int) -> Tensor:
+    """Of plain transformers, behind a block, at the last token."""
+    with torch.no_grad():
+        outputs = weights(torch.tensor([tokens]), output_hidden_states=True)
+    return torch.as_tensor(outputs.hidden_states[layer + 1][0, -1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_target_states_are_those_of_transformers(side: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    weights = tiny_gpt2(len(tokenizer))
+    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+    batches = questions(model, 12, padding_side=side)
+    [record] = al.run(model, batches, [reweighting.TargetStates(layer=1)], resamples=0).values()
+    assert "run once for all" in record.info["shared_prefix"]
+    for batch in batches:
+        for row, place in enumerate(batch.index.tolist()):
+            expected = hidden_states(
+                weights, batch.tokens[row][batch.attention_mask[row]].tolist(), 1
+            )
+            assert difference(record.states[place], expected) < 1e-4
+
+
+def test_right_answers_are_those_of_prompts_written_by_hand() -> None:
+    """From the strings on, through plain transformers: no prompt may meet another's label."""
+    tokenizer = byte_level_tokenizer()
+    sizes = {"n_layer": 4, "n_positions": 1024}  # two thirds of 4 layers are not the last one
+    weights = tiny_gpt2(len(tokenizer), **sizes)
+    model = al.load_model(tiny_gpt2(len(tokenizer), **sizes), tokenizer=tokenizer)
+    found = reweighting.right_answers(model, "sentiment", 20, seed=3, epochs=1, lr=0.01)
+
+    task, pool = al.TASKS["sst2"], al.load_examples("sentiment", split="train")
+    demos = al.sample_demonstrations(pool, shots=1, seed=3)
+    rest = [one for one in pool if one not in demos]
+    training = al.sample_demonstrations(rest, shots=4, seed=3)
+    tests = al.load_examples("sentiment", split="test")
+    queries = sample_queries(tests, 20, seed=3)
+    ids = [tokenizer(word)["input_ids"][0] for word in task.labels]
+
+    def tokens(text: str, shots: list[al.Example] = demos) -> list[int]:
+        lines = [task.demonstration(one.text, int(one.label or 0)) for one in shots]
+        return list(tokenizer("\n".join([*lines, task.query(text)]))["input_ids"])
+
+    def probabilities(text: str, shots: list[al.Example] = demos) -> Tensor:
+        with torch.no_grad():
+            logits = weights(torch.tensor([tokens(text, shots)])).logits[0, -1, ids]
+        return torch.as_tensor(logits.double().softmax(0))
+
+    nothing = sum(probabilities(text) for text in ("N/A", "", "[MASK]")) / 3
+    lessons = torch.stack(
+        [hidden_states(weights, tokens(one.text), 2) for one in training]
+    ).double()
+    mean, std = lessons.mean(0), lessons.std(0, correction=0)
+    probe = LogisticRegression(max_iter=1000).fit(
+        (lessons - mean) / std, [one.label for one in training]
+    )
+    expected: dict[str, list[int]] = {name: [] for name in found if name != "re-weighted"}
+    for query in queries:
+        own = probabilities(query.text)
+        state = (hidden_states(weights, tokens(query.text), 2) - mean) / std
+        for name, answer in {
+            "vanilla": own.argmax(),
+            "more shots": probabilities(query.text, [*demos, *training]).argmax(),
+            "contextual calibration": (own / nothing).argmax(),
+            "linear probe": probe.predict(state[None])[0],
+        }.items():
+            expected[name].append(int(answer) == query.label)
+    for name, right in expected.items():
+        assert found[name].tolist() == right, name
+    one_class = [[query.label == label for query in queries] for label in (0, 1)]
+    assert expected["contextual calibration"] not in one_class
+    assert expected["linear probe"] not in one_class
+
+
+def test_text_anchor_has_the_format_alone() -> None:
+    tokenizer = byte_level_tokenizer()
+    demos = al.sample_demonstrations(al.load_examples("questions"), seed=1)
+    queries = al.load_examples("questions")[:3]
+    words = [al.TASKS["trec"].labels[int(demo.label or 0)] for demo in demos]
+    bare = compression.text_anchor(tokenizer, demos, queries)
+    ordinary = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)
+    for ours, theirs in zip(bare, ordinary, strict=True):
+        for row in range(len(ours)):
+            start, end = int(ours.query_start[row]), int(ours.target_positions[row]) + 1
+            text = tokenizer.decode(ours.tokens[row, :start])
+            assert text == "".join(f"Question:\nAnswer Type:{word}\n" for word in words)
+            begin, stop = int(theirs.query_start[row]), int(theirs.target_positions[row]) + 1
+            assert ours.tokens[row, start:end].tolist() == theirs.tokens[row, begin:stop].tolist()
