@@ -14,6 +14,7 @@ from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRec
 from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
 from .experiments.compression_loyalty import answer_times as answer_times
 from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
+from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
 from .experiments.context import CompressedContext as CompressedContext
 from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
 from .experiments.diagnosis import diagnose as diagnose
@@ -69,3 +70,4 @@ from .tasks import Example as Example
 from .tasks import Task as Task
 from .tasks import load_examples as load_examples
 from .tasks import sample_demonstrations as sample_demonstrations
+from .tasks import sample_queries as sample_queries

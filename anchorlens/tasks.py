@@ -234,10 +234,22 @@ def sample_demonstrations(
 def sample_queries(
     examples: Sequence[Example], count: int, seed: int = 42, exclude: Sequence[Example] = ()
 ) -> list[Example]:
-    """Draw ``count`` queries without replacement, none with the text of an excluded example.
+    """Draw queries without replacement, none with the text of an excluded example.
+
+    Args:
+        examples: Where they are drawn from.
+        count: How many.
+        seed: Seeds a generator of its own; the global random state is not touched.
+        exclude: Examples whose texts may not come, such as the demonstrations.
 
     Raises:
         DataError: There are fewer than ``count`` examples left.
+
+    Examples:
+        >>> examples = load_examples("questions")
+        >>> demos = sample_demonstrations(examples)
+        >>> len(sample_queries(examples, 5, exclude=demos))
+        5
     """
     taken = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in taken]

@@ -1,29 +1,14 @@
-r"""Tables 2 and 3: what compressed demonstrations keep, and the time that they save.
+"""Tables 2 and 3: what compressed demonstrations keep, and the time that they save.
 
 python examples/compression.py --model gpt2
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import anchorlens as al
 
 TASK = al.TASKS["trec"]
-
-
-def text_anchor(
-    tokenizer: Any, demos: Sequence[al.Example], queries: Sequence[al.Example]
-) -> list[al.PromptBatch]:
-    r"""Demonstrations with empty texts, "Question:\nAnswer Type: Person\n", before the queries.
-
-    The space before a text goes with it, as in the published code.
-    """
-    task = replace(TASK, template=TASK.template.replace(" {text}", "{text}"))
-    empty = [replace(demo, text="") for demo in demos]
-    spaced = [replace(query, text=f" {query.text}") for query in queries]
-    return al.build_prompts(tokenizer, task, empty, spaced)
 
 
 def row(record: al.CompressionRecord, kind: str = "") -> list[Any]:
@@ -48,7 +33,7 @@ def main() -> None:
 
     anchors = al.compression_loyalty(model, batches, draws=options.draws)
     words = al.compression_loyalty(model, batches, al.label_words, draws=1, resamples=0)
-    empty = text_anchor(model.tokenizer, demos, queries)
+    empty = al.text_anchor_prompts(model.tokenizer, TASK, demos, queries)
     whole, bare = (al.target_logits(model, some, progress=False) for some in (batches, empty))
     text = al.loyalty(whole, bare, empty[0].label_token_ids)
     right = al.run(model, empty, [al.Accuracy()], resamples=0, progress=False)["accuracy"]

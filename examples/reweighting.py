@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.tasks import BUNDLED, sample_queries
+from anchorlens.tasks import BUNDLED
 
 CONTENT_FREE = ("N/A", "", "[MASK]")
 
@@ -80,7 +80,7 @@ def right_answers(
     rest = [example for example in pool if example not in demos]
     training = al.sample_demonstrations(rest, shots=4, seed=seed)
     tests = al.load_examples(name, split="test")
-    queries = sample_queries(tests, count, seed, exclude=[*demos, *training])
+    queries = al.sample_queries(tests, count, seed, exclude=[*demos, *training])
 
     batches = al.build_prompts(model.tokenizer, task, demos, queries)
     more = al.build_prompts(model.tokenizer, task, [*demos, *training], queries)

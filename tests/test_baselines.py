@@ -1,4 +1,4 @@
-"""The baselines that live in the examples: calibration, the probe, demonstrations without texts."""
+"""The baselines that live in the examples: calibration and the probe."""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +24,7 @@ def example(name: str) -> Any:
     return module
 
 
-reweighting, compression = example("reweighting"), example("compression")
+reweighting = example("reweighting")
 
 
 def test_calibration_by_hand() -> None:
@@ -139,19 +139,3 @@ def test_right_answers_are_those_of_prompts_written_by_hand() -> None:
     one_class = [[query.label == label for query in queries] for label in (0, 1)]
     assert expected["contextual calibration"] not in one_class
     assert expected["linear probe"] not in one_class
-
-
-def test_text_anchor_has_the_format_alone() -> None:
-    tokenizer = byte_level_tokenizer()
-    demos = al.sample_demonstrations(al.load_examples("questions"), seed=1)
-    queries = al.load_examples("questions")[:3]
-    words = [al.TASKS["trec"].labels[int(demo.label or 0)] for demo in demos]
-    bare = compression.text_anchor(tokenizer, demos, queries)
-    ordinary = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)
-    for ours, theirs in zip(bare, ordinary, strict=True):
-        for row in range(len(ours)):
-            start, end = int(ours.query_start[row]), int(ours.target_positions[row]) + 1
-            text = tokenizer.decode(ours.tokens[row, :start])
-            assert text == "".join(f"Question:\nAnswer Type:{word}\n" for word in words)
-            begin, stop = int(theirs.query_start[row]), int(theirs.target_positions[row]) + 1
-            assert ours.tokens[row, start:end].tolist() == theirs.tokens[row, begin:stop].tolist()

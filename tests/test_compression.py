@@ -332,6 +332,22 @@ def test_times(gpt2: Any) -> None:
     assert times.speed_up_over_cached == times.cached / times.compressed
 
 
+def test_text_anchor_has_the_format_alone(byte_level: Any) -> None:
+    tokenizer = byte_level
+    demos = al.sample_demonstrations(al.load_examples("questions"), seed=1)
+    queries = al.load_examples("questions")[:3]
+    words = [al.TASKS["trec"].labels[int(demo.label or 0)] for demo in demos]
+    bare = al.text_anchor_prompts(tokenizer, al.TASKS["trec"], demos, queries)
+    ordinary = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)
+    for ours, theirs in zip(bare, ordinary, strict=True):
+        for row in range(len(ours)):
+            start, end = int(ours.query_start[row]), int(ours.target_positions[row]) + 1
+            text = tokenizer.decode(ours.tokens[row, :start])
+            assert text == "".join(f"Question:\nAnswer Type:{word}\n" for word in words)
+            begin, stop = int(theirs.query_start[row]), int(theirs.target_positions[row]) + 1
+            assert ours.tokens[row, start:end].tolist() == theirs.tokens[row, begin:stop].tolist()
+
+
 def test_low_precision(hooked: Any, sentencepiece_like: Any) -> None:
     model = hooked(tiny_llama(len(sentencepiece_like)).bfloat16(), sentencepiece_like)
     batch = questions(model, 4)[0]

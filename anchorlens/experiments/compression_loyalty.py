@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -18,9 +18,11 @@ from ..hooked import HookedModel
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
+from ..prompts import build_prompts
 from ..results import Record, Rows, by_set, require_gold, with_intervals
 from ..run import check_batches, collect, describe
 from ..sharing import only_set, shared_passes, whole_passes
+from ..tasks import Example, Task
 from .compression import contexts
 from .context import CompressedContext
 from .kept import Keep, Placement, anchors_and_format, as_in_prompt, everything, random_and_format
@@ -192,6 +194,40 @@ def compression_loyalty(
     names = {"keep": _name(keep), "positions": _name(positions), "seed": seed}
     info = describe(model, batches) | names | {"shared_prefix": passes.said}
     return with_intervals(_record, rows, resamples=resamples, info=info)
+
+
+def text_anchor_prompts(
+    tokenizer: Any,
+    task: Task,
+    demonstrations: Sequence[Example],
+    queries: Sequence[Example],
+    *,
+    batch_size: int = 8,
+) -> list[PromptBatch]:
+    r"""Prompts whose demonstrations have empty texts (Text_anchor): nothing was there to gather.
+
+    "Review:\nSentiment: Negative\n...": the space before a text goes with it, as in the published
+    code; queries are as ever. Compare with ``target_logits`` and ``loyalty``.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer.
+        task: Template, label words and separator.
+        demonstrations: Their labels count, their texts do not.
+        queries: As in ``build_prompts``.
+        batch_size: Prompts in a batch, at most.
+
+    Examples:
+        >>> bare = al.text_anchor_prompts(model.tokenizer, task, demos, [al.Example("Who?", 3)])
+        >>> len(bare[0].label_positions[0]) == len(demos)
+        True
+    """
+    before, _, after = task.template.partition("{text}")
+    stripped = before.rstrip(" ")
+    space = before[len(stripped) :]
+    bare = replace(task, template=stripped + "{text}" + after)
+    empty = [replace(one, text="") for one in demonstrations]
+    spaced = [replace(one, text=space + one.text) for one in queries]
+    return build_prompts(tokenizer, bare, empty, spaced, batch_size=batch_size)
 
 
 def answer_times(

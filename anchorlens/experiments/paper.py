@@ -23,7 +23,7 @@ from ..models import ensure_prepared
 from ..prompts import build_prompts
 from ..run import run, target_logits
 from ..tasks import BUNDLED, TASKS, Example, Task, sample_demonstrations, sample_queries
-from .compression_loyalty import answer_times, compression_loyalty
+from .compression_loyalty import answer_times, compression_loyalty, text_anchor_prompts
 from .diagnosis import diagnose
 from .isolation import isolation_loyalty
 from .kept import label_words
@@ -298,8 +298,12 @@ def _more_shots(setting: Setting) -> tuple[int, list[PromptBatch]]:
 
 def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[Number]:
     """The template with empty texts."""
-    empty = [Example("", one.label) for one in setting.demonstrations]
-    others = setting.prompts(empty)
+    others = text_anchor_prompts(
+        setting.model.tokenizer,  # type: ignore[attr-defined]
+        setting.task,
+        setting.demonstrations,
+        setting.queries,
+    )
     whole = target_logits(setting.model, batches, progress=False)
     logits = target_logits(setting.model, others, progress=False)
     record = loyalty(whole, logits, batches[0].label_token_ids)

@@ -37,14 +37,14 @@ def _of_context(label: float, word: float, accuracy: float) -> dict[str, float]:
 TABLE_2: Values = MappingProxyType(
     {
         "GPT2-XL": {
-            "ICL": _of_context(100, 100, 51.90),
+            "ICL": _of_context(100.0, 100.0, 51.90),
             "Text_anchor": _of_context(51.05, 36.65, 38.77),
             "Hidden_random": _of_context(48.96, 5.59, 39.96),
             "Hidden_random-top": _of_context(57.52, 4.49, 41.72),
             "Hidden_anchor": _of_context(79.47, 62.17, 45.04),
         },
         "GPT-J": {
-            "ICL": _of_context(100, 100, 56.82),
+            "ICL": _of_context(100.0, 100.0, 56.82),
             "Text_anchor": _of_context(53.45, 43.85, 40.83),
             "Hidden_random": _of_context(49.03, 2.16, 31.51),
             "Hidden_random-top": _of_context(71.10, 11.36, 52.34),
