@@ -153,18 +153,26 @@ def run_prefix(
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Parameters frozen and dropout off inside; both as they were afterwards, whatever happens."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    modes = [(module, module.training) for module in model.modules()]
+    # One walk over the modules, of which a bridge has thousands; eval() alone would take another.
+    modules = list(model.modules())
+    training = [module for module in modules if module.training]
+    trained = [
+        parameter
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    ]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        model.eval()
+        for module in training:
+            module.training = False
         yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 def device_of(model: Any) -> torch.device:
