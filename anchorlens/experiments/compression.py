@@ -19,7 +19,7 @@ from ..models import ensure_prepared
 from ..prefix import Prefix
 from ..sharing import TOLERANCE, logit_difference, only_set
 from .context import CompressedContext, columns_of, model_of
-from .kept import Keep, Placement, anchors_and_format, as_in_prompt
+from .kept import Keep, Placement, anchors_and_format, as_in_prompt, name_of
 
 
 def compress(
@@ -126,7 +126,7 @@ def _placing(
     """How this model takes positions: what makes a context of what is kept, tried on one prompt."""
     length = len(kept)
     tokens = prompt.tokens[0, :length]
-    info = {**model_of(model), "positions": positions.__name__}
+    info = {**model_of(model), "positions": name_of(positions)}
 
     def context(prefix: Prefix, kept: Bool[Tensor, " position"], place: Placement) -> Any:
         keys, query = place(kept)
@@ -157,7 +157,7 @@ def _placing(
             return masked
     elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
         difference = _off_when_moved(model, prompt, length)
-        if difference <= 1e3 * TOLERANCE:
+        if difference <= _tolerance(model):
             return moved
     else:
         raise PromptError(

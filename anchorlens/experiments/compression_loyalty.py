@@ -25,7 +25,15 @@ from ..sharing import only_set, shared_passes, whole_passes
 from ..tasks import Example, Task
 from .compression import contexts
 from .context import CompressedContext
-from .kept import Keep, Placement, anchors_and_format, as_in_prompt, everything, random_and_format
+from .kept import (
+    Keep,
+    Placement,
+    anchors_and_format,
+    as_in_prompt,
+    everything,
+    name_of,
+    random_and_format,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -191,7 +199,7 @@ def compression_loyalty(
         }
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
-    names = {"keep": _name(keep), "positions": _name(positions), "seed": seed}
+    names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
     info = describe(model, batches) | names | {"shared_prefix": passes.said}
     return with_intervals(_record, rows, resamples=resamples, info=info)
 
@@ -281,7 +289,7 @@ def answer_times(
         compressed=seconds[2],
         speed_up=seconds[0] / seconds[2],
         speed_up_over_cached=seconds[1] / seconds[2],
-        info=describe(model, batches) | {"keep": _name(keep), "repeats": repeats},
+        info=describe(model, batches) | {"keep": name_of(keep), "repeats": repeats},
     )
 
 
@@ -332,7 +340,3 @@ def _one_set(batch: PromptBatch) -> int:
             "build_prompts for each set and join the lists"
         )
     return name
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -105,6 +105,11 @@ def rebased(kept: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], int]:
     return torch.arange(count, device=kept.device), count
 
 
+def name_of(function: Callable[..., object]) -> str:
+    """A keep or placement in the words of its author, for results."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def _in_groups(demonstrations: PromptBatch, *groups: int) -> Bool[Tensor, " position"]:
     if not edges.group(demonstrations, "text").any():
         raise PromptError(
