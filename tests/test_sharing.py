@@ -12,6 +12,7 @@ import anchorlens as al
 from anchorlens import sharing
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
+from anchorlens.metrics.metric import Observation
 from anchorlens.sharing import shared_passes
 
 pytestmark = pytest.mark.filterwarnings(
@@ -107,6 +108,60 @@ def test_hooks_of_ones_own_run_whole_prompts(gpt2: Any) -> None:
     for change in (own, lambda b: al.block_edges(gpt2, al.edges.pq(b), 0)):
         results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=change, **QUIET)
         assert "hooks of one's own" in results["loyalty"].info["shared_prefix"]
+
+
+def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
+    """The first batch alone cannot tell: there they do in the demonstrations what they should."""
+    batches = questions(gpt2, 9, batch_size=3)
+
+    def drawn_anew(batch: al.PromptBatch) -> Any:
+        return al.isolate_random(gpt2, batch, range(3), seed=int(batch.index[0]))
+
+    def by_place(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(gpt2, batch, [0] if 0 in batch.index else [0, 1])
+
+    def one_prompt(batch: al.PromptBatch) -> Any:
+        positions = batch.label_positions + (batch.index == int(batches[-1].index[-1]))[:, None]
+        return al.isolate_labels(gpt2, replace(batch, label_positions=positions), 0)
+
+    changes = (drawn_anew, by_place, one_prompt)
+    ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=one, **QUIET) for one in changes]
+    whole()
+    for change, results in zip(changes, ours, strict=True):
+        assert "hooks differ between prompts" in results["loyalty"].info["shared_prefix"]
+        theirs = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)
+        assert_same(results["loyalty"], theirs["loyalty"])
+
+
+def test_hooks_that_need_the_whole_prompt(gpt2: Any) -> None:
+    def at_target(batch: al.PromptBatch) -> Any:
+        where = replace(batch, label_positions=batch.target_positions[:, None])
+        return al.isolate_labels(gpt2, where, 0)
+
+    results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=at_target, **QUIET)
+    assert "hooks do not act on demonstr" in results["loyalty"].info["shared_prefix"]
+
+
+class Watchful(al.Accuracy):
+    """Watches more than what it inherits."""
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
+        sizes: list[int] = []
+
+        def look(pattern: Any, hook: Any) -> None:
+            sizes.append(pattern.shape[2])
+
+        def rows(logits: Any, clean_logits: Any) -> Any:
+            return {"correct": torch.full((len(batch),), float(sizes[0]))}
+
+        return Observation(rows, [(pattern_name(0), look)])
+
+
+def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 5)
+    result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
+    assert "accuracy without observe_demonstrations" in result.info["shared_prefix"]
+    assert float(result.accuracy) == batch.tokens.shape[1]
 
 
 def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
