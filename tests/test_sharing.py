@@ -10,6 +10,7 @@ from test_run import SelfAttention, assert_same
 
 import anchorlens as al
 from anchorlens import sharing
+from anchorlens.errors import PromptError
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
 from anchorlens.metrics.metric import Observation
@@ -226,6 +227,40 @@ def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
         attention_mask=mask,
     )
     assert shared_passes(gpt2, [batch], []).lengths == {}
+
+
+@pytest.mark.parametrize("side", ["padded_right", "padded_left"])
+def test_a_gap_behind_the_labels_keeps_its_tokens(side: str) -> None:
+    """A prompt is as wide as it stands, and not as it has tokens."""
+    batch = al.PromptBatch.from_positions(
+        torch.tensor([[0, 5, 1, 6, 2, 7, 8, 0]]),
+        label_positions=[[2, 4]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1, 0, 1, 0]]),
+    )
+    found = getattr(batch, side)()
+    assert found.tokens.tolist() == [[5, 1, 6, 2, 7, 8]]
+    assert (found.label_positions.tolist(), found.target_positions.tolist()) == ([[1, 3]], [5])
+
+
+def test_prompts_begin_where_the_prefix_ends(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 3)
+    ready = replace(batch, first_query=12)
+    prefix = run_prefix(gpt2, batch.prompt(0).before(12))
+    assert run_pass(gpt2, ready, prefix=prefix).isfinite().all()
+    for wrong, behind in ((ready, None), (batch, prefix), (replace(batch, first_query=3), prefix)):
+        with pytest.raises(PromptError, match="a batch of whole prompts has first_query=0"):
+            run_pass(gpt2, wrong, prefix=behind)
+    with pytest.raises(PromptError, match="run from position 12, but keys of 0 tokens"):
+        al.train_reweighting(gpt2, [ready], epochs=1, progress=False)
+
+
+def test_what_stands_behind_the_blocks_sees_all_demonstrations(gpt2: Any) -> None:
+    prompt, widths = questions(gpt2, 1)[0].before(12), []
+    name = "unembed.hook_out" if hasattr(gpt2, "original_model") else "ln_final.hook_scale"
+    run_prefix(gpt2, prompt, observers=[(name, lambda one, hook: widths.append(one.shape[1]))])
+    assert widths == [12]
 
 
 def test_nothing_is_left(gpt2: Any) -> None:
