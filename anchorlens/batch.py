@@ -101,21 +101,27 @@ class PromptBatch:
 
     def padded_right(self) -> "PromptBatch":
         """The same prompts, each beginning in the first column."""
-        return self._columns_from(self.attention_mask.long().argmax(1))
+        return self._columns_from(self._ends()[0])
 
     def padded_left(self) -> "PromptBatch":
         """The same prompts, each ending in the last column."""
-        last = self.tokens.shape[1] - self.attention_mask.flip(1).long().argmax(1)
-        return self._columns_from(last - int(self.attention_mask.sum(1).max()))
+        starts, ends = self._ends()
+        return self._columns_from(ends - int((ends - starts).max()))
 
     def before(self, position: int) -> "PromptBatch":
         """The tokens of the columns before ``position``; the target may lie beyond them."""
         names = ("tokens", "attention_mask", "groups")
         return replace(self, **{name: getattr(self, name)[:, :position] for name in names})
 
+    def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+        """Where each prompt begins, and where the padding behind it does."""
+        mask = self.attention_mask.long()
+        return mask.argmax(1), mask.shape[1] - mask.flip(1).argmax(1)
+
     def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
         """As many columns as the longest prompt needs, from each row's start; padding wraps."""
-        width = int(self.attention_mask.sum(1).max())
+        first, ends = self._ends()
+        width = int((ends - first).max())
         where = torch.arange(width, device=starts.device) + starts[:, None]
         columns = where % self.tokens.shape[1]
         rows: dict[str, Any] = {

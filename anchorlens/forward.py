@@ -88,12 +88,13 @@ def run_pass(
     Raises:
         ModelError: The model was not prepared, its logits are not finite, or its value biases are
             folded and a loss is given or the model has attention sinks.
-        PromptError: The prompts do not fit the model.
+        PromptError: The prompts do not fit the model, or begin where no prefix ends.
     """
     require_prepared(model)
     if loss is not None or _has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
+    _check_begins(batch, prefix)
     leaves = list(into)
     needs_leaf = loss is not None and not leaves
     own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
@@ -144,7 +145,9 @@ def run_prefix(
     """
     require_prepared(model)
     cache = cache_of(model, len(batch))
-    forward_hooks = [*_padding_hooks(model, batch), *hooks, *observers, _last_hook(model)]
+    narrowed = all(_stands_in_a_block(name) for name, _ in observers)
+    last = [_last_hook(model)] if narrowed else []
+    forward_hooks = [*_padding_hooks(model, batch), *hooks, *observers, *last]
     with torch.inference_mode(False), torch.no_grad(), model.hooks(fwd_hooks=forward_hooks):
         model(batch.tokens, **inputs_after(model, batch, cache))
     return prefix_of(cache, batch.attention_mask)
@@ -199,6 +202,15 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
         raise PromptError(
             f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
             "prompts were built with the tokenizer of another model"
+        )
+
+
+def _check_begins(batch: PromptBatch, prefix: Prefix | None) -> None:
+    behind = 0 if prefix is None else len(prefix)
+    if batch.first_query != behind:
+        raise PromptError(
+            f"the prompts are to be run from position {batch.first_query}, but keys of {behind} "
+            "tokens are cached; a batch of whole prompts has first_query=0"
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .batch import PromptBatch
@@ -33,14 +33,19 @@ class HookedModel(Protocol):
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchHook:
     """A hook made of a whole ``PromptBatch``, whose ``first_query`` it goes by.
 
     So it is right also where the demonstrations run by themselves and their keys are cached.
+
+    Attributes:
+        act: The hook.
+        edges: What it cuts; None where it acts on the target's rows alone.
     """
 
     act: HookFunction
+    edges: Bool[Tensor, "batch query key"] | None = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         return self.act(tensor, hook)

@@ -283,10 +283,7 @@ def reweight_anchors(
 
     if (batch.target_positions >= batch.tokens.shape[1]).all():
         return []  # the demonstrations alone
-    return _of_batch([hook_of(layer) for layer in range(model.cfg.n_layers)])
-
-
-def _of_batch(hooks: Iterable[Hook]) -> list[Hook]:
+    hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
     return [(name, BatchHook(act)) for name, act in hooks]
 
 
@@ -306,7 +303,7 @@ def _isolate_in_batch(
             )
         cut &= ~edge_sets.from_first(batch)
     hooks = block_edges(model, cut, layers, renormalize=renormalize, first_query=batch.first_query)
-    return _of_batch(hooks)
+    return [(name, BatchHook(act, cut)) for name, act in hooks]
 
 
 def _blocking_hooks(

@@ -101,15 +101,16 @@ def shared_passes(
     """
     if any(metric.needs_gradient for metric in metrics):
         return whole_passes(model, "the gradient goes through the demonstrations")
-    alone = [metric.name for metric in metrics if not hasattr(metric, "observe_demonstrations")]
+    alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
     if alone:
         return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
     lengths = _shared_lengths(batches)
     if not lengths:
         return whole_passes(model, "no two prompts share their demonstrations")
-    if not all(_act_in_parts(change, batches) for change in changes):
-        return whole_passes(model, "hooks of one's own act on positions of whole prompts")
     passes = Passes(model, lengths, "")
+    for change in changes:
+        if why := _why_not_in_parts(passes, batches, change):
+            return whole_passes(model, why)
     first = next(one for one in batches if only_set(one) in lengths).to(device_of(model))
     largest = 0.0
     with undisturbed(model):
@@ -118,8 +119,7 @@ def shared_passes(
             try:
                 found = passes.logits(passes.ready(first), change)
             except Exception as error:  # a cache that an architecture cannot take fails anyhow
-                reason = str(error).partition("\n")[0]
-                return whole_passes(model, f"no run from a key-value cache ({reason})")
+                return whole_passes(model, f"no run from a key-value cache ({_first_line(error)})")
             largest = max(largest, logit_difference(found, expected))
     if not largest <= TOLERANCE:
         return whole_passes(
@@ -159,8 +159,48 @@ def only_set(batch: PromptBatch) -> int | None:
     return int(names) if len(names) == 1 else None
 
 
-def _act_in_parts(change: HooksOfBatch, batches: Sequence[PromptBatch]) -> bool:
-    return all(isinstance(act, BatchHook) for batch in batches for _, act in change(batch))
+def _observes_in_parts(metric: Metric) -> bool:
+    """Whether a metric says what to watch in demonstrations; not one of another ``observe``."""
+    names, kinds = ("observe", "observe_demonstrations"), type(metric).__mro__
+    if not hasattr(metric, names[1]):
+        return False
+    owners = [next((kind for kind in kinds if name in vars(kind)), kinds[0]) for name in names]
+    return issubclass(owners[1], owners[0])
+
+
+def _why_not_in_parts(
+    passes: Passes, batches: Sequence[PromptBatch], change: HooksOfBatch
+) -> str | None:
+    """What keeps hooks from acting in shared demonstrations once for all prompts, if anything."""
+    once: dict[int | None, list[tuple[str, Tensor]]] = {}
+    for batch in batches:
+        ready = passes.ready(batch)
+        hooks = change(replace(ready, first_query=0))
+        if not all(isinstance(act, BatchHook) for _, act in hooks):
+            return "hooks of one's own act on positions of whole prompts"
+        if not ready.first_query:
+            continue
+        name, shared = only_set(batch), slice(ready.first_query)
+        if name not in once:
+            try:
+                once[name] = _cuts(change(passes.demonstrations(ready)))
+            except Exception as error:  # of a function of the user's, which expects whole prompts
+                return f"hooks do not act on demonstrations alone ({_first_line(error)})"
+        ours, theirs = _cuts(hooks), once[name]
+        if [point for point, _ in ours] != [point for point, _ in theirs] or any(
+            (a[:, shared, shared] != b[:, shared, shared]).any()
+            for (_, a), (_, b) in zip(ours, theirs, strict=True)
+        ):
+            return "hooks differ between prompts that share their demonstrations"
+    return None
+
+
+def _cuts(hooks: Sequence[Hook]) -> list[tuple[str, Tensor]]:
+    return [
+        (point, act.edges)
+        for point, act in hooks
+        if isinstance(act, BatchHook) and act.edges is not None
+    ]
 
 
 def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
@@ -189,6 +229,10 @@ def _shared_length(batches: Sequence[PromptBatch]) -> int:
             same = (ours == getattr(first, name)[0, :shared]).all(0)
             shared = int(same.long().cumprod(0).sum())
     return shared if shared > int(first.label_ends.max()) else 0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _has_gaps(batch: PromptBatch) -> bool:

@@ -10,8 +10,10 @@ from test_run import SelfAttention, assert_same
 
 import anchorlens as al
 from anchorlens import sharing
+from anchorlens.errors import PromptError
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
+from anchorlens.metrics.metric import Observation
 from anchorlens.sharing import shared_passes
 
 pytestmark = pytest.mark.filterwarnings(
@@ -109,6 +111,60 @@ def test_hooks_of_ones_own_run_whole_prompts(gpt2: Any) -> None:
         assert "hooks of one's own" in results["loyalty"].info["shared_prefix"]
 
 
+def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
+    """The first batch alone cannot tell: there they do in the demonstrations what they should."""
+    batches = questions(gpt2, 9, batch_size=3)
+
+    def drawn_anew(batch: al.PromptBatch) -> Any:
+        return al.isolate_random(gpt2, batch, range(3), seed=int(batch.index[0]))
+
+    def by_place(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(gpt2, batch, [0] if 0 in batch.index else [0, 1])
+
+    def one_prompt(batch: al.PromptBatch) -> Any:
+        positions = batch.label_positions + (batch.index == int(batches[-1].index[-1]))[:, None]
+        return al.isolate_labels(gpt2, replace(batch, label_positions=positions), 0)
+
+    changes = (drawn_anew, by_place, one_prompt)
+    ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=one, **QUIET) for one in changes]
+    whole()
+    for change, results in zip(changes, ours, strict=True):
+        assert "hooks differ between prompts" in results["loyalty"].info["shared_prefix"]
+        theirs = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)
+        assert_same(results["loyalty"], theirs["loyalty"])
+
+
+def test_hooks_that_need_the_whole_prompt(gpt2: Any) -> None:
+    def at_target(batch: al.PromptBatch) -> Any:
+        where = replace(batch, label_positions=batch.target_positions[:, None])
+        return al.isolate_labels(gpt2, where, 0)
+
+    results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=at_target, **QUIET)
+    assert "hooks do not act on demonstr" in results["loyalty"].info["shared_prefix"]
+
+
+class Watchful(al.Accuracy):
+    """Watches more than what it inherits."""
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
+        sizes: list[int] = []
+
+        def look(pattern: Any, hook: Any) -> None:
+            sizes.append(pattern.shape[2])
+
+        def rows(logits: Any, clean_logits: Any) -> Any:
+            return {"correct": torch.full((len(batch),), float(sizes[0]))}
+
+        return Observation(rows, [(pattern_name(0), look)])
+
+
+def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 5)
+    result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
+    assert "accuracy without observe_demonstrations" in result.info["shared_prefix"]
+    assert float(result.accuracy) == batch.tokens.shape[1]
+
+
 def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
     results = al.run(gpt2, questions(gpt2, 5), [SelfAttention(), al.Accuracy()], **QUIET)
     assert "self_attention without" in results["accuracy"].info["shared_prefix"]
@@ -171,6 +227,40 @@ def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
         attention_mask=mask,
     )
     assert shared_passes(gpt2, [batch], []).lengths == {}
+
+
+@pytest.mark.parametrize("side", ["padded_right", "padded_left"])
+def test_a_gap_behind_the_labels_keeps_its_tokens(side: str) -> None:
+    """A prompt is as wide as it stands, and not as it has tokens."""
+    batch = al.PromptBatch.from_positions(
+        torch.tensor([[0, 5, 1, 6, 2, 7, 8, 0]]),
+        label_positions=[[2, 4]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1, 0, 1, 0]]),
+    )
+    found = getattr(batch, side)()
+    assert found.tokens.tolist() == [[5, 1, 6, 2, 7, 8]]
+    assert (found.label_positions.tolist(), found.target_positions.tolist()) == ([[1, 3]], [5])
+
+
+def test_prompts_begin_where_the_prefix_ends(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 3)
+    ready = replace(batch, first_query=12)
+    prefix = run_prefix(gpt2, batch.prompt(0).before(12))
+    assert run_pass(gpt2, ready, prefix=prefix).isfinite().all()
+    for wrong, behind in ((ready, None), (batch, prefix), (replace(batch, first_query=3), prefix)):
+        with pytest.raises(PromptError, match="a batch of whole prompts has first_query=0"):
+            run_pass(gpt2, wrong, prefix=behind)
+    with pytest.raises(PromptError, match="run from position 12, but keys of 0 tokens"):
+        al.train_reweighting(gpt2, [ready], epochs=1, progress=False)
+
+
+def test_what_stands_behind_the_blocks_sees_all_demonstrations(gpt2: Any) -> None:
+    prompt, widths = questions(gpt2, 1)[0].before(12), []
+    name = "unembed.hook_out" if hasattr(gpt2, "original_model") else "ln_final.hook_scale"
+    run_prefix(gpt2, prompt, observers=[(name, lambda one, hook: widths.append(one.shape[1]))])
+    assert widths == [12]
 
 
 def test_nothing_is_left(gpt2: Any) -> None:
