@@ -9,6 +9,7 @@ states. The probe is scikit-learn's, which anchorlens does not need: pip install
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,14 +73,19 @@ def probed_labels(
 
 
 def right_answers(
-    model: Any, name: str, count: int, seed: int, epochs: int, lr: float
+    model: Any,
+    task: al.Task,
+    pool: Sequence[al.Example],
+    tests: Sequence[al.Example],
+    count: int,
+    seed: int,
+    epochs: int,
+    lr: float,
 ) -> dict[str, Float[Tensor, " prompt"]]:
     """For each method, 1 for each query that it gets right, else 0."""
-    task, pool = al.TASKS[BUNDLED[name]], al.load_examples(name, split="train")
     demos = al.sample_demonstrations(pool, shots=1, seed=seed)
     rest = [example for example in pool if example not in demos]
     training = al.sample_demonstrations(rest, shots=4, seed=seed)
-    tests = al.load_examples(name, split="test")
     queries = al.sample_queries(tests, count, seed, exclude=[*demos, *training])
 
     batches = al.build_prompts(model.tokenizer, task, demos, queries)
@@ -113,16 +119,23 @@ def right_answers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
-    parser.add_argument("--task", choices=BUNDLED, default="questions", help="bundled examples")
+    parser.add_argument("--task", choices=(*BUNDLED, *al.TASKS), default="questions")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--queries", type=int, default=48, help="drawn anew for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.01)
     options = parser.parse_args()
 
-    model = al.load_model(options.model)
+    model, task = al.load_model(options.model), al.TASKS[BUNDLED.get(options.task, options.task)]
+    pool, tests = (
+        al.load_examples(options.data / f"{split}.jsonl")
+        if options.data
+        else al.load_examples(options.task, split)
+        for split in ("train", "test")
+    )
     of_seeds = [
-        right_answers(model, options.task, options.queries, seed, options.epochs, options.lr)
+        right_answers(model, task, pool, tests, options.queries, seed, options.epochs, options.lr)
         for seed in options.seeds
     ]
     joined = {method: torch.cat([one[method] for one in of_seeds]) for method in of_seeds[0]}

@@ -96,13 +96,13 @@ def test_right_answers_are_those_of_prompts_written_by_hand() -> None:
     sizes = {"n_layer": 4, "n_positions": 1024}  # two thirds of 4 layers are not the last one
     weights = tiny_gpt2(len(tokenizer), **sizes)
     model = al.load_model(tiny_gpt2(len(tokenizer), **sizes), tokenizer=tokenizer)
-    found = reweighting.right_answers(model, "sentiment", 20, seed=3, epochs=1, lr=0.01)
-
     task, pool = al.TASKS["sst2"], al.load_examples("sentiment", split="train")
+    tests = al.load_examples("sentiment", split="test")
+    found = reweighting.right_answers(model, task, pool, tests, 20, seed=3, epochs=1, lr=0.01)
+
     demos = al.sample_demonstrations(pool, shots=1, seed=3)
     rest = [one for one in pool if one not in demos]
     training = al.sample_demonstrations(rest, shots=4, seed=3)
-    tests = al.load_examples("sentiment", split="test")
     queries = sample_queries(tests, 20, seed=3)
     ids = [tokenizer(word)["input_ids"][0] for word in task.labels]
 
