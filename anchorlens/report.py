@@ -59,7 +59,7 @@ def write_report(
         >>> al.write_report(results, folder / "report.html").name
         'report.html'
     """
-    if not results and not figures:
+    if not (results or figures or summary):
         raise AnchorlensError("there are no results to report")
     drawn, own = _Drawn(), dict(figures or {})
     infos = [record.info for record in results.values()]

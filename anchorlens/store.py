@@ -67,7 +67,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "run.json"
         if not path.exists():
-            _write(path, json.dumps(dict(expected), indent=1).encode())
+            write_whole(path, json.dumps(dict(expected), indent=1).encode())
             return cls(folder)
         try:
             found = dict(json.loads(path.read_text()))
@@ -96,7 +96,9 @@ class Store:
     def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
         """Keep the rows of a batch."""
         # Copies, as safetensors takes no two tensors that share memory.
-        _write(self._path(number), save({name: rows[name].contiguous().clone() for name in rows}))
+        write_whole(
+            self._path(number), save({name: rows[name].contiguous().clone() for name in rows})
+        )
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -118,7 +120,7 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write under another name and rename, so that a killed process leaves no torn file."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with open(temporary, "wb") as file:

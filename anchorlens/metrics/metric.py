@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..batch import PromptBatch
-from ..errors import MetricError
+from ..errors import AnchorlensError, MetricError, ModelError
 from ..forward import device_of
-from ..hooked import Hook, HookedModel
+from ..hooked import Hook, HookedModel, refuse_folded_value_biases
 from ..results import Record, Rows
 
 RowsOfBatch = Callable[
@@ -85,18 +85,20 @@ def hooks_by_layer(
 
 def possible(
     model: HookedModel, batch: PromptBatch, metrics: Sequence[Metric]
-) -> tuple[list[Metric], dict[str, MetricError]]:
+) -> tuple[list[Metric], dict[str, AnchorlensError]]:
     """The metrics that this model can give, and why it cannot the others.
 
     A run refuses them all together.
     """
     able: list[Metric] = []
-    refused: dict[str, MetricError] = {}
+    refused: dict[str, AnchorlensError] = {}
     moved = batch.to(device_of(model))
     for metric in metrics:
         try:
+            if metric.needs_gradient:
+                refuse_folded_value_biases(model)
             metric.observe(model, moved)
-        except MetricError as error:
+        except (MetricError, ModelError) as error:
             refused[metric.name] = error
         else:
             able.append(metric)
