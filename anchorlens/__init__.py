@@ -28,10 +28,10 @@ from .experiments.kept import label_words as label_words
 from .experiments.kept import random_and_format as random_and_format
 from .experiments.kept import rebased as rebased
 from .experiments.kept import restarted as restarted
-from .experiments.paper import PAPER_PARTS as PAPER_PARTS
 from .experiments.paper import paper as paper
-from .experiments.paper_page import paper_figures as paper_figures
-from .experiments.paper_page import paper_tables as paper_tables
+from .experiments.paper_figures import paper_figures as paper_figures
+from .experiments.paper_parts import PAPER_PARTS as PAPER_PARTS
+from .experiments.paper_tables import paper_tables as paper_tables
 from .experiments.reweighting import Beta as Beta
 from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
 from .experiments.reweighting import train_reweighting as train_reweighting

@@ -10,18 +10,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from pandas import DataFrame
 
 from .analysis import Page, analyse, make_folder
 from .batch import PromptBatch
 from .errors import AnchorlensError, DataError
 from .experiments.appendix import PAPER_APPENDIX
-from .experiments.paper import PAPER_PARTS
 from .experiments.paper import paper as paper_numbers
-from .experiments.paper_page import paper_figures, paper_tables
+from .experiments.paper_figures import paper_figures
+from .experiments.paper_parts import PAPER_PARTS
+from .experiments.paper_tables import paper_tables
 from .models import load_model
 from .prompts import build_prompts
 from .report import write_report
-from .store import versions
+from .store import versions, write_whole
 from .tasks import (
     BUNDLED,
     HUB_SOURCES,
@@ -149,13 +151,34 @@ def paper(
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")] = None,
     out: Out = Path("anchorlens-paper"),
 ) -> None:
-    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values."""
+    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
+
+    After each part numbers.csv and tables.txt hold all that is known: an interruption loses little.
+    """
     names, numbers_of_seeds = _words(tasks), _seeds(seeds)
     for name in names:
         _check_task(name)
     make_folder(out)
     examples = {name: _pools(name, data and data / name) for name in names}
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
+    settings: dict[str, Any] = {
+        "model": model,
+        "tasks": names,
+        "data": None if data is None else str(data),
+        "queries": queries,
+        "seeds": numbers_of_seeds,
+        "isolated_layers": layers,
+        "random_draws": draws,
+        "appendix": appendix,
+        "device": device,
+        "dtype": dtype,
+    }
+    settings = _kept(settings, out)
+
+    def keep(numbers: DataFrame) -> None:
+        write_whole(out / "numbers.csv", numbers.to_csv(index=False).encode())
+        write_whole(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
+
     numbers = paper_numbers(
         loaded,
         examples,
@@ -164,18 +187,15 @@ def paper(
         parts=PAPER_PARTS + (PAPER_APPENDIX if appendix else ()),
         layers=layers,
         draws=draws,
-        keep=lambda frame: frame.to_csv(out / "numbers.csv", index=False),
+        keep=keep,
     )
     summary = paper_tables(numbers)
     typer.echo(summary)
-    (out / "tables.txt").write_text(summary + "\n", encoding="utf-8")
-    settings = {"model": model, "tasks": names, "queries": queries, "seeds": numbers_of_seeds}
-    settings |= {"isolated_layers": layers, "random_draws": draws, "versions": versions()}
     path = write_report(
         {},
         out / "report.html",
-        title="Label Words are Anchors, for this model",
-        settings=settings,
+        title=f"The figures and tables of 'Label Words are Anchors' for {model}",
+        settings={name: value for name, value in settings.items() if value is not None},
         figures=paper_figures(numbers),
         summary=summary,
     )
@@ -202,12 +222,16 @@ def _torch_type(dtype: Dtype | None) -> torch.dtype | None:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or len(set(words)) < len(words):
+        raise DataError(f"expected different words or numbers, commas between them; got {text!r}")
+    return words
 
 
 def _seeds(text: str) -> list[int]:
+    words = _words(text)
     try:
-        return [int(word) for word in _words(text)]
+        return [int(word) for word in words]
     except ValueError as error:
         raise DataError(f"--seeds are whole numbers with commas between; got {text!r}") from error
 
@@ -247,10 +271,15 @@ def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
     results = {name: record for page, _, _ in pages for name, record in page.items()}
     drawn = {name: figure for _, page, _ in pages for name, figure in page.items()}
     summary = "\n\n".join(table for _, _, table in pages)
-    (out / "settings.json").write_text(
-        json.dumps(settings | {"versions": versions()}, indent=1) + "\n"
-    )
+    _kept(settings, out)
     path = write_report(
         results, out / "report.html", settings=settings, figures=drawn, summary=summary
     )
     typer.echo(f"\nreport: {path.resolve()}")
+
+
+def _kept(settings: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Settings and versions, as they lie beside the results."""
+    settings = settings | {"versions": versions()}
+    (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    return settings
