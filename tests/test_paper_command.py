@@ -1,0 +1,142 @@
+"""`anchorlens paper`: what it writes, what it leaves when it is stopped, one line for a mistake."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import tiny_gpt2
+from test_cli import call
+
+import anchorlens as al
+from anchorlens import cli
+from anchorlens.experiments.paper_parts import Number, Setting
+
+QUICK = ["--queries", "11", "--seeds", "1", "--layers", "1", "--draws", "1"]
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:in layers", "ignore:some pairs")
+@pytest.mark.filterwarnings("ignore:a prompt has")
+def test_paper_writes_numbers_tables_and_report(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    model = tmp_path / "model"
+    tiny_gpt2(len(byte_level), n_layer=2).save_pretrained(model)
+    byte_level.save_pretrained(model)
+    arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *QUICK]
+    assert call(monkeypatch, "paper", "--model", str(model), *arguments) == 0
+    tables = (tmp_path / "tables.txt").read_text()
+    assert tables in capsys.readouterr().out
+    titles = [block.splitlines()[0] for block in tables.split("\n\n")]
+    starts = ["Of one seed, 1", *(f"Figure {k}." for k in (3, 4, 5, 6)), "Table 1.", "Table 2."]
+    starts += ["Table 3.", "Appendix. Figure 4", "Appendix. The likeliest", "Appendix. Rank"]
+    starts += [f"Appendix, two shots: Figure {k}." for k in (3, 4, 5, 6)]
+    assert len(titles) == len(starts)
+    for title, start in zip(titles, starts, strict=True):
+        assert title.startswith(start)
+    numbers = pd.read_csv(tmp_path / "numbers.csv")
+    assert set(numbers.task) == {"sentiment", "emotions"}
+    assert f"{al.paper_tables(numbers)}\n" == tables
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["tasks"] == ["sentiment", "emotions"] and settings["appendix"] is True
+    page = (tmp_path / "report.html").read_text()
+    for task in ("sentiment (as SST-2)", "emotions (as EmoC)"):
+        for figure in (3, 4, 5, 6):
+            assert f"<h2>{task}: Figure {figure}</h2>" in page
+    assert "GPT2-XL in the paper" in page and "None" not in page.partition("<pre>")[0]
+
+
+def quick(setting: Setting) -> Iterator[Number]:
+    yield Number("Mine", "a", "b", 0.5)
+
+
+def stopped(setting: Setting) -> Iterator[Number]:
+    yield Number("Lost", "a", "b", 0.5)
+    raise KeyboardInterrupt
+
+
+def test_what_was_done_before_an_interruption_is_kept(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "PAPER_PARTS", (quick, stopped))
+    arguments = ["--tasks", "sentiment", "--out", str(tmp_path), *QUICK]
+    assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) != 0
+    numbers = pd.read_csv(tmp_path / "numbers.csv")
+    assert numbers.part.tolist() == ["Mine"]
+    assert "Mine" in (tmp_path / "tables.txt").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "numbers.csv",
+        "settings.json",
+        "tables.txt",
+    ]
+
+
+def test_emocontext_runs_where_it_is_named_alone(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    asked: list[list[str]] = []
+    bundled = {name: bundle for bundle, name in cli.BUNDLED.items()}
+
+    def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
+        asked.append(list(examples))
+        assert options["parts"] == al.PAPER_PARTS
+        return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
+
+    monkeypatch.setattr(cli, "load_examples", lambda name, split: al.load_examples(bundled[name]))
+    monkeypatch.setattr(cli, "paper_numbers", numbers)
+    arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
+    assert call(monkeypatch, "paper", *arguments) == 0
+    assert call(monkeypatch, "paper", *arguments, "--tasks", "emo") == 0
+    assert asked == [["sst2", "trec", "agnews"], ["emo"]]
+    assert inspect.signature(cli.paper).parameters["appendix"].default is False
+
+
+def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
+    """TASK/train.jsonl for demonstrations, TASK/test.jsonl for queries."""
+    seen: list[Setting] = []
+
+    def look(setting: Setting) -> Iterator[Number]:
+        seen.append(setting)
+        yield from quick(setting)
+
+    for split in ("train", "test"):
+        rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
+        (tmp_path / "sst2").mkdir(exist_ok=True)
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(cli, "PAPER_PARTS", (look,))
+    arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
+    assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
+    assert {one.text[:5] for one in (*seen[0].demonstrations, *seen[0].training)} == {"train"}
+    assert {one.text[:4] for one in seen[0].queries} == {"test"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "trek,sst2"], "there is no task 'trek'; choose one of sst2, trec"),
+        (["--tasks", ","], "expected different words or numbers, commas between them; got ','"),
+        (["--tasks", "news,news"], "expected different words or numbers"),
+        (["--tasks", "news", "--seeds", "1,x"], "--seeds are whole numbers with commas between"),
+        (["--tasks", "news", "--seeds", ""], "expected different words or numbers"),
+        (["--tasks", "news", "--seeds", "1,01"], "seeds must differ"),
+        (["--tasks", "news", "--data", "nowhere"], "there is no file nowhere/news/train.jsonl"),
+        (["--tasks", "news", "--queries", "999"], "news: 999 queries are asked for, but only"),
+        (["--tasks", "news", "--layers", "9"], "layers must be numbers from 0 to 5"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: Any,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: Any,
+    arguments: list[str],
+    words: str,
+) -> None:
+    given = ["--model", str(model_folder), "--out", str(tmp_path), *arguments]
+    assert call(monkeypatch, "paper", *given) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert words in error[0]

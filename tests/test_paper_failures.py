@@ -1,0 +1,130 @@
+"""What fails in the paper's parts is said, and the others go on; mistakes are said at once."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from conftest import boot, tiny_gpt2
+from test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
+
+import anchorlens as al
+from anchorlens.errors import DataError, HookError, MetricError
+from anchorlens.experiments.paper_parts import Number, Setting, figure_4, figures_3_5_6
+
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
+
+
+@pytest.fixture(scope="module")
+def model(byte_level: Any) -> Any:
+    return al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
+
+
+def half(setting: Setting) -> Iterator[Number]:
+    yield Number("Mine", "a", "b", 0.5)
+    raise MetricError("no more")
+
+
+def other(setting: Setting) -> Iterator[Number]:
+    yield Number("Other", "a", "b", float(setting.seed))
+
+
+def out_of_memory(setting: Setting) -> Iterator[Number]:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+    yield
+
+
+def test_a_part_that_fails_is_a_warning_and_the_others_go_on(model: Any) -> None:
+    kept: list[pd.DataFrame] = []
+    parts = [half, other, out_of_memory]
+    with pytest.warns(UserWarning) as caught:
+        numbers = al.paper(model, EMOTIONS, seeds=SEEDS, parts=parts, keep=kept.append, **QUICK)
+    assert [str(one.message) for one in caught] == [
+        f"emotions, seed {seed}, {text}"
+        for seed in SEEDS
+        for text in ("half: no more", "out of memory: CUDA out of memory")
+    ]
+    assert numbers[["seed", "part", "value"]].values.tolist() == [
+        [seed, *rest] for seed in SEEDS for rest in (["Mine", 0.5], ["Other", seed])
+    ]
+    assert [len(frame) for frame in kept] == [1, 2, 2, 3, 4, 4]
+    assert numbers.equals(kept[-1])
+
+
+def test_nothing_at_all_is_an_empty_table(model: Any) -> None:
+    with pytest.warns(UserWarning, match="out of memory"):
+        numbers = al.paper(model, EMOTIONS, seeds=[1], parts=[out_of_memory], **QUICK)
+    assert list(numbers) and not len(numbers)
+    assert al.paper_tables(numbers) == "" and al.paper_figures(numbers) == {}
+
+
+def test_prompts_that_are_too_long_leave_the_other_tasks_alone(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level), n_positions=220), tokenizer=byte_level)
+    questions = al.load_examples("questions")
+    tasks = {"questions": (questions, questions), **EMOTIONS}
+    with pytest.warns(UserWarning, match="questions, seed 3, figure 4: a prompt has .* tokens"):
+        numbers = al.paper(model, tasks, seeds=[3], parts=[figure_4], **QUICK)
+    assert set(numbers.task) == {"emotions"}
+
+
+def test_progress_says_what_is_done(model: Any, capsys: Any) -> None:
+    options = QUICK | {"progress": True}
+    al.paper(model, EMOTIONS, seeds=[3], parts=[other, lambda setting: other(setting)], **options)
+    said = capsys.readouterr().err
+    assert "emotions, seed 3, other" in said and "2/2" in said
+
+
+def rows_of(numbers: Iterator[Number]) -> set[str]:
+    return {one.part.partition(",")[0] for one in numbers}
+
+
+def test_a_refused_metric_spares_the_others(byte_level: Any) -> None:
+    """Folded value biases forbid saliency, and nothing else of the three."""
+    bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
+    bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
+    folded = al.prepare_model(bridge)
+    with pytest.warns(UserWarning, match="no saliency_flows: the value biases"):
+        assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
+
+
+def test_a_metric_without_a_result_spares_the_others(model: Any, monkeypatch: Any) -> None:
+    def fail(self: Any, rows: Any) -> Any:
+        raise MetricError("nothing to see")
+
+    monkeypatch.setattr(al.AttentionAUCROC, "result", fail)
+    with pytest.warns(UserWarning, match="no result for attention_aucroc: nothing to see"):
+        assert rows_of(figures_3_5_6(setting(model))) == {"Figure 3", "Figure 6"}
+
+
+FEW = [one for one in EXAMPLES if one.label] + [one for one in EXAMPLES if not one.label][:4]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "words"),
+    [
+        ({"imdb": (EXAMPLES, EXAMPLES)}, {}, "there is no task 'imdb'; choose of sst2, trec"),
+        (EMOTIONS, {"queries": 10}, "more queries than its 10 directions; got 10"),
+        (EMOTIONS, {"queries": 999}, r"emotions: 999 queries are asked for, but only \d+"),
+        ({"emotions": (FEW, EXAMPLES)}, {}, r"emotions: class 0 has 3 examples, but 4 of each"),
+        ({"questions": (EXAMPLES, EXAMPLES)}, {}, "questions: there are 6 classes, but 4 in the"),
+        (EMOTIONS, {"seeds": (1, 1)}, r"seeds must differ.* got \[1, 1\]"),
+        (EMOTIONS, {"seeds": ()}, "expected a task, a seed and a part"),
+        (EMOTIONS, {"parts": ()}, "expected a task, a seed and a part"),
+        ({}, {}, "expected a task, a seed and a part"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(
+    model: Any, tasks: Any, options: dict[str, Any], words: str
+) -> None:
+    def never(setting: Setting) -> Iterator[Number]:
+        raise AssertionError("it ran")
+
+    good = {**EMOTIONS, **tasks} if tasks else tasks
+    with pytest.raises(DataError, match=words):
+        al.paper(model, good, **{**QUICK, "seeds": SEEDS, "parts": [never], **options})
+
+
+def test_layers_that_are_not_there(model: Any) -> None:
+    with pytest.raises(HookError, match="layers must be numbers from 0 to 1"):
+        al.paper(model, EMOTIONS, layers=3, progress=False)

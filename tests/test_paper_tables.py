@@ -1,0 +1,330 @@
+"""What the tables and figures of the paper command say, worked by hand."""
+
+import re
+from collections.abc import Iterable
+from io import StringIO
+from math import nan
+from statistics import fmean, stdev
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import anchorlens as al
+from anchorlens.experiments.paper_parts import Number
+
+
+def fields(text: str) -> list[list[str]]:
+    """Of each line, what more than one space sets apart."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.strip().splitlines()]
+
+
+def table(numbers: Iterable[Number]) -> pd.DataFrame:
+    return pd.DataFrame(numbers, columns=Number._fields)
+
+
+def section(text: str, title: str) -> list[list[str]]:
+    """The rows of one table and its notes, which begin with ``title``."""
+    (found,) = [block for block in text.split("\n\n") if block.startswith(title)]
+    return fields(found.partition("\n")[2])
+
+
+def across(part: str, row: str, column: str, of_seeds: dict[int, float], task: str) -> list[Number]:
+    return [Number(part, row, column, value, -1, task, seed) for seed, value in of_seeds.items()]
+
+
+def test_spread_over_seeds() -> None:
+    accuracies = {1: 0.25, 2: 0.5, 3: 0.625}
+    text = al.paper_tables(table(across("Table 1", "vanilla", "accuracy", accuracies, "trec")))
+    assert text.startswith("Mean ± standard deviation over 3 seeds (1, 2, 3), each")
+    percents = [25, 50, 62.5]
+    (row,) = [row for row in section(text, "Table 1. Accuracy, %") if "±" in row[-1]]
+    assert row == ["vanilla", f"{fmean(percents):.1f} ± {stdev(percents):.1f}"]
+    assert row == ["vanilla", "45.8 ± 19.1"]
+
+
+def test_one_seed_has_no_spread() -> None:
+    text = al.paper_tables(table(across("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec")))
+    assert text.startswith("Of one seed, 7,") and "±" not in text
+    assert ["vanilla", "25.0"] in section(text, "Table 1")
+
+
+def test_what_is_not_defined_is_a_dash_and_some_seeds_are_counted() -> None:
+    def rho(task: str, *values: float) -> list[Number]:
+        return [
+            Number("Figure 6", "rank correlation", "rho", value, layer, task, seed)
+            for seed, value in enumerate(values)
+            for layer in range(3)
+        ]
+
+    rows = [*rho("sst2", nan, nan, nan), *rho("trec", 0.5, nan, 0.25), *rho("agnews", 0.5)]
+    text = al.paper_tables(table(rows))
+    assert "(1/3) where only 1 of them" in text
+    found = section(text, "Figure 6. Do the label words' keys tell")
+    spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
+    assert found[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
+    assert "nan" not in text
+
+
+def test_published_rows_stand_below_for_the_tasks_of_the_run() -> None:
+    rows = [
+        *across("Table 1", "vanilla", "accuracy", {1: 0.5}, "emo"),
+        *across("Table 1", "vanilla", "accuracy", {1: 0.25}, "sentiment"),
+        *across("Table 1, shots", "more shots", "a class", {1: 3}, "emo"),
+        *across("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
+        *across("Table 3, length", "tokens of a query", "tokens", {1: 20}, "emo"),
+    ]
+    text = al.paper_tables(table(rows))
+    assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in text
+    assert section(text, "Table 1")[:8] == [
+        ["EmoC", "sentiment (as SST-2)"],
+        ["this model"],
+        ["vanilla", "50.0", "25.0"],
+        ["more shots: how many", "3"],
+        ["GPT2-XL in the paper"],
+        ["vanilla", "15.44", "61.28"],
+        ["more shots", "9.80", "64.75"],
+        ["re-weighted", "41.64", "90.07"],
+    ]
+    assert section(text, "Table 3")[:8] == [
+        ["EmoC"],
+        ["this model"],
+        ["against the whole prompt", "1.25"],
+        ["tokens of a query", "20.0"],
+        ["GPT2-XL in the paper"],
+        ["against the whole prompt", "1.4"],
+        ["GPT-J in the paper"],
+        ["against the whole prompt", "1.9"],
+    ]
+
+
+def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
+    columns = {"label loyalty": 0.5, "word loyalty": 0.25, "accuracy": 0.75}
+    of_tasks = {"sst2": {1: 0.0, 2: 0.1, 3: 0.2}, "trec": {1: 0.1, 2: 0.04}}  # seed 3 failed
+    rows = [
+        Number("Table 2", "Hidden_anchor", column, base + more, -1, task, seed)
+        for task, of_seeds in of_tasks.items()
+        for seed, more in of_seeds.items()
+        for column, base in columns.items()
+    ]
+    found = section(al.paper_tables(table(rows)), "Table 2.")
+    assert found[0] == list(columns)
+    assert found[1] == ["this model, mean of 2 tasks"]
+    means = [[50 + 100 * more for more in pair] for pair in ((0, 0.1), (0.1, 0.04))]
+    seeds = list(map(fmean, means))
+    assert found[2][:2] == ["Hidden_anchor", f"{fmean(seeds):.1f} ± {stdev(seeds):.1f} (2/3)"]
+    assert found[2][1] == "56.0 ± 1.4 (2/3)"
+    starts = [row[0] for row in found]
+    paper = starts.index("GPT2-XL in the paper, mean of its 4 tasks")
+    assert found[paper + 5] == ["Hidden_anchor", "79.47", "62.17", "45.04"]
+    assert found[starts.index("GPT-J in the paper, mean of its 4 tasks") + 1][1:3] == ["100.00"] * 2
+    assert found[starts.index("SST-2") + 1][1] == "60.0 ± 10.0"
+    assert found[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
+
+
+def test_table_2_of_one_task_is_said_once() -> None:
+    row = across("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
+    found = section(al.paper_tables(table(row)), "Table 2.")
+    assert found[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
+    assert ["TREC"] not in found
+
+
+def lines(part: str, row: str, column: str, of_seeds: dict[int, list[float]]) -> list[Number]:
+    return [
+        Number(part, row, column, value, layer, "trec", seed)
+        for seed, line in of_seeds.items()
+        for layer, value in enumerate(line)
+    ]
+
+
+# Seven layers: a third is two of them, and two thirds of the depth is layer 4.
+PQ = {1: [0.1, 0.2, 0.0, 0.0, 0.0, 0.5, 0.75], 2: [0.3, 0.4, 0.0, 0.0, 0.0, 0.9, 0.25]}
+RATIO = {1: [1.0, 2.0, 0.0, 0.0, 0.0, 8.0, 4.0], 2: [2.0, 4.0, 0.0, 0.0, 0.0, 1.0, 3.0]}
+LAYERED = [
+    *lines("Figure 3", "S_pq", "share", PQ),
+    *lines("Figure 3", "S_pq / S_tq", "ratio", RATIO),
+    *lines("Figure 5", "AUCROC_l", "area", PQ),
+    *lines("Figure 5", "R_l", "share", {1: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0]}),
+    *lines("Figure 6", "rank correlation", "rho", {1: [0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]}),
+    *lines("Figure 6", "p-value", "share", {1: [1.0, 1.0, 1.0, 1.0, 0.04, 1.0, 1.0]}),
+]
+
+
+def test_thirds_of_the_layers() -> None:
+    text = al.paper_tables(table(LAYERED))
+    assert section(text, "Figure 3")[:4] == [
+        ["S_pq", "S_pq / S_tq"],
+        ["TREC"],
+        ["first third of the layers", "0.25 ± 0.14", f"2.25 ± {stdev([1.5, 3]):.2f}"],
+        ["last third of the layers", "0.60 ± 0.04", f"4.00 ± {stdev([6, 2]):.2f}"],
+    ]
+    assert section(text, "Figure 5")[:2] == [
+        ["AUCROC_l, first third", "AUCROC_l, last third", "R_l, after 1/3", "R_l, after 2/3"],
+        ["TREC", "0.25 ± 0.14", "0.60 ± 0.04", "0.20 (1/2)", "0.50 (1/2)"],
+    ]
+    assert "(layer 4)" in text
+    assert section(text, "Figure 6")[1] == ["TREC", "0.50 (1/2)", "0.04 (1/2)"]
+
+
+def test_ratios_are_medians_and_shares_are_means() -> None:
+    line = [1.0, 2.0, 9.0, *[0.0] * 3, 5.0, 3.0, 40.0]
+    rows = [
+        *lines("Figure 3", "S_pq", "share", {1: line}),
+        *lines("Figure 3", "S_pq / S_tq", "ratio", {1: line}),
+    ]
+    found = section(al.paper_tables(table(rows)), "Figure 3")
+    assert [row[1:] for row in found[2:4]] == [["4.00", "2.00"], ["16.00", "5.00"]]
+
+
+def test_layers_come_in_order_whatever_the_order_of_rows() -> None:
+    rows = table(lines("Figure 5", "R_l", "share", {1: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0]}))
+    shuffled = rows.sample(frac=1, random_state=0)
+    assert not shuffled.equals(rows)
+    assert al.paper_tables(shuffled) == al.paper_tables(rows)
+    (line,) = [one for one in al.paper_figures(shuffled)["TREC: Figure 5"].data if one.name]
+    assert list(line.y) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0])
+
+
+def isolation(part: str) -> list[Number]:
+    return [
+        *across(part, "label words, first 2 layers", "label loyalty", {1: 0.5, 2: 0.75}, "trec"),
+        *across(part, "label words, first 2 layers", "word loyalty", {1: 0.25, 2: 0.25}, "trec"),
+        *across(part, "random words, first 2 layers", "label loyalty", {1: 1, 2: 0.5}, "trec"),
+        *across(part, "random words, first 2 layers", "word loyalty", {1: 0.75, 2: 1}, "trec"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "title"),
+    [
+        ("Figure 4", "Figure 4. Loyalty"),
+        ("Appendix, isolation depths", "Appendix. Figure 4 with words isolated in more and fewer"),
+        ("Appendix, two shots: Figure 4", "Appendix, two shots: Figure 4. Loyalty"),
+    ],
+)
+def test_isolation_is_in_per_cent(part: str, title: str) -> None:
+    assert section(al.paper_tables(table(isolation(part))), title)[:4] == [
+        ["label loyalty", "word loyalty"],
+        ["TREC"],
+        ["label words, first 2 layers", "62.5 ± 17.7", "25.0 ± 0.0"],
+        ["random words, first 2 layers", "75.0 ± 35.4", "87.5 ± 17.7"],
+    ]
+
+
+def test_bos_is_explained_where_there_is_one() -> None:
+    row = across(
+        "Figure 4", "label words, first 2 layers, BOS edge kept", "word loyalty", {1: 1}, "sst2"
+    )
+    assert "which the paper's prompts do not have" in al.paper_tables(table(row)).replace("\n", " ")
+    assert "BOS" not in al.paper_tables(table(isolation("Figure 4")))
+
+
+def test_top_words_and_directions() -> None:
+    part, query = "Appendix, top words", "Who: one, two?\n" + "word " * 30
+    rows = [
+        *across(part, f"clean: {query}", "1. ' Person'", {5: 0.5}, "trec"),
+        *across(part, f"clean: {query}", "2. '. '", {5: 0.125}, "trec"),
+        *across(part, "clean: other", "1. ' no'", {6: 0.5}, "trec"),
+        *across(part, f"label words isolated: {query}", "1. ' Entity'", {5: 0.25}, "trec"),
+        *across("Appendix, directions", "M = 5", "rank correlation", {5: 0.5, 6: -0.5}, "trec"),
+    ]
+    text = al.paper_tables(table(rows))
+    found = section(text, "Appendix. The likeliest next words")
+    assert found[0] == ["1", "2"] and len(found) == 4
+    assert found[1][0].startswith("TREC, seed 5: Who: one, two? word") and len(found[1][0]) < 100
+    assert found[2] == ["clean", "' Person' 50.0", "'. ' 12.5"]
+    assert found[3] == ["label words isolated", "' Entity' 25.0"]
+    directions = section(text, "Appendix. Rank correlation of Figure 6 with M main directions")
+    assert directions[:2] == [["TREC"], ["M = 5", "0.00 ± 0.71"]]
+
+
+def test_a_part_of_ones_own_is_shown_as_it_is() -> None:
+    rows = [Number("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
+    assert section(al.paper_tables(table(rows)), "Mine") == [
+        ["nats"],
+        ["TREC"],
+        ["entropy, layer 0", "2.500"],
+        ["entropy, layer 1", "2.500"],
+    ]
+
+
+def test_numbers_can_be_read_back() -> None:
+    rows = [
+        *LAYERED,
+        *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7}),
+        *isolation("Figure 4"),
+        *across("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5}, "trec"),
+    ]
+    numbers = table(rows)
+    again = pd.read_csv(StringIO(numbers.to_csv(index=False)))
+    assert al.paper_tables(again) == al.paper_tables(numbers)
+
+
+CONFUSIONS = [
+    Number(f"Figure 6, {kind}", a, b, value + shift, -1, "sst2", seed)
+    for kind, shift in (("predicted", 0.0), ("actual", 0.125))
+    for seed, values in {1: (0.5, nan), 2: (0.25, 0.5)}.items()
+    for (a, b), value in zip((("no", "yes"), ("yes", "no")), values, strict=True)
+] + [
+    Number(f"Figure 6, {kind}", a, a, nan, -1, "sst2", seed)
+    for kind in ("predicted", "actual")
+    for a in ("no", "yes")
+    for seed in (1, 2)
+]
+
+
+def test_figures_show_means_and_ranges() -> None:
+    drawn = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
+    assert list(drawn) == ["TREC: Figure 3", "TREC: Figure 4", "TREC: Figure 5", "SST-2: Figure 6"]
+    figure = drawn["TREC: Figure 3"]
+    (line,) = [trace for trace in figure.data if trace.name]
+    assert line.name == "S_pq"  # shares alone
+    means = [fmean(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
+    ranges = [sorted(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
+    assert list(line.y) == pytest.approx(means)
+    assert [list(ends) for ends in line.customdata] == [pytest.approx(pair) for pair in ranges]
+    bars = {trace.name: trace for trace in drawn["TREC: Figure 4"].data}
+    assert list(bars) == ["label words, first 2 layers", "random words, first 2 layers"]
+    assert list(bars["random words, first 2 layers"].y) == [0.75, 0.875]
+    assert list(bars["random words, first 2 layers"].error_y.array) == [0.25, 0.125]
+    names = [trace.name for trace in drawn["TREC: Figure 5"].data if trace.name]
+    assert names == ["AUCROC_l", "R_l"]
+    predicted, actual = (trace.z for trace in drawn["SST-2: Figure 6"].data)
+    assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # of the seed that knows it
+    assert actual[0][1] == 0.5 and actual[1][0] == 0.625
+
+
+def test_a_seed_without_values_leaves_the_mean_and_range_of_the_others() -> None:
+    rows = [*LAYERED, *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7})]
+    (line,) = [
+        trace
+        for trace in al.paper_figures(table(rows))["TREC: Figure 5"].data
+        if trace.name == "AUCROC_l"
+    ]
+    assert line.y[0] == pytest.approx(0.2) and list(line.customdata[0]) == pytest.approx([0.1, 0.3])
+
+
+def test_tables_are_narrow() -> None:
+    tasks = ("sst2", "trec", "agnews", "emo")
+    rows = [
+        row._replace(task=task)
+        for task in tasks
+        for row in (*LAYERED, *isolation("Figure 4"), *isolation("Appendix, isolation depths"))
+    ]
+    rows += [
+        number
+        for task in tasks
+        for name in ("vanilla", "more shots", "re-weighted")
+        for number in across("Table 1", name, "accuracy", {1: 0.5, 2: 0.625}, task)
+    ]
+    text = al.paper_tables(table(rows))
+    assert max(map(len, text.splitlines())) <= 110
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_report_takes_tables_without_figures(tmp_path: Any) -> None:
+    rows = across("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec")
+    numbers = table(rows)
+    assert al.paper_figures(numbers) == {}
+    path = al.write_report({}, tmp_path / "a.html", summary=al.paper_tables(numbers))
+    assert "Table 1. Accuracy, %" in path.read_text()
