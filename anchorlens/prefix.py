@@ -49,13 +49,18 @@ class Prefix:
             attention_mask=self.attention_mask[:, kept.to(self.attention_mask.device)],
         )
 
-    def prompts(self, chosen: Int[Tensor, " prompt"]) -> "Prefix":
-        """The rows of some prompts."""
+    def to(self, device: torch.device) -> "Prefix":
+        """Itself where its first layer stands on ``device``, else all of it there.
+
+        So layers of a model on several devices keep theirs.
+        """
+        if self.keys[0].device == device:
+            return self
         return Prefix(
-            keys=tuple(one[chosen.to(one.device)] for one in self.keys),
-            values=tuple(one[chosen.to(one.device)] for one in self.values),
-            attention_mask=self.attention_mask[chosen],
-            next_position=self.next_position[chosen],
+            keys=tuple(one.to(device) for one in self.keys),
+            values=tuple(one.to(device) for one in self.values),
+            attention_mask=self.attention_mask.to(device),
+            next_position=self.next_position.to(device),
         )
 
 

@@ -5,7 +5,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,18 @@ def identity(model: Any) -> dict[str, str]:
     """What tells one model from another: its name and some of every weight, as they are stored."""
     weights = hashlib.sha256()
     for parameter in model.parameters():
-        few = parameter.detach().flatten()[:64].float().cpu()
+        values = torch.atleast_1d(parameter.detach())
+        few = values[_some_places(values.shape)].float().cpu()
         weights.update(few.numpy().tobytes())
     return {"model": str(model.cfg.model_name), "weights": weights.hexdigest()}
+
+
+@cache
+def _some_places(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """In steps of the golden ratio, so that what was done to one head shows."""
+    count = prod(shape)
+    steps = torch.arange(min(count, 256), dtype=torch.double) * 0.6180339887498949 % 1
+    return torch.unravel_index((steps * count).long(), shape)
 
 
 @dataclass(frozen=True)

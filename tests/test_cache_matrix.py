@@ -18,7 +18,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens import sharing
 from anchorlens.errors import ModelError
-from anchorlens.experiments.compression import _moved
+from anchorlens.experiments.compression import contexts
 from anchorlens.forward import run_pass
 
 pytestmark = pytest.mark.filterwarnings(
@@ -30,8 +30,8 @@ NO_CACHE = {"3.9": ("MPT", "Falcon (ALiBi)")}.get(LINE, ())
 NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
 # Learned positions; keys that are rotated apart (latent attention), in one piece with others, or
 # where no hook reaches before they are.
-NEVER_MOVED = ("GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llama 4")
-NEVER_MOVED += ("DeepSeek V2", "DeepSeek V3", *(() if LINE == "3.9" else ("JetMoe",)))
+NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llama 4"}
+NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 CASES = [
     pytest.param(row.name, kind, id=f"{row.name}-{kind}")
     for row in ROWS
@@ -91,6 +91,11 @@ def some_positions(demonstrations: al.PromptBatch) -> Tensor:
     return kept
 
 
+def tail(demonstrations: al.PromptBatch) -> Tensor:
+    """No gap: the leading tokens are dropped."""
+    return torch.arange(demonstrations.tokens.shape[1]) >= 11
+
+
 def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     """Nothing dropped is the whole prompt; what is dropped is as if its edges were masked."""
     whole = run_pass(model, batch)
@@ -99,6 +104,10 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     context = al.compress(model, batch, keep=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
     found = context.logits(model, batch)
+    # A first one without a gap does not tell where keys stand.
+    for first in (al.everything, tail):
+        _, second = contexts(model, batch, [first, some_positions])
+        assert torch.equal(second.logits(model, batch), found)
     dropped = (~context.kept).nonzero().flatten()
     weights = weights_of(name, torch.float32)
     expected = []
@@ -113,24 +122,18 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
 
 
 def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
-    """Where the leading tokens are dropped unseen, moved keys are those of the shorter prompt."""
+    """What is moved as one piece, together with the query, answers as it did where it stood."""
+    if name in NEVER_CUT or kind != "bridge":
+        with pytest.raises(ModelError, match="positions cannot be restarted"):
+            al.compress(model, batch, tail, positions=al.restarted)
     if name in NEVER_MOVED:
         with pytest.raises(ModelError, match="positions cannot be rebased"):
             al.compress(model, batch, positions=al.rebased)
         return
     context = al.compress(model, batch, positions=al.rebased)
     assert context.is_cut and context.query_position == int(context.kept.sum())
-    prompt = batch.padded_right().prompt(1)
-    length = int(prompt.query_start[0])
-    kept = torch.arange(length) >= 11
-    unseen = al.edges.between(kept[None], ~kept[None])
-    hooks = al.block_edges(model, unseen, range(model.cfg.n_layers))
-    prefix = _moved(model, prompt.before(length), kept, hooks)
-    shorter = al.PromptBatch.from_positions(
-        prompt.tokens[:, 11:],
-        label_positions=[[1]],
-        label_classes=[[0]],
-        label_token_ids=batch.label_token_ids,
+    moved, still = (
+        al.compress(model, batch, tail, positions=p) for p in (al.rebased, al.as_in_prompt)
     )
-    behind = replace(shorter, first_query=length - 11)
-    assert difference(run_pass(model, behind, prefix=prefix), run_pass(model, shorter)) < 1e-5
+    assert (moved.query_position, still.query_position) == (len(moved.kept) - 11, len(still.kept))
+    assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5

@@ -89,3 +89,12 @@ def test_isolation(pair: tuple[Any, Any]) -> None:
         for model in pair
     )
     assert_equal(on_gpu, on_cpu, tolerance=1e-3)
+
+
+def test_contexts_follow_the_model(pair: tuple[Any, Any]) -> None:
+    """Made on one device, as after loading a saved one, and used on the other."""
+    batch = questions(pair[0], 3)[0]
+    for model, other in (pair, pair[::-1]):
+        context = al.compress(model, batch)
+        expected = context.logits(model, batch).cpu()
+        assert_equal(context.logits(other, batch).cpu(), expected)

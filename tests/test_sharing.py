@@ -136,8 +136,8 @@ def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: A
 
 def test_hooks_that_need_the_whole_prompt(gpt2: Any) -> None:
     def at_target(batch: al.PromptBatch) -> Any:
-        where = replace(batch, label_positions=batch.target_positions[:, None])
-        return al.isolate_labels(gpt2, where, 0)
+        targets = batch.target_positions[:, None].expand(-1, 6)
+        return al.isolate_labels(gpt2, replace(batch, label_positions=targets), 0)
 
     results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=at_target, **QUIET)
     assert "hooks do not act on demonstr" in results["loyalty"].info["shared_prefix"]

@@ -9,16 +9,14 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .. import edges
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError
 from ..forward import check_fits, device_of, run_pass, run_prefix, undisturbed
 from ..hooked import Hook, HookedModel
-from ..hooks import block_edges
 from ..models import ensure_prepared
 from ..prefix import Prefix
 from ..sharing import TOLERANCE, logit_difference, only_set
-from .context import CompressedContext, columns_of, model_of
+from .context import CompressedContext, columns_of, forget_windows, model_of
 from .kept import Keep, Placement, anchors_and_format, as_in_prompt, name_of
 
 
@@ -71,19 +69,30 @@ def contexts(
     """Several contexts from one run of the demonstrations; the first is tried."""
     ensure_prepared(model)
     check_fits(model, demonstrations)
-    if only_set(demonstrations) is None:
-        raise PromptError(
-            "a context holds one set of demonstrations, but these prompts have several; compress "
-            "each set by itself"
-        )
-    prompt = demonstrations.to(device_of(model)).prompt(0)
-    length = int(prompt.query_start[0])
-    shared = prompt.before(length)
-    chosen = [_checked(keep(shared), length) for keep in keeps]
+    moved = demonstrations.to(device_of(model))
+    chosen = chosen_by(keeps, moved)
+    prompt = moved.prompt(0)
+    shared = prompt.before(len(chosen[0]))
+    forget_windows(model)
     with undisturbed(model):
         whole = _whole_cache(model, prompt, shared)
         place = _placing(model, prompt, whole, chosen[0], positions)
         return [place(kept) for kept in chosen]
+
+
+def chosen_by(
+    keeps: Sequence[Keep], demonstrations: PromptBatch
+) -> list[Bool[Tensor, " position"]]:
+    """What each keep chooses of the prompts' demonstrations, checked before anything runs."""
+    if only_set(demonstrations) is None:
+        raise PromptError(
+            "a context holds one set of demonstrations, but these prompts have several; compress "
+            "each set by itself (call build_prompts for each set and join the lists)"
+        )
+    prompt = demonstrations.prompt(0)
+    length = int(prompt.query_start[0])
+    shared = prompt.before(length)
+    return [_checked(keep(shared), length) for keep in keeps]
 
 
 def _checked(kept: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
@@ -145,18 +154,19 @@ def _placing(
 
     keys, query = positions(kept)
     if torch.equal(keys, kept.nonzero().flatten()):
-        trial = kept.clone()
-        trial[1:2] &= not kept.all() or query == length  # something dropped, to tell by
-        difference = _off(
-            model, prompt, context(whole.columns(trial), trial, as_in_prompt), masked(trial)
-        )
+        # Only a gap tells where keys stand.
+        trial = kept if _has_gap(kept) else torch.arange(length, device=kept.device) % 2 == 0
+        ours = context(whole.columns(trial), trial, as_in_prompt)
+        difference = _off(model, prompt, lambda: ours, masked(trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
         if follows and difference <= _tolerance(model) and query >= 0:
             return cut
         if query == length:
             return masked
     elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
-        difference = _off_when_moved(model, prompt, length)
+        # Without a gap distances stay as they are, so that answers do.
+        trial = torch.arange(length, device=kept.device) >= length // 2
+        difference = _off(model, prompt, lambda: moved(trial), masked(trial))
         if difference <= _tolerance(model):
             return moved
     else:
@@ -172,6 +182,11 @@ def _placing(
     )
 
 
+def _has_gap(kept: Bool[Tensor, " position"]) -> bool:
+    """Whether something is dropped behind what is kept."""
+    return not bool(kept[int(kept.long().argmax()) :].all())
+
+
 def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: Prefix) -> bool:
     """Whether another position of the query gives other logits.
 
@@ -184,46 +199,26 @@ def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: Prefix) -
 
 
 def _off(
-    model: HookedModel, prompt: PromptBatch, ours: CompressedContext, expected: CompressedContext
+    model: HookedModel,
+    prompt: PromptBatch,
+    ours: Callable[[], CompressedContext],
+    expected: CompressedContext,
 ) -> float:
     """How far a context is off another one, of the largest logit; infinite where it fails."""
     try:
-        return logit_difference(ours.logits(model, prompt), expected.logits(model, prompt))
-    except Exception:  # chunks, or shapes that do not fit: there is the other one
+        return logit_difference(ours().logits(model, prompt), expected.logits(model, prompt))
+    except Exception:  # chunks, keys at no hook point, shapes that do not fit
         return inf
 
 
-def _off_when_moved(model: HookedModel, prompt: PromptBatch, length: int) -> float:
-    """How far moved keys are off, where it is known what they must give.
-
-    The leading half of the demonstrations is dropped, after the rest was kept from seeing it: moved
-    to 0, 1, ... the rest is the shorter prompt.
-    """
-    where = torch.arange(length, device=prompt.tokens.device)
-    kept = where >= length // 2
-    unseen = edges.between(kept[None], ~kept[None])
-    hooks = block_edges(model, unseen, range(model.cfg.n_layers))
-    every = torch.cat([kept, kept.new_ones(prompt.tokens.shape[1] - length)])
-    shorter = columns_of(prompt, every)
-    expected = run_pass(model, shorter)
-    try:
-        prefix = _moved(model, prompt.before(length), kept, hooks)
-        found = run_pass(model, replace(shorter, first_query=len(prefix)), prefix=prefix)
-    except Exception:  # keys that stand at no hook point, or in another shape
-        return inf
-    return logit_difference(found, expected)
-
-
-def _moved(
-    model: HookedModel,
-    shared: PromptBatch,
-    kept: Bool[Tensor, " position"],
-    hooks: Sequence[Hook] = (),
-) -> Prefix:
+def _moved(model: HookedModel, shared: PromptBatch, kept: Bool[Tensor, " position"]) -> Prefix:
     """Kept keys and values at the positions 0, 1, ...
 
     The model rotates by itself: it is run on the kept tokens with the keys that they had among all
     tokens put in before the rotation, in every layer.
+
+    Raises:
+        ModelError: Positions are in the residual stream, so that values stand for them too.
     """
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
     seen: dict[str, Tensor] = {}
@@ -237,9 +232,11 @@ def _moved(
     def put(name: str) -> Hook:
         return name, lambda key, hook: seen[name][:, kept.to(key.device)]
 
-    whole = run_prefix(model, shared, hooks=hooks, observers=[watch(name) for name in names])
+    whole = run_prefix(model, shared, observers=[watch(name) for name in names]).columns(kept)
     alone = run_prefix(model, columns_of(shared, kept), hooks=[put(name) for name in names])
-    return replace(alone, values=whole.columns(kept).values)
+    if not logit_difference(alone.values[0], whole.values[0]) <= _tolerance(model):
+        raise ModelError("the values of layer 0 depend on positions")
+    return replace(alone, values=whole.values)
 
 
 def _tolerance(model: Any) -> float:

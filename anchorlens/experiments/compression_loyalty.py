@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..errors import HookError, PromptError
-from ..forward import device_of
+from ..errors import HookError, MetricError
+from ..forward import device_of, undisturbed
 from ..hooked import HookedModel
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows
@@ -23,7 +24,7 @@ from ..results import Record, Rows, by_set, require_gold, with_intervals
 from ..run import check_batches, collect, describe
 from ..sharing import only_set, shared_passes, whole_passes
 from ..tasks import Example, Task
-from .compression import contexts
+from .compression import chosen_by, contexts
 from .context import CompressedContext
 from .kept import (
     Keep,
@@ -170,12 +171,12 @@ def compression_loyalty(
     keeps = [keep, *(control(seed + draw) for draw in range(draws))]
     for batch in batches:
         require_gold(batch.gold, "accuracy")
-        _one_set(batch)
+        chosen_by(keeps, batch)
     passes = shared_passes(model, batches)
-    made: dict[int, list[CompressedContext]] = {}
+    made: dict[int | None, list[CompressedContext]] = {}
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-        name = _one_set(batch)
+        name = only_set(batch)
         if name not in made:
             made.clear()  # the caches of one set at a time
             made[name] = contexts(model, batch, keeps, positions=positions)
@@ -249,14 +250,19 @@ def answer_times(
     """Time a query by whole prompts, by a cached prefix and by a compressed context.
 
     The three take turns, and the median over ``repeats`` counts. Running the demonstrations once
-    is not counted.
+    is not counted, nor is the check that model and prompts are those of the context.
 
     Args:
         model: A hooked model.
         batches: Prompts with one set of demonstrations; their size is the batch size that is timed.
         keep: What the context keeps; see ``compress``.
         positions: Where what is kept stands; see ``compress``.
-        repeats: Times that each is run.
+        repeats: Times that each is run, after once that is not timed.
+
+    Raises:
+        PromptError: The prompts have several sets of demonstrations.
+        MetricError: ``repeats`` is below 1.
+        ModelError: The model takes no key-value cache, or not these positions.
 
     Examples:
         >>> times = al.answer_times(model, batches, repeats=1)
@@ -265,23 +271,29 @@ def answer_times(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
+    if repeats < 1:
+        raise MetricError(f"repeats must be at least 1; got {repeats}")
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
     (cached,) = contexts(model, batches[0], [everything])
     whole = whole_passes(model, "they are timed")
     device = device_of(model)
     moved = [batch.to(device) for batch in batches]
-    ways: list[Callable[[PromptBatch], Tensor]] = [
-        whole.logits,
-        lambda batch: cached.logits(model, batch),
-        lambda batch: compressed.logits(model, batch),
+    behind = [replace(one.padded_right(), first_query=len(cached.kept)) for one in moved]
+    ways: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
+        (whole.logits, moved),
+        (partial(cached.answer, model), behind),
+        (partial(compressed.answer, model), behind),
     ]
     taken: list[list[float]] = [[], [], []]
-    for _ in range(repeats):
-        for way, times in zip(ways, taken, strict=True):
-            begin = time.perf_counter()
-            for batch in moved:
-                way(batch).sum().item()  # waits for the device
-            times.append((time.perf_counter() - begin) / sum(map(len, batches)))
+    with undisturbed(model):
+        for batch in moved:  # checked, and warmed up
+            whole.logits(batch), cached.logits(model, batch), compressed.logits(model, batch)
+        for _ in range(repeats):
+            for (way, prompts), times in zip(ways, taken, strict=True):
+                begin = time.perf_counter()
+                for batch in prompts:
+                    way(batch).sum().item()  # waits for the device
+                times.append((time.perf_counter() - begin) / sum(map(len, batches)))
     seconds = torch.tensor([median(times) for times in taken], dtype=torch.double)
     return AnswerTimesRecord(
         whole=seconds[0],
@@ -330,13 +342,3 @@ def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
 def _correct(logits: Tensor, batch: PromptBatch) -> Float[Tensor, " prompt"]:
     gold = require_gold(batch.gold, "accuracy")
     return (predicted_class(logits, batch.label_token_ids) == gold).cpu().double()
-
-
-def _one_set(batch: PromptBatch) -> int:
-    name = only_set(batch)
-    if name is None:
-        raise PromptError(
-            "a compressed context serves one set of demonstrations, but a batch has several; call "
-            "build_prompts for each set and join the lists"
-        )
-    return name

@@ -84,12 +84,17 @@ class CompressedContext:
         ready = _behind(batch.to(device_of(model)), self.tokens)
         self._check_lengths(model, ready)
         with undisturbed(model):
-            if not self.is_cut:
-                hooks = _block_dropped(model, ready, self.kept)
-                return run_pass(model, ready, hooks=hooks, prefix=self.prefix)
-            compact = self._compact(ready)
-            hooks = [] if self._has_no_gap else self._window_hooks(model, compact, ready)
-            return run_pass(model, compact, hooks=hooks, prefix=self.prefix)
+            return self.answer(model, ready)
+
+    def answer(self, model: HookedModel, ready: PromptBatch) -> Float[Tensor, "batch vocab"]:
+        """What :meth:`logits` gives, of a checked model and prompts on its device."""
+        prefix = self.prefix.to(ready.tokens.device)
+        if not self.is_cut:
+            hooks = _block_dropped(model, ready, self.kept)
+            return run_pass(model, ready, hooks=hooks, prefix=prefix)
+        compact = self._compact(ready)
+        hooks = [] if self._has_no_gap else self._window_hooks(model, compact, ready)
+        return run_pass(model, compact, hooks=hooks, prefix=prefix)
 
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file.
@@ -210,6 +215,11 @@ def _block_dropped(
 
 # How far each layer of a model sees, and over how many tokens that was tried.
 _seen: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
+
+
+def forget_windows(model: HookedModel) -> None:
+    """They are tried anew: settings of the model may have been changed."""
+    _seen.pop(model, None)
 
 
 def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:

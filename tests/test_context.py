@@ -1,0 +1,126 @@
+"""Contexts meet models that were changed, moved, or hide their positions."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, ModelError, PromptError
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+
+
+def test_learned_positions_behind_logits_of_a_large_mean(hooked: Any, byte_level: Any) -> None:
+    """As GPT-2 has them: what positions do is then little of the largest logit."""
+    weights: Any = tiny_gpt2(len(byte_level))
+    with torch.no_grad():
+        weights.transformer.wte.weight += 1
+        weights.transformer.ln_f.bias += 100
+    model = hooked(weights, byte_level)
+    with pytest.raises(ModelError, match="positions cannot be rebased"):
+        al.compress(model, questions(model, 3)[0], positions=al.rebased)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_can_be_rebased(
+    hooked: Any, byte_level: Any, sentencepiece_like: Any, dtype: torch.dtype
+) -> None:
+    rotary: Any = tiny_llama(len(sentencepiece_like))
+    model = hooked(rotary.to(dtype), sentencepiece_like)
+    assert al.compress(model, questions(model, 3)[0], positions=al.rebased).is_cut
+    absolute: Any = tiny_gpt2(len(byte_level))
+    learned = hooked(absolute.to(dtype), byte_level)
+    with pytest.raises(ModelError, match="positions cannot be rebased"):
+        al.compress(learned, questions(learned, 3)[0], positions=al.rebased)
+
+
+def test_a_placement_without_a_name(llama: Any) -> None:
+    batch = questions(llama, 3)[0]
+    context = al.compress(llama, batch, positions=partial(al.rebased))
+    assert context.info["positions"] == "partial"
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_a_head_that_was_ablated(hooked: Any, byte_level: Any, head: int) -> None:
+    weights: Any = tiny_gpt2(len(byte_level))
+    model = hooked(weights, byte_level)
+    batch = questions(model, 3)[0]
+    context = al.compress(model, batch)
+    context.logits(model, batch)
+    names = (".1._original_component.attn.o._original_component.weight", ".1.attn.W_O")
+    output = next(p for name, p in model.named_parameters() if name.endswith(names))
+    with torch.no_grad():
+        output.view(2, 12, 24)[head] = 0
+    with pytest.raises(ModelError, match="made with weights"):
+        context.logits(model, batch)
+
+
+def test_a_window_that_was_changed(hooked: Any, sentencepiece_like: Any) -> None:
+    model = hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
+    if not hasattr(model, "original_model"):
+        pytest.skip("its windows are made once")
+    batch = questions(model, 3)[0]
+    before = al.compress(model, batch).logits(model, batch)
+    model.original_model.config.sliding_window = 60
+    context = al.compress(model, batch)
+    assert context.is_cut
+    assert difference(context.logits(model, batch), before) > 1e-3
+
+
+def test_keys_follow_the_model(gpt2: Any) -> None:
+    prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
+    assert prefix.to(torch.device("cpu")) is prefix
+    moved = prefix.to(torch.device("meta"))
+    tensors = (*moved.keys, *moved.values, moved.attention_mask, moved.next_position)
+    assert all(one.is_meta for one in tensors)
+
+
+def passes_of(model: Any) -> tuple[list[int], Any]:
+    counted: list[int] = []
+    return counted, model.register_forward_pre_hook(lambda *inputs: counted.append(1))
+
+
+def test_a_later_set_is_refused_before_anything_runs(gpt2: Any) -> None:
+    bare = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
+    query = al.Example("Who?", 3)
+    batches = questions(gpt2, 3)
+    batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
+    counted, hook = passes_of(gpt2)
+    with pytest.raises(PromptError, match="has 0 text tokens"):
+        al.compression_loyalty(gpt2, batches, draws=1, **QUIET)
+    hook.remove()
+    assert not counted
+
+
+def test_times_leave_no_trace(hooked: Any, byte_level: Any) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout)]
+    for dropout in dropouts:
+        dropout.p = 0.5
+    model.train()
+    state = torch.get_rng_state()
+    al.answer_times(model, questions(model, 2), repeats=1)
+    assert model.training and torch.equal(state, torch.get_rng_state())
+    with pytest.raises(MetricError, match="repeats must be at least 1; got 0"):
+        al.answer_times(model, questions(model, 2), repeats=0)
+
+
+def test_a_keep_of_one_token(llama: Any) -> None:
+    """Nothing lies between it and the query, or everything."""
+    batch = questions(llama, 3)[0]
+    for place in (1, -1):
+
+        def keep(demonstrations: al.PromptBatch, place: int = place) -> Tensor:
+            kept = torch.zeros_like(demonstrations.attention_mask[0])
+            kept[place] = True
+            return kept
+
+        context = al.compress(llama, batch, keep)
+        whole = al.compress(llama, batch, al.everything)
+        masked = replace(context, prefix=whole.prefix)
+        assert difference(context.logits(llama, batch), masked.logits(llama, batch)) < 1e-5
