@@ -193,6 +193,55 @@ def test_divergence_is_said(gpt2: Any, lr: float) -> None:
     assert not beta.losses[-1] <= beta.vanilla_loss
 
 
+def test_a_start_that_is_worse_has_not_diverged(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=1)
+    start = next(
+        one
+        for seed in range(20)
+        for one in [torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(seed))]
+        if loss_of(gpt2, questions(gpt2, 6)[0], one) > loss_of(gpt2, questions(gpt2, 6)[0], one * 0)
+    )
+    beta = al.train_reweighting(gpt2, batches, epochs=3, lr=0.003, start=start, **QUIET)
+    assert len(beta.losses) == 3 and beta.losses[-1] < beta.losses[0]
+    assert beta.losses[-1] > beta.vanilla_loss
+
+
+def test_a_training_that_was_never_better_gives_the_start(gpt2: Any) -> None:
+    calls: list[int] = []
+
+    def grows(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        calls.append(1)
+        return al.label_cross_entropy(logits, batch) + len(calls)
+
+    batches = questions(gpt2, 3, batch_size=1)
+    with pytest.warns(UserWarning, match="training diverged"):
+        beta = al.train_reweighting(gpt2, batches, epochs=6, loss=grows, **QUIET)
+    assert beta.losses[0] > beta.vanilla_loss and len(beta.losses) == 2
+    assert not beta.beta.any()
+
+
+def test_other_queries_or_labels_are_refused_before_anything_runs(gpt2: Any) -> None:
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    rest = [one for one in examples if one not in demos]
+
+    def prompts(of: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
+        return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], of, queries, batch_size=3)
+
+    test = prompts(demos, rest[:4])
+    beta = al.train_reweighting(gpt2, test, epochs=1, **QUIET)
+    counted: list[int] = []
+    hook = gpt2.register_forward_pre_hook(lambda *inputs: counted.append(1))
+    for queries in (rest[1:5], rest[:3]):
+        with pytest.raises(MetricError, match="compared on the same queries"):
+            al.reweighting_accuracy(gpt2, test, beta, prompts([*demos, *demos], queries), **QUIET)
+    turned = prompts(demos[::-1], rest[:4])
+    with pytest.raises(HookError, match="this beta is for label words"):
+        al.reweighting_accuracy(gpt2, turned, beta, turned, **QUIET)
+    hook.remove()
+    assert not counted
+
+
 def test_nothing_is_left(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     parameters = [parameter.clone() for parameter in gpt2.parameters()]

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, nan
+from math import isfinite, nan
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..forward import (
     undisturbed,
     vocabulary_of,
 )
-from ..hooked import HookedModel, refuse_folded_value_biases
+from ..hooked import Hook, HookedModel, refuse_folded_value_biases
 from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
 from ..models import ensure_prepared
@@ -41,7 +41,8 @@ class Beta(Record):
             appearance. 0 changes nothing, above 0 the label word is read more.
         label_classes: Class of each label word, by which prompts are told to fit.
         losses: Mean loss of each epoch's steps, in nats; low is good.
-        vanilla_loss: Mean loss at beta = 0, in nats. Losses above it say that training diverged.
+        vanilla_loss: Mean loss at beta = 0, in nats. Losses above it say that training diverged,
+            or began at a worse beta.
     """
 
     beta: Float[Tensor, "layer head anchor"]
@@ -140,7 +141,8 @@ def train_reweighting(
         bar = tqdm(batches, disable=not progress, desc="training prompts")
         steps = [all_but_target(model, batch.to(device)) for batch in bar]
         training = _Training(model, parameter, loss, torch.optim.Adam([parameter], lr=lr))
-        vanilla = _mean([training.vanilla_loss(batch, prefix) for batch, prefix in steps])
+        vanilla = training.loss_of(steps, torch.zeros_like(parameter))
+        begin = vanilla if start is None else training.loss_of(steps, parameter.detach())
         generator = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         betas = [parameter.detach().expand(shape).cpu().clone()]
@@ -148,14 +150,14 @@ def train_reweighting(
             order = torch.randperm(len(steps), generator=generator).tolist()
             losses.append(_mean([training.step(*steps[number]) for number in order]))
             # The first epoch is still on its way from the start.
-            if not isfinite(losses[-1]) or (epoch and losses[-1] > vanilla):
-                _warn_of_divergence(losses, vanilla, lr)
+            if not isfinite(losses[-1]) or (epoch and losses[-1] > max(vanilla, begin)):
+                _warn_of_divergence(losses, begin, lr)
                 break
             betas.append(parameter.detach().expand(shape).cpu().clone())
     settings = {"epochs": epochs, "lr": lr, "seed": seed, "learned_shape": list(parameter.shape)}
     return Beta(
         # All but the last of a training that diverged, and its best.
-        beta=betas[-1] if len(betas) > len(losses) else betas[_lowest([inf, *losses[:-1]])],
+        beta=betas[-1] if len(betas) > len(losses) else betas[_lowest([begin, *losses[:-1]])],
         label_classes=torch.tensor(classes),
         losses=torch.tensor(losses),
         vanilla_loss=torch.tensor(vanilla),
@@ -189,7 +191,7 @@ def reweighting_accuracy(
 
     Raises:
         HookError: The beta is for other label words.
-        MetricError: The two lists of prompts are not of the same queries.
+        MetricError: The two lists of prompts are not of the same queries: before any runs.
 
     Examples:
         >>> beta = al.train_reweighting(model, batches, epochs=1, progress=False)
@@ -197,6 +199,14 @@ def reweighting_accuracy(
         >>> record.gain.shape
         torch.Size([3])
     """
+    for batch in batches:
+        beta.of_prompts(batch)
+    if _queries(batches) != _queries(more_shots):
+        raise MetricError(
+            "accuracies are compared on the same queries, but the prompts with more demonstrations "
+            f"have others: {sum(map(len, batches))} prompts, and {sum(map(len, more_shots))} with "
+            "more; build both from one list of queries (drop_too_long leaves long ones out)"
+        )
     options: dict[str, Any] = {"resamples": 0, "progress": progress}
     vanilla = run(model, batches, [Accuracy()], **options)["accuracy"]
     many = run(model, more_shots, [Accuracy()], **options)["accuracy"]
@@ -224,9 +234,21 @@ class _Training:
     loss: Loss
     optimizer: torch.optim.Optimizer
 
-    def vanilla_loss(self, batch: PromptBatch, prefix: Prefix | None) -> float:
-        logits = run_pass(self.model, batch, prefix=prefix)
-        return float(self.loss(logits, batch).mean())
+    def loss_of(
+        self, steps: Sequence[tuple[PromptBatch, Prefix | None]], beta: Float[Tensor, "_ _ _"]
+    ) -> float:
+        """Mean loss of all steps at one beta."""
+        losses = []
+        for batch, prefix in steps:
+            hooks = self.hooks(batch, beta) if beta.any() else []
+            logits = run_pass(self.model, batch, hooks=hooks, prefix=prefix)
+            losses.append(float(self.loss(logits, batch).mean()))
+        return _mean(losses)
+
+    def hooks(self, batch: PromptBatch, beta: Float[Tensor, "_ _ _"]) -> list[Hook]:
+        n_anchors = batch.label_positions.shape[1]
+        shape = (self.model.cfg.n_layers, self.model.cfg.n_heads, n_anchors)
+        return reweight_anchors(self.model, batch, beta.expand(shape))
 
     def step(self, batch: PromptBatch, prefix: Prefix | None) -> float:
         """One step of the optimizer; the mean loss before it, NaN where logits overflow."""
@@ -236,12 +258,9 @@ class _Training:
             seen.append(self.loss(logits, batch))
             return seen[-1] / len(batch)
 
-        n_anchors = batch.label_positions.shape[1]
-        shape = (self.model.cfg.n_layers, self.model.cfg.n_heads, n_anchors)
         self.optimizer.zero_grad()
         with torch.enable_grad():
-            beta = self.parameter.expand(shape)
-        hooks = reweight_anchors(self.model, batch, beta)
+            hooks = self.hooks(batch, self.parameter)
         try:
             run_pass(
                 self.model,
@@ -255,6 +274,17 @@ class _Training:
             return nan
         self.optimizer.step()
         return float(seen[0].detach().mean())
+
+
+def _queries(batches: Sequence[PromptBatch]) -> list[tuple[int, list[int]]]:
+    """The place and the tokens of each query."""
+    queries = []
+    for batch in batches:
+        where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        inside = batch.attention_mask & (where >= batch.query_start[:, None])
+        rows = zip(batch.index.tolist(), batch.tokens, inside, strict=True)
+        queries += [(place, tokens[keep].tolist()) for place, tokens, keep in rows]
+    return sorted(queries)
 
 
 def _classes(batches: Sequence[PromptBatch]) -> list[int]:
@@ -292,10 +322,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _warn_of_divergence(losses: Sequence[float], vanilla: float, lr: float) -> None:
+def _warn_of_divergence(losses: Sequence[float], begin: float, lr: float) -> None:
     warnings.warn(
-        f"training diverged: the mean loss of epoch {len(losses)} is {losses[-1]:.3g}, and at "
-        f"beta = 0 it is {vanilla:.3g}. It was stopped, and the beta is that of its best epoch "
-        f"before; use a lower lr than {lr}",
+        f"training diverged: the mean loss of epoch {len(losses)} is {losses[-1]:.3g}, and at the "
+        f"start it is {begin:.3g}. It was stopped, and the beta is that of its best epoch before, "
+        f"or of the start where no epoch was better; use a lower lr than {lr}",
         stacklevel=3,
     )
