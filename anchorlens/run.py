@@ -255,6 +255,8 @@ def _rows_of_batch(
     rows: dict[str, Tensor] = {}
     for metric, observation, one in zip(metrics, observations, shared, strict=True):
         try:
+            if isinstance(one, MetricError):
+                raise one
             same = {key: value.expand(len(batch), *value.shape[1:]) for key, value in one.items()}
             own = same | observation.rows(logits, clean)
             _check_rows(metric.name, own, len(batch))
@@ -268,12 +270,18 @@ def _rows_of_batch(
 
 def _demonstrations(
     passes: Passes, batch: PromptBatch, metrics: Sequence[Metric], changes: HooksOfBatch
-) -> tuple[list[dict[str, Tensor]], Prefix | None]:
+) -> tuple[Sequence[dict[str, Tensor] | MetricError], Prefix | None]:
     """What shared demonstrations contribute to each metric, and the prefix that goes on."""
     if not batch.first_query:
         return [{} for _ in metrics], None
 
-    def look() -> tuple[list[dict[str, Tensor]], Prefix]:
+    def rows(observation: Observation) -> dict[str, Tensor] | MetricError:
+        try:
+            return observation.rows(torch.empty(1, 0), None)
+        except MetricError as error:
+            return error
+
+    def look() -> tuple[Sequence[dict[str, Tensor] | MetricError], Prefix]:
         shared = passes.demonstrations(batch)
         observations: list[Observation] = [
             metric.observe_demonstrations(passes.model, shared)  # type: ignore[attr-defined]
@@ -281,7 +289,7 @@ def _demonstrations(
         ]
         observers = [hook for one in observations for hook in one.hooks]
         prefix = passes.prefix(batch, changes, observers)
-        return [one.rows(torch.empty(1, 0), None) for one in observations], prefix
+        return [rows(one) for one in observations], prefix
 
     return passes.once(batch, "rows", look)
 

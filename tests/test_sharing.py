@@ -10,7 +10,7 @@ from test_run import SelfAttention, assert_same
 
 import anchorlens as al
 from anchorlens import sharing
-from anchorlens.errors import PromptError
+from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
 from anchorlens.metrics.metric import Observation
@@ -163,6 +163,26 @@ def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> 
     result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
     assert "accuracy without observe_demonstrations" in result.info["shared_prefix"]
     assert float(result.accuracy) == batch.tokens.shape[1]
+
+
+class Unable(al.Accuracy):
+    """Finds out in the demonstrations that it cannot."""
+
+    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> Observation:
+        def rows(logits: Any, clean_logits: Any) -> Any:
+            raise MetricError("not of these demonstrations")
+
+        return Observation(rows)
+
+
+def test_a_metric_that_fails_in_the_demonstrations_is_set_aside(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    expected = al.run(gpt2, batches, METRICS, **QUIET)
+    with pytest.raises(RunError, match="no result for unable: not of these demonstr") as error:
+        al.run(gpt2, batches, [Unable(name="unable"), *METRICS], **QUIET)
+    assert set(error.value.results) == set(expected)
+    for name, record in expected.items():
+        assert_same(error.value.results[name], record)
 
 
 def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
