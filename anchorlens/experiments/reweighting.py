@@ -149,8 +149,9 @@ def train_reweighting(
         for epoch in tqdm(range(epochs), disable=not progress, desc="epochs"):
             order = torch.randperm(len(steps), generator=generator).tolist()
             losses.append(_mean([training.step(*steps[number]) for number in order]))
-            # The first epoch is still on its way from the start.
-            if not isfinite(losses[-1]) or (epoch and losses[-1] > max(vanilla, begin)):
+            # The first epoch is on its way from the start; a tenth more is no noise of steps.
+            limit = max(vanilla, begin) + 0.1 * abs(max(vanilla, begin))
+            if not isfinite(losses[-1]) or (epoch and losses[-1] > limit):
                 _warn_of_divergence(losses, begin, lr)
                 break
             betas.append(parameter.detach().expand(shape).cpu().clone())
