@@ -66,7 +66,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
         kls = [name for name in ours.axes() if "kl" in name]
         for name in kls:
             assert float((getattr(ours, name) - getattr(theirs, name)).abs().max()) < 1e-5
-        same: dict[str, Any] = {name: torch.zeros(()) for name in kls}
+        same: dict[str, Any] = {name: torch.zeros_like(getattr(ours, name)) for name in kls}
         assert_same(replace(ours, **same), replace(theirs, **same), 1e-5)
 
 

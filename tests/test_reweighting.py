@@ -124,7 +124,9 @@ def test_it_learns_and_the_cache_changes_nothing(model: Any, whole: Any) -> None
     ours = al.train_reweighting(model, batches, epochs=3, **QUIET)
     assert ours.losses[-1] < ours.losses[0] and ours.losses[-1] < ours.vanilla_loss
     whole()
+    assert ours.info["shared_prefix"].startswith("everything before the target")
     theirs = al.train_reweighting(model, batches, epochs=3, **QUIET)
+    assert theirs.info["shared_prefix"].startswith("off for 2 of 2 batches")
     assert difference(ours.losses, theirs.losses) < 1e-5
     assert difference(ours.beta, theirs.beta) < 1e-2  # Adam, as above
     trained = [loss_of(model, batch, ours.beta) for batch in batches]

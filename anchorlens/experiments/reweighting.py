@@ -155,7 +155,13 @@ def train_reweighting(
                 _warn_of_divergence(losses, begin, lr)
                 break
             betas.append(parameter.detach().expand(shape).cpu().clone())
+    whole = sum(prefix is None for _, prefix in steps)
     settings = {"epochs": epochs, "lr": lr, "seed": seed, "learned_shape": list(parameter.shape)}
+    settings["shared_prefix"] = (
+        f"off for {whole} of {len(steps)} batches: other logits behind a cache"
+        if whole
+        else "everything before the target, run once for all epochs"
+    )
     return Beta(
         # All but the last of a training that diverged, and its best.
         beta=betas[-1] if len(betas) > len(losses) else betas[_lowest([begin, *losses[:-1]])],
