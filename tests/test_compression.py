@@ -110,7 +110,7 @@ def test_restarted_by_hand(gpt2: Any) -> None:
 
     def move(embeddings: Tensor, hook: Any) -> Tensor:
         moved = embeddings.expand(len(batch), -1, -1).clone()
-        moved[:, start:] = gpt2.W_pos[: length - start]
+        moved[:, start:] = embeddings[:1, : length - start]  # those of the first positions
         return moved
 
     cut = torch.zeros(1, length, length, dtype=torch.bool)
