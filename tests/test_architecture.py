@@ -34,6 +34,7 @@ ORDER = [
     "metrics.accuracy",
     "store",
     "sharing",
+    "collect",
     "run",
     "experiments.__init__",
     "experiments.isolation",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
+from ..collect import check_batches, collect, describe
 from ..errors import HookError, MetricError
 from ..forward import device_of, undisturbed
 from ..hooked import HookedModel
@@ -21,7 +22,6 @@ from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..prompts import build_prompts
 from ..results import Record, Rows, by_set, require_gold, with_intervals
-from ..run import check_batches, collect, describe
 from ..sharing import only_set, shared_passes, whole_passes
 from ..tasks import Example, Task
 from .compression import chosen_by, contexts

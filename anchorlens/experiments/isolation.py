@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
+from ..collect import check_batches, collect, describe
 from ..errors import HookError
 from ..hooked import Hook, HookedModel, layer_numbers
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
-from ..run import check_batches, collect, describe
 from ..sharing import HooksOfBatch, shared_passes
 
 

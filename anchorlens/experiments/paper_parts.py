@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..batch import PromptBatch
+from ..collect import check_batches
 from ..errors import DataError, PromptError, RunError
 from ..hooked import HookedModel
 from ..metrics.aucroc import AttentionAUCROC, predicted_class
@@ -17,7 +18,7 @@ from ..metrics.loyalty import loyalty
 from ..metrics.metric import Metric, possible
 from ..metrics.saliency import SaliencyFlows
 from ..prompts import build_prompts
-from ..run import check_batches, run, target_logits
+from ..run import run, target_logits
 from ..tasks import Example, Task
 from .compression_loyalty import (
     CompressionRecord,

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from .. import figures
 from ..batch import PromptBatch
+from ..collect import check_batches, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
 from ..forward import (
     Loss,
@@ -28,7 +29,7 @@ from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accur
 from ..models import ensure_prepared
 from ..prefix import Prefix
 from ..results import Record
-from ..run import check_batches, describe, run
+from ..run import run
 from ..sharing import all_but_target
 
 
