@@ -20,6 +20,7 @@ from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
 from .experiments.diagnosis import diagnose as diagnose
 from .experiments.isolation import IsolationRecord as IsolationRecord
 from .experiments.isolation import isolation_loyalty as isolation_loyalty
+from .experiments.isolation import isolation_sweep as isolation_sweep
 from .experiments.isolation import plot_isolation as plot_isolation
 from .experiments.kept import anchors_and_format as anchors_and_format
 from .experiments.kept import as_in_prompt as as_in_prompt
@@ -32,6 +33,10 @@ from .experiments.paper import paper as paper
 from .experiments.paper_figures import paper_figures as paper_figures
 from .experiments.paper_parts import PAPER_PARTS as PAPER_PARTS
 from .experiments.paper_tables import paper_tables as paper_tables
+from .experiments.places import Where as Where
+from .experiments.places import first_and_last as first_and_last
+from .experiments.places import single_heads as single_heads
+from .experiments.places import windows as windows
 from .experiments.reweighting import Beta as Beta
 from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
 from .experiments.reweighting import train_reweighting as train_reweighting

@@ -10,7 +10,8 @@ import typer
 from . import figures
 from .batch import PromptBatch
 from .errors import RunError, StoreError
-from .experiments.isolation import IsolationRecord, isolation_loyalty, plot_isolation
+from .experiments.isolation import IsolationRecord, isolation_sweep, plot_isolation
+from .experiments.places import Where, first_and_last
 from .hooked import layer_numbers
 from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
@@ -54,19 +55,16 @@ def analyse(
         typer.echo(f"warning: {error}", err=True)
     for name, record in results.items():
         keep(name, record)
-    isolations: dict[str, IsolationRecord] = {}
-    places = [(f"first {layers} layers", range(layers), False)]
-    places += [(f"last {layers} layers", range(-layers, 0), False)]
+    places = first_and_last(model, [layers])
+    early = next(iter(places))
     if batches[0].begins_with_bos:
-        places += [(f"first {layers} layers, BOS edge kept", range(layers), True)]
-    for place, chosen, keep_bos in places:
-        isolations[place] = isolation_loyalty(
-            model, batches, chosen, draws=draws, keep_bos=keep_bos
-        )
-        keep(f"isolation, {place}", isolations[place])
+        places[f"{early}, BOS edge kept"] = Where(range(layers), keep_bos=True)
+    isolations = isolation_sweep(model, batches, places, draws=draws)
+    for place, isolation in isolations.items():
+        keep(f"isolation, {place}", isolation)
     # One figure for all isolations, as in the paper; none of its own for each.
     drawn = dict.fromkeys((f"{task}: isolation, {place}" for place in isolations), None)
-    drawn[f"{task}: isolation, first {layers} layers"] = plot_isolation(isolations)
+    drawn[f"{task}: isolation, {early}"] = plot_isolation(isolations)
     drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
     table = "\n".join(_table(task, records, isolations))
     typer.echo(table)

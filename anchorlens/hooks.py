@@ -131,6 +131,7 @@ def isolate_labels(
     model: HookedModel,
     batch: PromptBatch,
     layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None = None,
     *,
     whole_words: bool = False,
     keep_bos: bool = False,
@@ -142,6 +143,7 @@ def isolate_labels(
         model: The hooked model that the hooks are for.
         batch: Prompts with known label words.
         layers: Layers to act in, negative ones from the end.
+        heads: Heads to act in; all by default.
         whole_words: Cut all tokens of a label word that has several; by default the first, as the
             published code does.
         keep_bos: Keep the edge to BOS. The paper's prompts have none; where a prompt begins with
@@ -160,7 +162,7 @@ def isolate_labels(
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
     """
     receivers = edge_sets.group(batch, "label") if whole_words else edge_sets.anchors(batch)
-    return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
+    return _isolate_in_batch(model, batch, receivers, layers, heads, keep_bos, renormalize)
 
 
 def isolate_random(
@@ -168,6 +170,7 @@ def isolate_random(
     batch: PromptBatch,
     layers: Iterable[int] | int,
     seed: int,
+    heads: Iterable[int] | int | None = None,
     *,
     whole_words: bool = False,
     keep_bos: bool = False,
@@ -184,6 +187,7 @@ def isolate_random(
         batch: Prompts with known label words.
         layers: Layers to act in, negative ones from the end.
         seed: Number of the draw. One draw is no control: use about 10.
+        heads: Heads to act in; all by default.
         whole_words: Draw as many positions as all tokens of the label words, the control of
             ``isolate_labels(whole_words=True)``.
         keep_bos: See :func:`isolate_labels`.
@@ -200,7 +204,7 @@ def isolate_random(
         >>> hooks = [al.isolate_random(model, batch, range(5), seed) for seed in range(10)]
     """
     receivers = random_positions(batch, seed, whole_words=whole_words)
-    return _isolate_in_batch(model, batch, receivers, layers, keep_bos, renormalize)
+    return _isolate_in_batch(model, batch, receivers, layers, heads, keep_bos, renormalize)
 
 
 def random_positions(
@@ -292,6 +296,7 @@ def _isolate_in_batch(
     batch: PromptBatch,
     receivers: Bool[Tensor, "batch position"],
     layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None,
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
@@ -302,7 +307,8 @@ def _isolate_in_batch(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
         cut &= ~edge_sets.from_first(batch)
-    hooks = block_edges(model, cut, layers, renormalize=renormalize, first_query=batch.first_query)
+    first = batch.first_query
+    hooks = block_edges(model, cut, layers, heads, renormalize=renormalize, first_query=first)
     return [(name, BatchHook(act, cut)) for name, act in hooks]
 
 

@@ -1,6 +1,6 @@
 """Passes over batches in which the demonstrations that prompts share are run once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,7 @@ from .forward import device_of, run_pass, run_prefix, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
 from .metrics.metric import Metric
 from .prefix import Prefix
+from .start import Start, kept_starts, started
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -71,13 +72,25 @@ class Passes:
         return run_prefix(self.model, shared, hooks=hooks(shared), observers=observers)
 
     def logits(
-        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks
+        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a ready batch."""
-        prefix = None
-        if batch.first_query:
-            prefix = self.once(batch, hooks, lambda: self.prefix(batch, hooks))
-        return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
+        prefix = self._prefix_once(batch, hooks)
+        with started(self.model, start):
+            return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
+
+    def clean_logits(
+        self, batch: PromptBatch, layers: Collection[int]
+    ) -> tuple[Float[Tensor, "batch vocab"], Mapping[int, Start]]:
+        """Logits of the clean run of a ready batch, and where passes may start in its stead."""
+        self._prefix_once(batch, no_hooks)
+        with kept_starts(self.model, layers) as starts:
+            return self.logits(batch), starts
+
+    def _prefix_once(self, batch: PromptBatch, hooks: HooksOfBatch) -> Prefix | None:
+        if not batch.first_query:
+            return None
+        return self.once(batch, hooks, lambda: self.prefix(batch, hooks))
 
 
 def whole_passes(model: HookedModel, why: str) -> Passes:
@@ -128,6 +141,36 @@ def shared_passes(
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
+
+
+def late_starts(
+    passes: Passes, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]
+) -> dict[int, str]:
+    """Tries on the first batch whether changes may start at the first layer that they act in.
+
+    Args:
+        passes: How the batches are run.
+        batches: All prompts of the run.
+        changes: For each first layer, one that acts there and behind it alone.
+
+    Returns:
+        For the layers where logits are other than those of all layers, why; empty where all may.
+    """
+    model, why = passes.model, {}
+    batch = passes.ready(batches[0].to(device_of(model)))
+    with undisturbed(model):
+        _, starts = passes.clean_logits(batch, changes)
+        for layer in sorted(set(changes) - {0}):
+            expected = passes.logits(batch, changes[layer])
+            try:
+                found = passes.logits(batch, changes[layer], starts[layer])
+            except Exception as error:  # a layer may need more than what the one before gives out
+                why[layer] = f"no start at layer {layer} ({_first_line(error)})"
+                continue
+            difference = logit_difference(found, expected)
+            if not difference <= TOLERANCE:
+                why[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
+    return why
 
 
 def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, Prefix | None]:

@@ -20,11 +20,8 @@ def main() -> None:
     demos = al.sample_demonstrations(al.load_examples("questions", split="train"), seed=42)
     queries = al.load_examples("questions", split="test")[: options.queries]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
-    first, last = range(options.layers), range(-options.layers, 0)
-    records = {
-        "first layers": al.isolation_loyalty(model, batches, first, draws=options.draws),
-        "last layers": al.isolation_loyalty(model, batches, last, draws=options.draws),
-    }
+    places = al.first_and_last(model, [options.layers])
+    records = al.isolation_sweep(model, batches, places, draws=options.draws)
     for place, record in records.items():
         print(
             f"{place}: word loyalty {record.word_loyalty:.2f}, "

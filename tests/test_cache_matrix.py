@@ -18,6 +18,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens import sharing
 from anchorlens.errors import ModelError
+from anchorlens.experiments import isolation
 from anchorlens.experiments.compression import contexts
 from anchorlens.forward import run_pass
 
@@ -58,7 +59,12 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
         patch.setattr(sharing, "_shared_lengths", lambda batches: {})
+        patch.setattr(
+            isolation, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
+        )
         whole = list(results_of(model, batch))
+    assert shared[-1].info["skipped_layers"] == model.cfg.n_layers - 1
+    assert whole[-1].info["skipped_layers"] == "off"
     for ours, theirs in zip(shared, whole, strict=True):
         assert "run once" in ours.info["shared_prefix"]
         assert theirs.info["shared_prefix"].startswith("off")
@@ -81,7 +87,8 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
 
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
-    yield al.isolation_loyalty(model, [batch], range(2), draws=1, **options)
+    places = {"first": al.Where(range(2)), "last": al.Where(-1)}
+    yield from al.isolation_sweep(model, [batch], places, draws=1, **options).values()
 
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:

@@ -12,6 +12,7 @@ from ..sharing import HooksOfBatch, no_hooks
 from ..tasks import sample_demonstrations
 from .diagnosis import diagnose
 from .paper_parts import QUIET, Number, Part, Setting, figure_4, figures_3_5_6, isolated
+from .places import first_and_last
 
 DEPTHS = (1, 3, 5, 7)
 DIRECTIONS = (5, 10, 20, 50, 100, 200)
@@ -20,9 +21,9 @@ LETTER_SHOTS = 8
 
 def depths(setting: Setting) -> Iterator[Number]:
     """Isolation in more and fewer layers of each end."""
-    batches = setting.prompts()
-    for depth in (one for one in DEPTHS if one <= setting.model.cfg.n_layers):
-        yield from isolated(setting, batches, "Appendix, isolation depths", depth)
+    model = setting.model
+    places = first_and_last(model, [depth for depth in DEPTHS if depth <= model.cfg.n_layers])
+    yield from isolated(setting, setting.prompts(), "Appendix, isolation depths", places)
 
 
 def two_shots(setting: Setting) -> Iterator[Number]:

@@ -12,12 +12,14 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import check_batches, collect, describe
 from ..errors import HookError
-from ..hooked import Hook, HookedModel, layer_numbers
+from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
-from ..sharing import HooksOfBatch, shared_passes
+from ..sharing import HooksOfBatch, late_starts, shared_passes
+from ..start import Start
+from .places import Where
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,13 +68,8 @@ def isolation_loyalty(
     batches: Sequence[PromptBatch],
     layers: Iterable[int] | int,
     *,
-    draws: int = 10,
-    seed: int = 0,
-    whole_words: bool = False,
     keep_bos: bool = False,
-    renormalize: bool = True,
-    resamples: int = 200,
-    progress: bool = True,
+    **options: Any,
 ) -> IsolationRecord:
     """Clean run, label words isolated, random words isolated: loyalty of each to the clean run.
 
@@ -80,13 +77,8 @@ def isolation_loyalty(
         model: A hooked model; its attention hooks are proven at first use.
         batches: Prompts from ``build_prompts``.
         layers: Layers to isolate in: ``range(5)`` the first five, ``range(-5, 0)`` the last.
-        draws: Random controls; one is none, their loyalties range widely.
-        seed: Number of the first draw.
-        whole_words: See ``isolate_labels``.
         keep_bos: See ``isolate_labels``; where prompts begin with BOS report both.
-        renormalize: See ``block_edges``.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
-        progress: Show a progress bar.
+        options: Those of :func:`isolation_sweep`.
 
     Returns:
         Loyalties of both, the gap between them, and what each prompt contributed.
@@ -102,45 +94,114 @@ def isolation_loyalty(
         >>> bool(0 <= result.word_loyalty <= 1)
         True
     """
+    where = Where(layers, keep_bos=keep_bos)
+    return isolation_sweep(model, batches, {"isolated": where}, **options)["isolated"]
+
+
+def isolation_sweep(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    places: Mapping[str, Where],
+    *,
+    draws: int = 10,
+    seed: int = 0,
+    whole_words: bool = False,
+    renormalize: bool = True,
+    resamples: int = 200,
+    progress: bool = True,
+) -> dict[str, IsolationRecord]:
+    """Isolate in many places, all against one clean run and each beside its random words.
+
+    A place that leaves the first layers alone starts behind them, from what the clean run gave
+    out there, where that gives the same logits; ``info["skipped_layers"]`` of each record says how
+    many, or why none. Memory: the keys and values of the demonstrations for every place and draw.
+
+    Args:
+        model: A hooked model; its attention hooks are proven at first use.
+        batches: Prompts from ``build_prompts``.
+        places: Where to isolate, by name: ``first_and_last``, ``windows``, ``single_heads``, or
+            your own ``{"layer 3, head 1": al.Where(3, heads=1)}``; joined with ``|``.
+        draws: Random controls; one is none, their loyalties range widely.
+        seed: Number of the first draw.
+        whole_words: See ``isolate_labels``.
+        renormalize: See ``block_edges``.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        progress: Show a progress bar.
+
+    Returns:
+        A record for each place, for ``plot_isolation`` and ``write_report``.
+
+    Raises:
+        ModelError: As :func:`isolation_loyalty`.
+        HookError: As :func:`isolation_loyalty`, or there is no place.
+
+    Examples:
+        >>> places = al.first_and_last(model, [1, 2]) | al.single_heads(model, 0)
+        >>> records = al.isolation_sweep(model, batches, places, draws=2, progress=False)
+        >>> bool(records["head 0.1"].word_loyalty >= 0)
+        True
+    """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
-    chosen = layer_numbers(model, layers)
+    if not places:
+        raise HookError("there is no place to isolate in; give {name: al.Where(layers)}")
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
-    options: dict[str, Any] = {
-        "whole_words": whole_words,
-        "keep_bos": keep_bos,
-        "renormalize": renormalize,
-    }
+    options: dict[str, Any] = {"whole_words": whole_words, "renormalize": renormalize}
 
-    def labels(batch: PromptBatch) -> list[Hook]:
-        return isolate_labels(model, batch, chosen, **options)
+    def labels(where: Where) -> HooksOfBatch:
+        kept = options | {"keep_bos": where.keep_bos}
+        return lambda batch: isolate_labels(model, batch, where.layers, where.heads, **kept)
 
-    def control(number: int) -> HooksOfBatch:
-        return lambda batch: isolate_random(model, batch, chosen, number, **options)
+    def control(where: Where, number: int) -> HooksOfBatch:
+        kept = options | {"keep_bos": where.keep_bos}
+        return lambda batch: isolate_random(model, batch, where.layers, number, where.heads, **kept)
 
-    draws_of_seed = [control(seed + draw) for draw in range(draws)]
+    numbers = [layer_numbers(model, where.layers) for where in places.values()]
+    # For each place its first layer, the change, and the controls of that change.
+    changes = [
+        (layers[0], labels(where), [control(where, seed + draw) for draw in range(draws)])
+        for layers, where in zip(numbers, places.values(), strict=True)
+    ]
     for batch in batches:
-        for change in (labels, draws_of_seed[0]):
-            change(batch)
-    passes = shared_passes(model, batches, [labels])
+        for _, change, controls in changes:
+            change(batch), controls[0](batch)
+    passes = shared_passes(model, batches, [changes[0][1]])
+    refused = late_starts(passes, batches, {first: change for first, change, _ in changes})
+    late = {first for first, _, _ in changes} - set(refused)
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
         batch = passes.ready(batch)
-        clean = passes.logits(batch)
+        clean, starts = passes.clean_logits(batch, late)
 
-        def loyalty_with(change: HooksOfBatch) -> dict[str, Tensor]:
-            return loyalty_rows(clean, passes.logits(batch, change), batch.label_token_ids)
+        def loyalty_with(change: HooksOfBatch, start: Start | None) -> dict[str, Tensor]:
+            logits = passes.logits(batch, change, start)
+            return loyalty_rows(clean, logits, batch.label_token_ids)
 
-        own = loyalty_with(labels)
-        controls = [loyalty_with(change) for change in draws_of_seed]
-        stacked = {f"random_{name}": torch.stack([c[name] for c in controls], 1) for name in own}
-        return own | stacked
+        rows: dict[str, Tensor] = {}
+        for place, (first, change, controls) in enumerate(changes):
+            start = starts.get(first)
+            isolated = loyalty_with(change, start)
+            drawn = [loyalty_with(one, start) for one in controls]
+            for name, values in isolated.items():
+                rows[f"{place}/{name}"] = values
+                rows[f"{place}/random_{name}"] = torch.stack([one[name] for one in drawn], 1)
+        return rows
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
-    info = describe(model, batches) | {"layers": chosen, "seed": seed, **options}
-    info |= {"shared_prefix": passes.said}
-    return with_intervals(_record, rows, resamples=resamples, info=info)
+    info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
+    records = {}
+    for place, ((name, where), layers) in enumerate(zip(places.items(), numbers, strict=True)):
+        start = f"{place}/"
+        of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
+        own: dict[str, Any] = {
+            "layers": layers,
+            "heads": _heads(model, where),
+            "keep_bos": where.keep_bos,
+        }
+        own["skipped_layers"] = refused.get(layers[0], layers[0])
+        records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
+    return records
 
 
 def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
@@ -176,6 +237,11 @@ def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
         low=torch.stack(low, dim=1),
         high=torch.stack(high, dim=1),
     )
+
+
+def _heads(model: HookedModel, where: Where) -> list[int] | None:
+    """Heads by number, so that a record can be saved; None where all are cut."""
+    return None if where.heads is None else numbers_of("head", where.heads, model.cfg.n_heads)
 
 
 def _record(rows: Rows) -> IsolationRecord:

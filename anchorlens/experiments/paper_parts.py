@@ -1,8 +1,9 @@
 """Figures 3 to 6 and Tables 1 to 3, each a function from one task and seed to numbers."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from .compression_loyalty import (
     text_anchor_prompts,
 )
 from .diagnosis import diagnose
-from .isolation import isolation_loyalty
+from .isolation import isolation_sweep
 from .kept import label_words
+from .places import Where, first_and_last
 from .reweighting import reweighting_accuracy, train_reweighting
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -136,34 +138,19 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
 def figure_4(setting: Setting) -> Iterator[Number]:
     """Label words isolated in the first and in the last layers, beside random words."""
     batches, depth = setting.prompts(), setting.layers
-    yield from isolated(setting, batches, "Figure 4", depth)
+    places = first_and_last(setting.model, [depth])
     if batches[0].begins_with_bos:
-        place = f"first {depth} layers, BOS edge kept"
-        yield from _isolation(setting, batches, "Figure 4", place, range(depth), keep_bos=True)
+        places[f"{next(iter(places))}, BOS edge kept"] = Where(range(depth), keep_bos=True)
+    yield from isolated(setting, batches, "Figure 4", places)
 
 
 def isolated(
-    setting: Setting, batches: Sequence[PromptBatch], part: str, depth: int
+    setting: Setting, batches: Sequence[PromptBatch], part: str, places: Mapping[str, Where]
 ) -> Iterator[Number]:
-    """Loyalties with words isolated in as many layers at each end."""
-    layers = "layer" if depth == 1 else f"{depth} layers"
-    yield from _isolation(setting, batches, part, f"first {layers}", range(depth))
-    yield from _isolation(setting, batches, part, f"last {layers}", range(-depth, 0))
-
-
-def _isolation(
-    setting: Setting,
-    batches: Sequence[PromptBatch],
-    part: str,
-    place: str,
-    layers: range,
-    keep_bos: bool = False,
-) -> Iterator[Number]:
-    """Loyalties of label words and of random words."""
-    record = isolation_loyalty(
-        setting.model, batches, layers, draws=setting.draws, keep_bos=keep_bos, **QUIET
-    )
-    for words, start in (("label", ""), ("random", "random_")):
+    """Loyalties with label words and with random words isolated in each place."""
+    records = isolation_sweep(setting.model, batches, places, draws=setting.draws, **QUIET)
+    for (place, record), words in product(records.items(), ("label", "random")):
+        start = "random_" if words == "random" else ""
         for kind in ("label", "word"):
             value = getattr(record, f"{start}{kind}_loyalty").mean()  # over draws, where there are
             yield Number(part, f"{words} words, {place}", f"{kind} loyalty", float(value))

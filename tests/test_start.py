@@ -1,0 +1,185 @@
+"""Passes that begin in a later layer: the same logits, fewer layers run, no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, questions
+from test_run import assert_same
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.errors import HookError
+from anchorlens.experiments import isolation
+from anchorlens.forward import run_pass
+from anchorlens.start import Start, kept_starts, started
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+@pytest.fixture(params=["gpt2", "llama", "gemma3"])
+def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def forwards_set(model: Any) -> int:
+    return sum("forward" in vars(block) for block in model.blocks)
+
+
+class Calls:
+    """Counts the calls of each layer's attention while it is entered."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.counts = model, [0] * model.cfg.n_layers
+
+    def __enter__(self) -> list[int]:
+        def count(layer: int) -> Any:
+            def add(*_: Any) -> None:
+                self.counts[layer] += 1
+
+            return add
+
+        self.handles = [
+            block.attn.register_forward_hook(count(layer))
+            for layer, block in enumerate(self.model.blocks)
+        ]
+        return self.counts
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_logits_of_all_layers(model: Any, layer: int) -> None:
+    (batch,) = questions(model, 3)
+    hooks = al.block_edges(model, al.edges.tq(batch), layer)
+    expected = run_pass(model, batch, hooks=hooks)
+    with kept_starts(model, [0, layer]) as starts:
+        clean = run_pass(model, batch)
+    assert list(starts) == [layer]
+    with Calls(model) as calls, started(model, starts[layer]):
+        found = run_pass(model, batch, hooks=hooks)
+    assert calls == [0] * layer + [1] * (3 - layer)
+    assert torch.equal(found, expected)
+    assert difference(expected, clean) > 1e-4
+    assert forwards_set(model) == 0
+    assert torch.equal(run_pass(model, batch), clean)
+
+
+def test_no_trace_after_an_exception(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+
+    def fail(tensor: Any, hook: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with kept_starts(gpt2, [2]) as starts:
+        clean = run_pass(gpt2, batch)
+    for hooks in ([("blocks.2.hook_resid_post", fail)], [("blocks.0.hook_resid_post", fail)]):
+        with pytest.raises(RuntimeError, match="in the middle"), kept_starts(gpt2, [1]):
+            run_pass(gpt2, batch, hooks=hooks)
+    with pytest.raises(RuntimeError, match="in the middle"), started(gpt2, starts[2]):
+        run_pass(gpt2, batch, hooks=[("blocks.2.hook_resid_post", fail)])
+    assert forwards_set(gpt2) == 0
+    assert torch.equal(run_pass(gpt2, batch), clean)
+
+
+def test_a_stand_in_of_another_comes_back(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    with kept_starts(gpt2, [1]) as starts:
+        run_pass(gpt2, batch)
+    block = gpt2.blocks[0]
+    own = vars(block)["forward"] = type(block).forward.__get__(block)
+    try:
+        with started(gpt2, starts[1]):
+            assert vars(block)["forward"] is not own
+        assert vars(block)["forward"] is own
+    finally:
+        del vars(block)["forward"]
+
+
+PLACES = {
+    "first": al.Where(range(2)),
+    "last": al.Where(-1),
+    "middle head": al.Where(1, heads=1),
+    "middle/all": al.Where(1),
+}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_sweep_is_each_place_alone(
+    model: Any, side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(model, 9, batch_size=4, padding_side=side)
+    with Calls(model) as shared:
+        records = al.isolation_sweep(model, batches, PLACES, draws=2, **QUIET)
+    skipped = [record.info["skipped_layers"] for record in records.values()]
+    assert skipped == [0, 2, 1, 1]
+    monkeypatch.setattr(isolation, "late_starts", lambda passes, batches, of: {1: "off", 2: "off"})
+    with Calls(model) as whole:
+        for name, where in PLACES.items():
+            (alone,) = al.isolation_sweep(model, batches, {"x": where}, draws=2, **QUIET).values()
+            assert_same(records[name], alone)
+    assert shared[0] < whole[0] / 2
+
+
+def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
+    model = llama
+    (batch,) = questions(model, 6)
+    places = al.single_heads(model, 1)
+    assert list(places) == [f"head 1.{head}" for head in range(model.cfg.n_heads)]
+    records = al.isolation_sweep(model, [batch], places, draws=1, **QUIET)
+    clean = run_pass(model, batch)
+    for head, record in enumerate(records.values()):
+        assert record.info["heads"] == [head]
+        assert record.info["skipped_layers"] == 1 and float(record.kl) > 1e-8
+        cut = al.isolate_labels(model, batch, 1, head)
+        of_head = al.loyalty(clean, run_pass(model, batch, hooks=cut), batch.label_token_ids)
+        torch.testing.assert_close(record.kl, of_head.kl, rtol=1e-4, atol=1e-8)
+        control = al.isolate_random(model, batch, 1, 0, head)
+        drawn = al.loyalty(clean, run_pass(model, batch, hooks=control), batch.label_token_ids)
+        torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
+
+
+def test_a_start_that_changes_logits_is_not_taken(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 5, batch_size=3)
+    expected = al.isolation_sweep(gpt2, batches, PLACES, draws=1, **QUIET)
+
+    def off(model: Any, start: Start | None) -> Any:
+        return started(model, start and Start(start.layer, start.output * 1.01))
+
+    monkeypatch.setattr(sharing, "started", off)
+    records = al.isolation_sweep(gpt2, batches, PLACES, draws=1, **QUIET)
+    assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
+    for name, record in records.items():
+        assert_same(record, expected[name])
+
+
+def test_a_start_that_fails_is_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 5, batch_size=3)
+
+    def fails(model: Any, start: Start | None) -> Any:
+        return started(model, start and Start(start.layer, None))
+
+    monkeypatch.setattr(sharing, "started", fails)
+    record = al.isolation_sweep(gpt2, batches, {"last": al.Where(-1)}, draws=1, **QUIET)["last"]
+    assert record.info["skipped_layers"].startswith("no start at layer 2 (")
+
+
+def test_places(gpt2: Any) -> None:
+    assert list(al.first_and_last(gpt2, [1, 3])) == [
+        "first layer",
+        "last layer",
+        "first 3 layers",
+        "last 3 layers",
+    ]
+    assert list(al.windows(gpt2, 2)) == ["layers 0 to 1", "layers 1 to 2"]
+    assert al.windows(gpt2, 2)["layers 1 to 2"] == al.Where(range(1, 3))
+    with pytest.raises(HookError, match="from 1 to 3 layers; got 4"):
+        al.first_and_last(gpt2, [4])
+    with pytest.raises(HookError, match="from 1 to 3 layers; got 0"):
+        al.windows(gpt2, 0)
+    with pytest.raises(HookError, match="there is no place"):
+        al.isolation_sweep(gpt2, questions(gpt2, 2), {})
