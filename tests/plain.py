@@ -73,9 +73,9 @@ def forward(model: Any, prompt: Prompt, **options: Any) -> Any:
     return model(prompt.tokens, attention_mask=mask, use_cache=False, **options)
 
 
-def logits_of(model: Any, prompt: Prompt) -> Tensor:
+def logits_of(model: Any, prompt: Prompt, **options: Any) -> Tensor:
     with torch.no_grad():
-        return forward(model, prompt).logits[0, -1]
+        return forward(model, prompt, **options).logits[0, -1]
 
 
 def observe(model: Any, prompt: Prompt) -> Observed:
@@ -101,7 +101,9 @@ def observe(model: Any, prompt: Prompt) -> Observed:
     )
 
 
-def with_cut_masks(model: Any, prompt: Prompt, edges: Tensor, layers: Sequence[int]) -> Tensor:
+def with_cut_masks(
+    model: Any, prompt: Prompt, edges: Tensor, layers: Sequence[int], **options: Any
+) -> Tensor:
     """Logits where the attention masks of some layers cut edges [query, key] as well."""
 
     def edit(module: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +118,7 @@ def with_cut_masks(model: Any, prompt: Prompt, edges: Tensor, layers: Sequence[i
         for layer in layers:
             handle = modules[layer].register_forward_pre_hook(edit, with_kwargs=True)
             stack.callback(handle.remove)
-        return logits_of(model, prompt)
+        return logits_of(model, prompt, **options)
 
 
 def with_cut_scores(model: Any, prompt: Prompt, cut: Tensor) -> Tensor:
@@ -137,9 +139,14 @@ def with_pattern_times(model: Any, prompt: Prompt, factor: Tensor) -> Tensor:
 
 def isolation_edges(prompt: Prompt) -> Tensor:
     """The edges (p, j), j < p, of every label word."""
+    return edges_into(prompt.anchors, prompt)
+
+
+def edges_into(positions: Sequence[int], prompt: Prompt) -> Tensor:
+    """The edges (p, j), j < p."""
     n = prompt.tokens.shape[1]
     edges = torch.zeros(n, n, dtype=torch.bool)
-    for p in prompt.anchors:
+    for p in positions:
         edges[p, :p] = True
     return edges
 

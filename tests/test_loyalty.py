@@ -87,7 +87,7 @@ def test_two_shapes() -> None:
 
 @pytest.mark.parametrize("top", [0, 10])
 def test_top_beyond_the_vocabulary(top: int) -> None:
-    with pytest.raises(MetricError, match=rf"at least `top` tokens; .*top={top}"):
+    with pytest.raises(MetricError, match=rf"`top` is from 1 to the 9 tokens.*got {top}"):
         al.loyalty(torch.rand(2, 9), torch.rand(2, 9), torch.tensor([0, 1]), top=top)
 
 

@@ -18,7 +18,7 @@ from ..errors import HookError, MetricError
 from ..forward import device_of, undisturbed
 from ..hooked import HookedModel
 from ..metrics.aucroc import predicted_class
-from ..metrics.loyalty import loyalty_rows
+from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
 from ..prompts import build_prompts
 from ..results import Record, Rows, by_set, require_gold, with_intervals
@@ -181,10 +181,11 @@ def compression_loyalty(
             made.clear()  # the caches of one set at a time
             made[name] = contexts(model, batch, keeps, positions=positions)
         own, *controls = made[name]
-        whole = passes.logits(passes.ready(batch))
+        whole_logits = passes.logits(passes.ready(batch))
+        whole = next_tokens(whole_logits, batch.label_token_ids)
 
         def of(logits: Tensor) -> dict[str, Tensor]:
-            rows = loyalty_rows(whole, logits, batch.label_token_ids)
+            rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
             return rows | {"correct": _correct(logits, batch)}
 
         drawn = [of(context.logits(model, batch)) for context in controls]
@@ -193,7 +194,7 @@ def compression_loyalty(
         return {
             **rows,
             **{f"random_{key}": torch.stack([one[key] for one in drawn], 1) for key in rows},
-            "whole_correct": _correct(whole, batch),
+            "whole_correct": _correct(whole_logits, batch),
             "bytes_kept": torch.full((len(batch),), float(own.size), dtype=torch.double),
             "bytes_whole": torch.full((len(batch),), size, dtype=torch.double),
             "demonstrations_id": batch.demonstrations_id.cpu(),

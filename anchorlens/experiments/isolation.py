@@ -14,7 +14,7 @@ from ..collect import check_batches, collect, describe
 from ..errors import HookError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
-from ..metrics.loyalty import loyalty_rows
+from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
 from ..sharing import HooksOfBatch, late_starts, shared_passes
@@ -172,11 +172,12 @@ def isolation_sweep(
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
         batch = passes.ready(batch)
-        clean, starts = passes.clean_logits(batch, late)
+        clean_logits, starts = passes.clean_logits(batch, late)
+        clean = next_tokens(clean_logits, batch.label_token_ids)
 
         def loyalty_with(change: HooksOfBatch, start: Start | None) -> dict[str, Tensor]:
             logits = passes.logits(batch, change, start)
-            return loyalty_rows(clean, logits, batch.label_token_ids)
+            return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
 
         rows: dict[str, Tensor] = {}
         for place, (first, change, controls) in enumerate(changes):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -88,7 +89,8 @@ class Loyalty:
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             assert clean_logits is not None
-            return loyalty_rows(clean_logits, logits, batch.label_token_ids, self.top)
+            runs = (clean_logits, logits)
+            return loyalty_rows(*(next_tokens(r, batch.label_token_ids, self.top) for r in runs))
 
         return Observation(rows)
 
@@ -124,30 +126,52 @@ def loyalty(
         >>> float(loyalty(same, same, torch.tensor([0, 1])).word_loyalty)
         1.0
     """
-    return _record(loyalty_rows(reference_logits, logits, label_token_ids, top))
+    runs = (reference_logits, logits)
+    return _record(loyalty_rows(*(next_tokens(one, label_token_ids, top) for one in runs)))
 
 
-def loyalty_rows(
-    reference: Float[Tensor, "batch vocab"],
-    logits: Float[Tensor, "batch vocab"],
-    label_token_ids: Int[Tensor, " class"],
-    top: int = 5,
-) -> dict[str, Float[Tensor, " batch"]]:
-    """What each prompt contributes to loyalty, on the CPU."""
-    if reference.shape != logits.shape or not 1 <= top <= logits.shape[-1]:
+@dataclass(frozen=True, eq=False)
+class NextTokens:
+    """What the logits of a run say, computed once for all runs that are compared with it."""
+
+    label: Int[Tensor, " batch"]
+    top: Int[Tensor, "batch rank"]
+    log_probs: Float[Tensor, "batch vocab"]
+
+    @cached_property
+    def probs(self) -> Float[Tensor, "batch vocab"]:
+        return self.log_probs.exp()
+
+
+def next_tokens(
+    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"], top: int = 5
+) -> NextTokens:
+    """The predicted label, the most likely tokens, and log probabilities in float64."""
+    if not 1 <= top <= logits.shape[-1]:
         raise MetricError(
-            "both runs must have the shape (batch, vocab) and at least `top` tokens; got "
-            f"{tuple(reference.shape)} and {tuple(logits.shape)} with top={top}"
+            f"`top` is from 1 to the {logits.shape[-1]} tokens of the vocabulary; got {top}"
         )
-    kept = predicted_class(reference, label_token_ids) == predicted_class(logits, label_token_ids)
-    before, after = reference.topk(top).indices, logits.topk(top).indices
-    common = (before[:, :, None] == after[:, None, :]).sum((1, 2)).cpu().double()
-    clean = reference.cpu().double().log_softmax(-1)  # not every device has float64
-    kl = (clean.exp() * (clean - logits.cpu().double().log_softmax(-1))).sum(-1)
+    wide = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
+    return NextTokens(
+        label=predicted_class(logits, label_token_ids),
+        top=logits.topk(top).indices,
+        log_probs=wide.double().log_softmax(-1),
+    )
+
+
+def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[Tensor, " batch"]]:
+    """What each prompt contributes to loyalty, on the CPU."""
+    if reference.log_probs.shape != changed.log_probs.shape:
+        raise MetricError(
+            "both runs must have the shape (batch, vocab); got "
+            f"{tuple(reference.log_probs.shape)} and {tuple(changed.log_probs.shape)}"
+        )
+    common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2)).cpu().double()
+    kl = (reference.probs * (reference.log_probs - changed.log_probs)).sum(-1)
     return {
-        "label_kept": kept.cpu().double(),
-        "word_overlap": common / (2 * top - common),
-        "kl": kl,
+        "label_kept": (reference.label == changed.label).cpu().double(),
+        "word_overlap": common / (2 * changed.top.shape[1] - common),
+        "kl": kl.cpu(),
     }
 
 

@@ -1,0 +1,99 @@
+"""The procedure of the paper's published code in plain transformers: one whole prompt at a time.
+
+Every setting runs every prompt from its first token, eager, without padding. Patterns come from
+``output_attentions``, isolation from the attention masks of its layers, saliency from
+``retain_grad``, as there. What is computed from them is the package's, so that only passes differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import plain
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.hooks import random_positions
+
+Cuts = Mapping[str, tuple[Sequence[int], int | None]]  # layers, and the draw of a random control
+
+
+def attention_and_logits(
+    weights: Any, batches: Sequence[al.PromptBatch]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows for AttentionAUCROC, and the clean logits at the targets."""
+    attention, logits = [], []
+    for prompt in prompts_of(batches):
+        with torch.no_grad():
+            out = plain.forward(weights, prompt, output_attentions=True, logits_to_keep=1)
+        scores = torch.stack([one[0, :, -1, prompt.anchors] for one in out.attentions]).double()
+        classes = torch.nn.functional.one_hot(
+            torch.tensor(prompt.classes), len(prompt.label_token_ids)
+        )
+        attention.append(scores @ classes.double())
+        logits.append(out.logits[0, -1])
+    found = torch.stack(logits)
+    ids = torch.cat([batch.demonstrations_id for batch in batches])
+    predicted = found[:, batches[0].label_token_ids].argmax(-1)
+    rows = {"attention": torch.stack(attention), "predicted": predicted, "demonstrations_id": ids}
+    return rows, found
+
+
+def isolated_logits(
+    weights: Any, batches: Sequence[al.PromptBatch], cuts: Cuts
+) -> dict[str, Tensor]:
+    """Logits at the targets with label words, or a draw of other words, isolated."""
+    found: dict[str, list[Tensor]] = {name: [] for name in cuts}
+    for batch in batches:
+        for row, prompt in enumerate(plain.prompts_of(batch)):
+            for name, (layers, draw) in cuts.items():
+                words = prompt.anchors
+                if draw is not None:
+                    drawn = random_positions(batch.prompt(row), draw)[0]
+                    words = drawn.nonzero().flatten().tolist()
+                edges = plain.edges_into(words, prompt)
+                found[name].append(
+                    plain.with_cut_masks(weights, prompt, edges, layers, logits_to_keep=1)
+                )
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def mean_flows(weights: Any, batches: Sequence[al.PromptBatch], **options: Any) -> Tensor:
+    """Mean flows [layer, flow], with the logits of all positions as the published code has them."""
+    of_prompts = []
+    for prompt in prompts_of(batches):
+        embedded = weights.get_input_embeddings()(prompt.tokens).detach().requires_grad_()
+        out = weights(
+            inputs_embeds=embedded,
+            attention_mask=torch.ones_like(prompt.tokens),
+            use_cache=False,
+            output_attentions=True,
+            **options,
+        )
+        for attention in out.attentions:
+            attention.retain_grad()
+        logits = out.logits[0, -1, prompt.label_token_ids]
+        torch.nn.functional.cross_entropy(logits, prompt.gold).backward()
+        kinds = flow_edges(prompt)
+        layers = []
+        for attention in out.attentions:
+            saliency = (attention.detach() * attention.grad)[0].sum(0).abs()
+            layers.append(torch.stack([saliency[kind].mean() for kind in kinds]))
+        of_prompts.append(torch.stack(layers))
+    return torch.stack(of_prompts).mean(0)
+
+
+def flow_edges(prompt: plain.Prompt) -> list[Tensor]:
+    """S_wp, S_pq and S_ww as masks [query, key]."""
+    n = prompt.tokens.shape[1]
+    below = torch.ones(n, n, dtype=torch.bool).tril(-1)
+    into = torch.zeros(n, n, dtype=torch.bool)
+    into[prompt.anchors] = True
+    read = torch.zeros(n, n, dtype=torch.bool)
+    read[prompt.target, prompt.anchors] = True
+    return [into & below, read, below & ~into & ~read]
+
+
+def prompts_of(batches: Sequence[al.PromptBatch]) -> Iterator[plain.Prompt]:
+    for batch in batches:
+        yield from plain.prompts_of(batch)

@@ -1,0 +1,283 @@
+"""How fast: against one prompt at a time, against naive TransformerLens, against the floor.
+
+    PYTHONPATH=tests python tests/benchmarks/speed.py --model M --train F --test F
+
+Each table is of one run: the ways take turns, with one untimed turn before, and the median counts;
+largest differences say that they give the same numbers. *One prompt at a time* is the procedure of
+the paper's published code in plain transformers (``published_way.py``). *Naive TransformerLens*
+runs each prompt with ``run_with_hooks`` and takes the last of all logits. The *floor* is plain
+transformers over the tokens that are needed at all, in batches, with target positions' logits only.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import published_way
+import torch
+from saliency_cost import byte_level_tokenizer, plain_transformers
+from torch import Tensor
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+import anchorlens as al
+from anchorlens.hooked import layer_numbers
+from anchorlens.models import read_weights
+from anchorlens.sharing import shared_passes
+
+QUIET: dict[str, Any] = {"progress": False}
+DRAW = 0
+
+
+def in_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each way."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, work in ways.items():
+            begin = time.perf_counter()
+            work()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def say(title: str, seconds: Mapping[str, float], ours: str, off: str) -> None:
+    print(f"\n{title}\n\n| | seconds | times ours |\n| --- | --- | --- |")
+    for name, value in seconds.items():
+        print(f"| {name} | {value:.1f} | {value / seconds[ours]:.2f} |")
+    print(f"\n{off}", flush=True)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def isolation(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+    """AUCROC, and loyalty with words isolated in the first and last 5 layers, with a control."""
+    places = al.first_and_last(model, [5])
+    cuts = cuts_of(model, places)
+    found: dict[str, Any] = {}
+
+    def ours() -> None:
+        run = al.run(model, batches, [al.AttentionAUCROC()], resamples=0, **QUIET)
+        sweep = al.isolation_sweep(model, batches, places, draws=1, seed=DRAW, resamples=0, **QUIET)
+        found["ours"] = (
+            run["attention_aucroc"].aucroc,
+            {
+                **{f"{name}/None": record.word_loyalty for name, record in sweep.items()},
+                **{
+                    f"{name}/{DRAW}": record.random_word_loyalty[0]
+                    for name, record in sweep.items()
+                },
+            },
+        )
+
+    def one() -> None:
+        rows, clean = published_way.attention_and_logits(weights, batches)
+        cut = published_way.isolated_logits(weights, batches, cuts)
+        ids = batches[0].label_token_ids
+        words = {name: al.loyalty(clean, logits, ids).word_loyalty for name, logits in cut.items()}
+        found["one"] = al.AttentionAUCROC().result(rows).aucroc, words
+
+    def naive() -> None:
+        for batch in batches:
+            for row in range(len(batch)):
+                prompt = batch.prompt(row)
+                hooks: list[Any] = [[]]
+                hooks += [
+                    al.isolate_labels(model, prompt, layers)
+                    if draw is None
+                    else al.isolate_random(model, prompt, layers, draw)
+                    for layers, draw in cuts.values()
+                ]
+                with torch.no_grad():
+                    for change in hooks:
+                        model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
+
+    def floor() -> None:
+        for _ in range(1 + len(cuts)):
+            queries_behind_demonstrations(weights, model, batches)
+
+    ways = {
+        "anchorlens": ours,
+        "one prompt at a time, target logits only": one,
+        "naive TransformerLens (without AUCROC)": naive,
+        "floor: plain passes of all settings over the same tokens": floor,
+    }
+    seconds = in_turns(ways, repeats)
+    (ours_auc, ours_words), (auc, words) = found["ours"], found["one"]
+    apart = max(float((ours_words[name] - words[name]).abs()) for name in words)
+    say(
+        f"AUCROC and loyalty, first and last 5 layers with a control, {prompts(batches)}",
+        seconds,
+        "anchorlens",
+        f"AUCROC differs by {float((ours_auc - auc).abs().max()):.1e}, word loyalty by {apart:.1e}",
+    )
+
+
+def cuts_of(model: Any, places: Mapping[str, al.Where]) -> dict[str, Any]:
+    """Layers, and None for the label words or the draw of a control."""
+    numbers = {name: layer_numbers(model, where.layers) for name, where in places.items()}
+    return {f"{name}/{draw}": (numbers[name], draw) for name in places for draw in (None, DRAW)}
+
+
+def queries_behind_demonstrations(
+    weights: Any, model: Any, batches: Sequence[al.PromptBatch]
+) -> None:
+    """The demonstrations once, then the queries in batches from their keys and values."""
+    passes = shared_passes_of(model, batches)
+    keys: dict[int, Any] = {}
+    with torch.no_grad():
+        for batch in batches:
+            ready = passes.ready(batch)
+            name, start = int(batch.demonstrations_id[0]), ready.first_query
+            if name not in keys:
+                keys[name] = DynamicCache()
+                weights.base_model(
+                    ready.tokens[:1, :start], past_key_values=keys[name], use_cache=True
+                )
+            cache = DynamicCache()
+            for layer, one in enumerate(keys[name].layers):
+                wide = (len(batch), -1, -1, -1)
+                cache.update(one.keys.expand(wide), one.values.expand(wide), layer)
+            hidden = weights.base_model(
+                ready.tokens[:, start:],
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=ready.attention_mask.long(),
+            ).last_hidden_state
+            rows = torch.arange(len(batch))
+            weights.get_output_embeddings()(hidden[rows, ready.target_positions - start])
+
+
+_passes: dict[int, Any] = {}
+
+
+def shared_passes_of(model: Any, batches: Sequence[al.PromptBatch]) -> Any:
+    """Made once: the trial is no part of the floor."""
+    if id(batches) not in _passes:
+        _passes[id(batches)] = shared_passes(model, batches)
+    return _passes[id(batches)]
+
+
+def flows(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+    """Saliency flows of all layers."""
+    found: dict[str, Tensor] = {}
+
+    def ours() -> None:
+        results = al.run(model, batches, [al.SaliencyFlows()], resamples=0, **QUIET)
+        found["ours"] = results["saliency_flows"].flows
+
+    def one(**options: Any) -> Callable[[], None]:
+        def work() -> None:
+            found["one"] = published_way.mean_flows(weights, batches, **options).double()
+
+        return work
+
+    ways = {
+        "anchorlens": ours,
+        "one prompt at a time": one(),
+        "one prompt at a time, target logits only": one(logits_to_keep=1),
+        "floor: plain frozen forward and backward": lambda: plain_transformers(weights, batches),
+    }
+    seconds = in_turns(ways, repeats)
+    off = difference(found["ours"], found["one"])
+    title = f"Saliency flows of all layers, {prompts(batches)}"
+    say(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
+
+
+def whole_run(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+    """al.run with AUCROC and accuracy, as a user calls it, against plain passes."""
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
+    ways = {
+        "al.run, 200 bootstrap resamples": lambda: al.run(model, batches, metrics, **QUIET),
+        "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
+        "floor: plain passes": lambda: queries_behind_demonstrations(weights, model, batches),
+    }
+    seconds = in_turns(ways, repeats)
+    title = f"al.run, AUCROC and accuracy, {prompts(batches)}"
+    say(title, seconds, next(iter(ways)), "")
+
+
+def prompts(batches: Sequence[al.PromptBatch]) -> str:
+    count, length = sum(map(len, batches)), max(batch.tokens.shape[1] for batch in batches)
+    return f"{count} prompts of up to {length} tokens in batches of {len(batches[0])}"
+
+
+def growth() -> None:
+    """AUCROC and isolation on random GPT-2s: seconds of ours, and how many times one prompt's."""
+    tokenizer = byte_level_tokenizer()
+    examples = al.load_examples("questions")
+    task = al.TASKS["trec"]
+    print("\n| layers | classes | shots | tokens | prompts | seconds | one prompt at a time |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    base = {"layers": 12, "classes": 6, "shots": 1, "count": 40}
+    changes: list[dict[str, int]] = [{}]
+    changes += [{"count": count} for count in (20, 80)] + [{"shots": n} for n in (2, 4)]
+    changes += [{"layers": n} for n in (6, 24)] + [{"classes": n} for n in (2, 4)]
+    for change in changes:
+        size = base | change
+        config = GPT2Config(
+            vocab_size=1000,
+            n_positions=2048,
+            n_layer=size["layers"],
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        weights = GPT2LMHeadModel(config).eval().requires_grad_(False)
+        weights.set_attn_implementation("eager")
+        model = al.load_model(weights, tokenizer=tokenizer, device="cpu")
+        some = [one for one in examples if (one.label or 0) < size["classes"]]
+        few = al.Task(task.template, labels=task.labels[: size["classes"]])
+        demos = al.sample_demonstrations(some, shots=size["shots"])
+        queries = [one for one in some * 4 if one not in demos][: size["count"]]
+        batches = al.build_prompts(model.tokenizer, few, demos, queries, batch_size=20)
+        places = al.first_and_last(model, [5])
+        cuts = cuts_of(model, places)
+
+        def ours(model: Any = model, batches: Any = batches, places: Any = places) -> None:
+            al.run(model, batches, [al.AttentionAUCROC()], resamples=0, **QUIET)
+            al.isolation_sweep(model, batches, places, draws=1, resamples=0, **QUIET)
+
+        def one(weights: Any = weights, batches: Any = batches, cuts: Any = cuts) -> None:
+            published_way.attention_and_logits(weights, batches)
+            published_way.isolated_logits(weights, batches, cuts)
+
+        seconds = in_turns({"ours": ours, "one": one}, 1)
+        length = max(batch.tokens.shape[1] for batch in batches)
+        print(
+            f"| {size['layers']} | {size['classes']} | {size['shots']} | {length} | "
+            f"{size['count']} | {seconds['ours']:.1f} | {seconds['one'] / seconds['ours']:.1f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
+    parser.add_argument("--train", default="questions", help="examples for demonstrations (TREC)")
+    parser.add_argument("--test", default="questions", help="examples for queries (TREC)")
+    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=1)
+    options = parser.parse_args()
+    weights, _ = read_weights(options.model, None, torch.float32)
+    weights = weights.eval().requires_grad_(False)
+    model = al.load_model(options.model, dtype=torch.float32)
+    demos = al.sample_demonstrations(al.load_examples(options.train), shots=1, seed=42)
+    queries = [one for one in al.load_examples(options.test) if one not in demos]
+
+    def batches(count: int, size: int) -> list[al.PromptBatch]:
+        task = al.TASKS["trec"]
+        return al.build_prompts(model.tokenizer, task, demos, queries[:count], batch_size=size)
+
+    many = batches(options.queries, options.batch_size)
+    isolation(weights, model, many, options.repeats)
+    whole_run(weights, model, many, options.repeats)
+    flows(weights, model, batches(64, 8), options.repeats)
+    growth()
+
+
+if __name__ == "__main__":
+    main()
