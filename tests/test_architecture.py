@@ -27,6 +27,7 @@ ORDER = [
     "figures",
     "metrics.__init__",
     "metrics.metric",
+    "metrics.products",
     "metrics.saliency",
     "metrics.aucroc",
     "metrics.distances",
