@@ -20,6 +20,7 @@ ORDER = [
     "hooks",
     "taps",
     "prefix",
+    "checkpoint",
     "forward",
     "probe",
     "models",

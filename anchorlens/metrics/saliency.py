@@ -125,6 +125,7 @@ def saliency(
     *,
     loss: Loss = label_cross_entropy,
     absolute_per_head: bool = False,
+    checkpoint: bool = False,
 ) -> Float[Tensor, "batch layer query key"]:
     """Saliency of every edge in every layer, for looking at a few prompts.
 
@@ -136,6 +137,7 @@ def saliency(
         batch: Prompts; batches from ``build_prompts`` go to the model's device by themselves.
         loss: Function of (logits, batch) to one number a prompt.
         absolute_per_head: See :class:`SaliencyFlows`.
+        checkpoint: For long prompts; see :func:`run`.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.
@@ -169,5 +171,6 @@ def saliency(
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
+            checkpoint=checkpoint,
         )
     return torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
