@@ -4,7 +4,7 @@ The only file that runs a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
+from .checkpoint import Checkpoints, checkpointed
 from .errors import MetricError, ModelError, PromptError
 from .hooked import (
     Hook,
@@ -68,6 +69,7 @@ def run_pass(
     loss: Loss | None = None,
     into: Sequence[Tensor] = (),
     prefix: Prefix | None = None,
+    checkpoint: bool = False,
 ) -> Float[Tensor, "batch vocab"]:
     """Run the model over a batch; with a loss, also backward from its sum.
 
@@ -81,6 +83,9 @@ def run_pass(
             differentiated.
         into: Tensors of the hooks that the gradient goes into; the input of block 0 by default.
         prefix: Keys and values of the columns before ``batch.first_query``, which are not run.
+        checkpoint: Keep only the input of each block for the gradient, and run the block again when
+            the gradient comes to it. Hooks inside blocks act both times; observers look once, at
+            tensors without a graph.
 
     Returns:
         Logits at the target positions, detached, in float32 or the model's wider type.
@@ -89,8 +94,15 @@ def run_pass(
         ModelError: The model was not prepared, its logits are not finite, or its value biases are
             folded and a loss is given or the model has attention sinks.
         PromptError: The prompts do not fit the model, or begin where no prefix ends.
+        MetricError: Checkpoints are asked for without a gradient, or behind a prefix.
+        HookError: A block did something else when it ran again.
     """
     require_prepared(model)
+    if checkpoint and (loss is None or prefix is not None):
+        raise MetricError(
+            "checkpoint=True is for the gradient through whole prompts; there is "
+            f"{'no loss' if loss is None else 'a prefix'} here, so leave it out"
+        )
     if loss is not None or _has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
@@ -100,18 +112,25 @@ def run_pass(
     own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
-    forward_hooks = [*own, *hooks, *observers, *last]
+    checkpoints = Checkpoints() if checkpoint else None
+    looks = observers if checkpoints is None else checkpoints.observers(observers)
+    inputs = _inputs(model, batch, prefix)
+    if checkpoint and hasattr(model, "original_model"):
+        inputs["use_cache"] = False  # a block that runs again would put its keys in twice
     # inference_mode outside would make tensors that autograd refuses.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
-        model.hooks(fwd_hooks=forward_hooks, bwd_hooks=list(backward_hooks)),
+        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
+        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=list(backward_hooks)),
     ):
-        outputs = model(batch.tokens[:, batch.first_query :], **_inputs(model, batch, prefix))
+        outputs = model(batch.tokens[:, batch.first_query :], **inputs)
         logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if loss is not None:
             _backward(loss(logits, batch), batch, leaves)
+    if checkpoints is not None:
+        checkpoints.require_all(model)
     logits = logits.detach()
     if not logits.isfinite().all():
         raise ModelError(

@@ -34,6 +34,7 @@ def run(
     *,
     hooks: HooksOfBatch | None = None,
     loss: Loss = label_cross_entropy,
+    checkpoint: bool = False,
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -55,6 +56,12 @@ def run(
             They act before the metrics look, and a clean pass runs first.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
             summed over prompts.
+        checkpoint: Activation checkpointing, for prompts too long for the memory: the pass with a
+            gradient keeps only what goes into each block, and runs the block again when the
+            gradient comes to it. The memory for attention is then that of one layer instead of all,
+            the numbers are the same, and it takes about one more forward pass. ``hooks`` act both
+            times and must do the same both times; metrics look once. An error where no metric
+            needs a gradient.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
             from there.
@@ -76,7 +83,7 @@ def run(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
-    _check(model, batches, metrics, hooks, loss)
+    _check(model, batches, metrics, hooks, loss, checkpoint)
     store = None
     if folder is not None:
         settings = {
@@ -90,7 +97,7 @@ def run(
     rows = collect(
         model,
         batches,
-        lambda batch: _rows_of_batch(passes, batch, metrics, hooks, loss, failures),
+        lambda batch: _rows_of_batch(passes, batch, metrics, hooks, loss, checkpoint, failures),
         store=store,
         progress=progress,
     )
@@ -137,6 +144,7 @@ def _check(
     metrics: Sequence[Metric],
     hooks: HooksOfBatch | None,
     loss: Loss,
+    checkpoint: bool,
 ) -> None:
     """Everything that can be refused before the model runs."""
     if not metrics:
@@ -152,6 +160,11 @@ def _check(
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
     gradient = any(metric.needs_gradient for metric in metrics)
+    if checkpoint and not gradient:
+        raise MetricError(
+            f"checkpoint=True saves memory of the gradient, but none of {names} needs one and the "
+            "memory is the same without; leave it out"
+        )
     for metric in metrics:
         check = getattr(metric, "check", None)
         if check is not None:
@@ -174,6 +187,7 @@ def _rows_of_batch(
     metrics: Sequence[Metric],
     hooks: HooksOfBatch | None,
     loss: Loss,
+    checkpoint: bool,
     failures: dict[str, AnchorlensError],
 ) -> dict[str, Tensor]:
     """Rows of every metric; one that fails is set aside, so that the others go on."""
@@ -189,6 +203,7 @@ def _rows_of_batch(
         backward_hooks=[hook for one in observations for hook in one.backward_hooks],
         loss=loss if any(metric.needs_gradient for metric in metrics) else None,
         prefix=prefix,
+        checkpoint=checkpoint,
     )
     rows: dict[str, Tensor] = {}
     for metric, observation, one in zip(metrics, observations, shared, strict=True):

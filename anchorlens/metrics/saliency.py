@@ -1,6 +1,6 @@
 """Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +12,10 @@ from .. import edges, figures
 from ..batch import PromptBatch
 from ..errors import PromptError
 from ..forward import Loss, device_of, label_cross_entropy, run_pass, undisturbed
-from ..hooked import Hook, HookedModel, pattern_name
+from ..hooked import HookedModel
 from ..results import Record, Rows, by_set
-from .metric import Observation, hooks_by_layer
+from .metric import Observation
+from .products import edge_sums, over_heads, pieces, product_hooks
 
 FLOWS = (edges.wp, edges.pq, edges.ww, edges.tq)
 
@@ -81,18 +82,15 @@ class SaliencyFlows:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Watch A and dL/dA of every layer; keep only sums over edges."""
-        chosen = torch.stack([flow(batch) for flow in FLOWS], dim=-1)[:, batch.first_query :]
-        counts = chosen.sum((1, 2))
-        weights = chosen.flatten(1, 2).float()  # [batch, query * key, flow]
+        chosen = torch.stack([flow(batch) for flow in FLOWS], dim=1)[:, :, batch.first_query :]
+        counts = chosen.sum((2, 3))
         merged: dict[int, Tensor] = {}
         by_head: dict[int, Tensor] = {}
 
-        def keep_sums(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
-            size = product.abs()
-            saliency = _over_heads(product, self.absolute_per_head)
-            mean = weights.to(product) / counts[:, None].to(product)
-            merged[layer] = (saliency.flatten(1)[:, None] @ mean)[:, 0].cpu()
-            by_head[layer] = (size.flatten(2) @ mean).cpu()
+        def keep_means(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+            sums, head_sums = edge_sums(pattern, gradient, chosen, self.absolute_per_head)
+            merged[layer] = (sums / counts.to(sums)).cpu()
+            by_head[layer] = (head_sums / counts[:, None].to(sums)).cpu()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             layers = range(model.cfg.n_layers)
@@ -102,7 +100,7 @@ class SaliencyFlows:
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
-        hooks, backward_hooks = _product_hooks(model, keep_sums)
+        hooks, backward_hooks = product_hooks(model, keep_means)
         return Observation(rows, hooks, backward_hooks)
 
     def result(self, rows: Rows) -> SaliencyFlowsRecord:
@@ -127,6 +125,7 @@ def saliency(
     *,
     loss: Loss = label_cross_entropy,
     absolute_per_head: bool = False,
+    checkpoint: bool = False,
 ) -> Float[Tensor, "batch layer query key"]:
     """Saliency of every edge in every layer, for looking at a few prompts.
 
@@ -138,6 +137,7 @@ def saliency(
         batch: Prompts; batches from ``build_prompts`` go to the model's device by themselves.
         loss: Function of (logits, batch) to one number a prompt.
         absolute_per_head: See :class:`SaliencyFlows`.
+        checkpoint: For long prompts; see :func:`run`.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.
@@ -159,10 +159,11 @@ def saliency(
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
     maps: dict[int, Tensor] = {}
 
-    def keep(layer: int, product: Float[Tensor, "batch head query key"]) -> None:
-        maps[layer] = _over_heads(product, absolute_per_head).cpu()
+    def keep(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        rows = [over_heads(one, absolute_per_head) for _, one in pieces(pattern, gradient)]
+        maps[layer] = torch.cat(rows, dim=1).cpu()
 
-    hooks, backward_hooks = _product_hooks(model, keep)
+    hooks, backward_hooks = product_hooks(model, keep)
     with undisturbed(model):
         run_pass(
             model,
@@ -170,31 +171,6 @@ def saliency(
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
+            checkpoint=checkpoint,
         )
     return torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
-
-
-def _over_heads(
-    product: Float[Tensor, "batch head query key"], absolute_per_head: bool
-) -> Float[Tensor, "batch query key"]:
-    return product.abs().sum(1) if absolute_per_head else product.sum(1).abs()
-
-
-def _product_hooks(
-    model: HookedModel, use: Callable[[int, Float[Tensor, "batch head query key"]], None]
-) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that hand A * dL/dA of each layer to ``use`` as the backward pass goes by it."""
-    patterns: dict[int, Tensor] = {}
-
-    def keep_pattern(layer: int, pattern: Tensor) -> None:
-        patterns[layer] = pattern.detach()
-
-    def multiply(layer: int, gradient: Tensor) -> None:
-        # The pattern is let go here, so that none outlives its layer's backward.
-        pattern = patterns.pop(layer)
-        if gradient.dtype.itemsize < 4:
-            pattern, gradient = pattern.float(), gradient.float()
-        use(layer, pattern * gradient)
-
-    forward = hooks_by_layer(model, pattern_name, keep_pattern)
-    return forward, hooks_by_layer(model, pattern_name, multiply)
