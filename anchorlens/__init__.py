@@ -40,12 +40,12 @@ from .experiments.places import windows as windows
 from .experiments.reweighting import Beta as Beta
 from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
 from .experiments.reweighting import train_reweighting as train_reweighting
-from .forward import label_cross_entropy as label_cross_entropy
 from .hooks import block_edges as block_edges
 from .hooks import isolate as isolate
 from .hooks import isolate_labels as isolate_labels
 from .hooks import isolate_random as isolate_random
 from .hooks import reweight_anchors as reweight_anchors
+from .losses import label_cross_entropy as label_cross_entropy
 from .metrics.accuracy import Accuracy as Accuracy
 from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
 from .metrics.accuracy import AccuracyRecord as AccuracyRecord

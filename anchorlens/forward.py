@@ -3,7 +3,7 @@
 The only file that runs a model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,41 +22,8 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
+from .losses import Loss
 from .prefix import Prefix, cache_of, inputs_after, prefix_of
-
-Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
-
-
-def label_cross_entropy(
-    logits: Float[Tensor, "batch vocab"], batch: PromptBatch
-) -> Float[Tensor, " batch"]:
-    """Cross entropy of the true label over the label words' logits only, in nats.
-
-    ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1. From 0 up;
-    high means that the model prefers another label.
-
-    Args:
-        logits: Next-token logits at the target positions.
-        batch: The prompts, with their true labels.
-
-    Returns:
-        One number a prompt.
-
-    Raises:
-        MetricError: The prompts have no true labels.
-
-    Examples:
-        >>> logits = torch.zeros(len(batch), model.tokenizer.vocab_size)
-        >>> al.label_cross_entropy(logits, batch)[0].exp().round().item()  # as many as labels
-        6.0
-    """
-    if batch.gold is None:
-        raise MetricError(
-            "the label cross entropy needs the true label of each query; give queries with labels "
-            "(gold=...), or a loss of your own: (logits, batch) to one number a prompt"
-        )
-    log_probs = logits[:, batch.label_token_ids].log_softmax(-1)
-    return -log_probs.gather(1, batch.gold[:, None])[:, 0]
 
 
 def run_pass(
@@ -82,7 +49,8 @@ def run_pass(
         loss: Function of (logits, batch) to one number a prompt. With None nothing is
             differentiated.
         into: Tensors of the hooks that the gradient goes into; the input of block 0 by default.
-        prefix: Keys and values of the columns before ``batch.first_query``, which are not run.
+        prefix: Keys and values of the columns before ``batch.first_query``, which are not run; the
+            gradient goes on through it where it has a graph.
         checkpoint: Keep only the input of each block for the gradient, and run the block again when
             the gradient comes to it. Hooks inside blocks act both times; observers look once, at
             tensors without a graph.
@@ -107,7 +75,11 @@ def run_pass(
         refuse_folded_value_biases(model)
     check_fits(model, batch)
     _check_begins(batch, prefix)
-    leaves = list(into)
+    leaves, graph = list(into), prefix.graph if loss is not None and prefix is not None else None
+    if graph is not None:
+        assert prefix is not None
+        prefix = prefix.for_each(len(batch))
+        leaves += [*prefix.keys, *prefix.values]
     needs_leaf = loss is not None and not leaves
     own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
@@ -129,6 +101,8 @@ def run_pass(
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if loss is not None:
             _backward(loss(logits, batch), batch, leaves)
+            if graph is not None:
+                graph.hand_over(leaves[len(into) :])
     if checkpoints is not None:
         checkpoints.require_all(model)
     logits = logits.detach()
@@ -147,6 +121,7 @@ def run_prefix(
     *,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
+    backward_hooks: Sequence[Hook] = (),
 ) -> Prefix:
     """Run all tokens of a batch once, to go on from them any number of times.
 
@@ -155,6 +130,8 @@ def run_prefix(
         batch: The leading tokens of prompts (``batch.before(position)``), on the model's device.
         hooks: Interventions in the blocks, which act first.
         observers: Hooks that look.
+        backward_hooks: Called in each pass behind it with a loss, with the gradient [batch, ...] of
+            its prompts at a hook point's output.
 
     Returns:
         Keys and values of every layer, for ``run_pass(..., prefix=...)``.
@@ -164,12 +141,18 @@ def run_prefix(
     """
     require_prepared(model)
     cache = cache_of(model, len(batch))
-    narrowed = all(_stands_in_a_block(name) for name, _ in observers)
-    last = [_last_hook(model)] if narrowed else []
-    forward_hooks = [*_padding_hooks(model, batch), *hooks, *observers, *last]
-    with torch.inference_mode(False), torch.no_grad(), model.hooks(fwd_hooks=forward_hooks):
+    narrowed = all(_stands_in_a_block(name) for name, _ in (*observers, *backward_hooks))
+    points: list[tuple[Tensor, HookFunction]] = []
+    own = _padding_hooks(model, batch) + ([_leaf_hook([])] if backward_hooks else [])
+    last = [_point_hook(points, *one) for one in backward_hooks]
+    last += [_last_hook(model)] if narrowed else []
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(bool(backward_hooks)),
+        model.hooks(fwd_hooks=[*own, *hooks, *observers, *last]),
+    ):
         model(batch.tokens, **inputs_after(model, batch, cache))
-    return prefix_of(cache, batch.attention_mask)
+    return prefix_of(cache, batch.attention_mask, points)
 
 
 @contextmanager
@@ -287,6 +270,15 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
         return leaves[-1]
 
     return "blocks.0.hook_resid_pre", make_leaf
+
+
+def _point_hook(
+    points: list[tuple[Tensor, HookFunction]], name: str | HookFunction, take: HookFunction
+) -> Hook:
+    def keep(tensor: Tensor, hook: Any) -> None:
+        points.append((tensor, take))
+
+    return name, keep  # type: ignore[return-value]
 
 
 def _has_sinks(model: HookedModel) -> bool:

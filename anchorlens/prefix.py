@@ -11,7 +11,38 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import ModelError
-from .hooked import HookedModel
+from .hooked import HookedModel, HookFunction
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """How the keys and values of a prefix came about, for the gradients of prompts behind it.
+
+    Attributes:
+        outputs: Keys, then values, of each layer, with their graph.
+        points: Tensors at hook points, and what takes their gradient.
+    """
+
+    outputs: tuple[Float[Tensor, "batch _ position _"], ...]
+    points: tuple[tuple[Tensor, HookFunction], ...]
+
+    def hand_over(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
+        """Each prompt's gradient at ``leaves``, its own copies of the outputs, goes to the points.
+
+        All prompts in one pass backward; the graph stays for the next.
+        """
+        slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
+        found = torch.autograd.grad(
+            self.outputs,
+            [tensor for tensor, _ in self.points],
+            [slope[:, None] for slope in slopes],
+            retain_graph=True,
+            allow_unused=True,  # nothing is read off the last layer's patterns
+            is_grads_batched=True,
+        )
+        for (tensor, take), slope in zip(self.points, found, strict=True):
+            shape = (len(slopes[0]), *tensor.shape[1:])
+            take(tensor.new_zeros(shape) if slope is None else slope[:, 0], hook=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +56,14 @@ class Prefix:
         values: Values of each layer, as the model caches them.
         attention_mask: False where a column is padding.
         next_position: Where the token after it stands, as the model counts positions.
+        graph: For gradients through it; None where it was run without.
     """
 
     keys: tuple[Float[Tensor, "batch _ position _"], ...]
     values: tuple[Float[Tensor, "batch _ position _"], ...]
     attention_mask: Bool[Tensor, "batch position"]
     next_position: Int[Tensor, " batch"]
+    graph: Graph | None = None
 
     def __len__(self) -> int:
         return self.attention_mask.shape[1]
@@ -39,6 +72,14 @@ class Prefix:
     def size(self) -> int:
         """Bytes of the keys and values."""
         return sum(one.nbytes for one in (*self.keys, *self.values))
+
+    def for_each(self, size: int) -> "Prefix":
+        """Copies for ``size`` prompts, each of which takes a gradient of its own."""
+
+        def own(one: Tensor) -> Tensor:
+            return one.expand(size, *one.shape[1:]).clone().requires_grad_()
+
+        return replace(self, keys=tuple(map(own, self.keys)), values=tuple(map(own, self.values)))
 
     def columns(self, kept: Bool[Tensor, " position"]) -> "Prefix":
         """The kept columns alone. What was dropped had its effect on them already."""
@@ -105,8 +146,12 @@ def inputs_after(
     return inputs
 
 
-def prefix_of(cache: Any, attention_mask: Bool[Tensor, "batch position"]) -> Prefix:
-    """What a pass over prompts with this mask left in its cache.
+def prefix_of(
+    cache: Any,
+    attention_mask: Bool[Tensor, "batch position"],
+    points: Sequence[tuple[Tensor, HookFunction]] = (),
+) -> Prefix:
+    """What a pass over prompts with this mask left in its cache, and points in its graph.
 
     Raises:
         ModelError: The model left nothing there, or not all positions.
@@ -119,11 +164,13 @@ def prefix_of(cache: Any, attention_mask: Bool[Tensor, "batch position"]) -> Pre
     length = attention_mask.shape[1]
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
         raise ModelError("the model takes no key-value cache, or keeps only a part of it")
+    keys, values = zip(*pairs, strict=True)
     return Prefix(
-        keys=tuple(key.detach() for key, _ in pairs),
-        values=tuple(value.detach() for _, value in pairs),
+        keys=tuple(key.detach() for key in keys),
+        values=tuple(value.detach() for value in values),
         attention_mask=attention_mask,
         next_position=attention_mask.sum(1),
+        graph=Graph((*keys, *values), tuple(points)) if points else None,
     )
 
 

@@ -11,19 +11,14 @@ from torch import Tensor
 from .batch import PromptBatch
 from .collect import check_batches, collect, describe
 from .errors import AnchorlensError, MetricError, RunError
-from .forward import (
-    Loss,
-    device_of,
-    label_cross_entropy,
-    run_pass,
-    vocabulary_of,
-)
+from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
+from .losses import Loss, label_cross_entropy
 from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
 from .prefix import Prefix
 from .results import Record, Rows, with_intervals
-from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes
+from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes, whole_passes
 from .store import Store, fingerprint
 
 
@@ -41,11 +36,11 @@ def run(
 ) -> dict[str, Any]:
     """Feed any number of metrics from one pass over all batches.
 
-    One forward a batch, and one backward if a metric needs it. Without a backward, demonstrations
-    that prompts share are run once and only the queries in batches, where that gives the same
-    logits; ``info["shared_prefix"]`` of each record says so, or why not. Parameters are frozen and
-    dropout is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on names
-    behind the last block work, at the price that all positions go through the unembedding.
+    One forward a batch, and one backward if a metric needs it. Demonstrations that prompts share
+    are run forward once and only the queries in batches, where that gives the same logits and
+    gradients; ``info["shared_prefix"]`` of each record says so, or why not. Parameters are frozen
+    and dropout is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on
+    names behind the last block work, at the price that all positions go through the unembedding.
 
     Args:
         model: A hooked model; its attention hooks are proven at first use.
@@ -93,7 +88,12 @@ def run(
         }
         store = Store.open(folder, fingerprint(model, batches, settings))
     failures: dict[str, AnchorlensError] = {}
-    passes = shared_passes(model, batches, [] if hooks is None else [hooks], metrics)
+    changes = [] if hooks is None else [hooks]
+    passes = (
+        whole_passes(model, "checkpointed")
+        if checkpoint
+        else shared_passes(model, batches, changes, metrics, loss)
+    )
     rows = collect(
         model,
         batches,
@@ -206,11 +206,12 @@ def _rows_of_batch(
         checkpoint=checkpoint,
     )
     rows: dict[str, Tensor] = {}
-    for metric, observation, one in zip(metrics, observations, shared, strict=True):
+    for metric, observation, before in zip(metrics, observations, shared, strict=True):
         try:
-            if isinstance(one, MetricError):
-                raise one
-            same = {key: value.expand(len(batch), *value.shape[1:]) for key, value in one.items()}
+            same = {
+                name: values.expand(len(batch), *values.shape[1:])
+                for name, values in before.rows(logits[:0], None).items()
+            }
             own = same | observation.rows(logits, clean)
             _check_rows(metric.name, own, len(batch))
         except MetricError as error:
@@ -223,28 +224,26 @@ def _rows_of_batch(
 
 def _demonstrations(
     passes: Passes, batch: PromptBatch, metrics: Sequence[Metric], changes: HooksOfBatch
-) -> tuple[Sequence[dict[str, Tensor] | MetricError], Prefix | None]:
-    """What shared demonstrations contribute to each metric, and the prefix that goes on."""
+) -> tuple[Sequence[Observation], Prefix | None]:
+    """What watches shared demonstrations, each metric's, and the prefix that goes on from them."""
     if not batch.first_query:
-        return [{} for _ in metrics], None
+        return [Observation(lambda logits, clean_logits: {}) for _ in metrics], None
 
-    def rows(observation: Observation) -> dict[str, Tensor] | MetricError:
-        try:
-            return observation.rows(torch.empty(1, 0), None)
-        except MetricError as error:
-            return error
-
-    def look() -> tuple[Sequence[dict[str, Tensor] | MetricError], Prefix]:
+    def look() -> tuple[Sequence[Observation], Prefix]:
         shared = passes.demonstrations(batch)
         observations: list[Observation] = [
             metric.observe_demonstrations(passes.model, shared)  # type: ignore[attr-defined]
             for metric in metrics
         ]
-        observers = [hook for one in observations for hook in one.hooks]
-        prefix = passes.prefix(batch, changes, observers)
-        return [rows(one) for one in observations], prefix
+        prefix = passes.prefix(
+            batch,
+            changes,
+            observers=[hook for one in observations for hook in one.hooks],
+            backward_hooks=[hook for one in observations for hook in one.backward_hooks],
+        )
+        return observations, prefix
 
-    return passes.once(batch, "rows", look)
+    return passes.once(batch, "observed", look)
 
 
 def _check_rows(metric: str, rows: Rows, count: int) -> None:

@@ -4,13 +4,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
 from .forward import device_of, run_pass, run_prefix, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
+from .losses import Loss
 from .metrics.metric import Metric
+from .metrics.products import product_hooks
 from .prefix import Prefix
 from .start import Start, kept_starts, started
 
@@ -19,6 +22,7 @@ HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 T = TypeVar("T")
 
 TOLERANCE = 1e-5  # of the largest logit, between a shared and a whole pass
+SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
 
 
 def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
@@ -65,11 +69,21 @@ class Passes:
         return cast(T, self.kept[name, key])
 
     def prefix(
-        self, batch: PromptBatch, hooks: HooksOfBatch, observers: Sequence[Hook] = ()
+        self,
+        batch: PromptBatch,
+        hooks: HooksOfBatch,
+        observers: Sequence[Hook] = (),
+        backward_hooks: Sequence[Hook] = (),
     ) -> Prefix:
         """Keys and values of what the prompts of a ready batch share."""
         shared = self.demonstrations(batch)
-        return run_prefix(self.model, shared, hooks=hooks(shared), observers=observers)
+        return run_prefix(
+            self.model,
+            shared,
+            hooks=hooks(shared),
+            observers=observers,
+            backward_hooks=backward_hooks,
+        )
 
     def logits(
         self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
@@ -103,17 +117,17 @@ def shared_passes(
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch] = (),
     metrics: Sequence[Metric] = (),
+    loss: Loss | None = None,
 ) -> Passes:
-    """Passes that run shared demonstrations once, where that gives the same logits.
+    """Passes that run shared demonstrations once, where that gives the same logits and gradients.
 
     Args:
         model: A prepared model.
         batches: All prompts of the run.
         changes: The interventions of the run, tried on the first batch besides the clean run.
         metrics: What watches the passes.
+        loss: What is differentiated where a metric needs a gradient.
     """
-    if any(metric.needs_gradient for metric in metrics):
-        return whole_passes(model, "the gradient goes through the demonstrations")
     alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
     if alone:
         return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
@@ -134,10 +148,22 @@ def shared_passes(
             except Exception as error:  # a cache that an architecture cannot take fails anyhow
                 return whole_passes(model, f"no run from a key-value cache ({_first_line(error)})")
             largest = max(largest, logit_difference(found, expected))
-    if not largest <= TOLERANCE:
-        return whole_passes(
-            model, f"logits differ by {largest:.1e} of the largest from those of whole prompts"
-        )
+        saliencies = 0.0
+        if loss is not None and any(metric.needs_gradient for metric in metrics):
+            change = changes[0] if changes else no_hooks
+            try:
+                saliencies = _saliency_difference(passes, first, change, loss)
+            except Exception as error:  # a backward of an architecture that takes one prompt only
+                return whole_passes(
+                    model, f"no gradients of several prompts ({_first_line(error)})"
+                )
+    for what, difference, limit in (
+        ("logits", largest, TOLERANCE),
+        ("saliencies", saliencies, SALIENCY_TOLERANCE),
+    ):
+        if not difference <= limit:
+            why = f"{what} differ by {difference:.1e} of the largest from those of whole prompts"
+            return whole_passes(model, why)
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
@@ -194,6 +220,35 @@ def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch,
 def logit_difference(found: Tensor, expected: Tensor) -> float:
     """Largest difference, of the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _saliency_difference(
+    passes: Passes, batch: PromptBatch, change: HooksOfBatch, loss: Loss
+) -> float:
+    """Largest difference of A * dL/dA of two prompts, of the largest of its layer."""
+    model, few = passes.model, passes.ready(batch.prompts(0, 2))
+    whole: dict[int, Tensor] = {}
+    upper: dict[int, Tensor] = {}
+    lower: dict[int, Tensor] = {}
+
+    def kept_in(products: dict[int, Tensor]) -> dict[str, Any]:
+        def keep(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+            products[layer] = pattern * gradient
+
+        hooks, backward_hooks = product_hooks(model, keep, dict.__getitem__)
+        return {"observers": hooks, "backward_hooks": backward_hooks}
+
+    at_once = replace(few, first_query=0)
+    run_pass(model, at_once, hooks=change(at_once), loss=loss, **kept_in(whole))
+    prefix = passes.prefix(few, change, **kept_in(upper))
+    run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
+    differences = []
+    for layer, expected in whole.items():
+        above, below = expected.tensor_split([few.first_query], dim=2)
+        off = [upper[layer] - above[..., : few.first_query], lower[layer] - below]
+        size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+        differences.append(max(float(one.abs().max() / size) for one in off))
+    return max(differences)
 
 
 def only_set(batch: PromptBatch) -> int | None:

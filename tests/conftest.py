@@ -247,10 +247,10 @@ def model_folder(byte_level: PreTrainedTokenizerFast, tmp_path_factory: Any) -> 
     return folder
 
 
-def questions(model: Any, count: int = 12, **options: Any) -> list[al.PromptBatch]:
+def questions(model: Any, count: int = 12, seed: int = 1, **options: Any) -> list[al.PromptBatch]:
     """Prompts of the bundled questions, one demonstration a class."""
     examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=1)
+    demos = al.sample_demonstrations(examples, seed=seed)
     queries = [example for example in examples if example not in demos][:count]
     return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
 

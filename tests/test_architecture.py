@@ -22,6 +22,7 @@ ORDER = [
     "prefix",
     "start",
     "checkpoint",
+    "losses",
     "forward",
     "probe",
     "models",

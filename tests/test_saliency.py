@@ -190,17 +190,25 @@ def test_batching_padding_and_order_change_nothing(
 
 
 def test_sets_of_demonstrations_are_averaged_by_share(gpt2: Any) -> None:
-    """Flows of each set, then its shares, then the mean over sets."""
+    """Flows of each prompt from sums, of each set, then its shares, then the mean over sets."""
     generator = torch.Generator().manual_seed(0)
     rows = {
-        "flows": torch.rand(5, 2, 4, generator=generator),
-        "head_flows": torch.rand(5, 2, 3, 4, generator=generator),
+        "sums": torch.rand(5, 2, 4, generator=generator),
+        "head_sums": torch.rand(5, 2, 3, 4, generator=generator),
+        "counts": torch.tensor([[3, 1, 5, 2]] * 4 + [[4, 1, 7, 3]]),
         "demonstrations_id": torch.tensor([7, 9, 7, 7, 9]),
     }
     record = al.SaliencyFlows().result(rows)
-    a, b = (rows["flows"][k].double().mean(0) for k in ([0, 2, 3], [1, 4]))
+    flows = rows["sums"].double() / rows["counts"][:, None]
+    a, b = (flows[k].mean(0) for k in ([0, 2, 3], [1, 4]))
     three = [one[:, :3] for one in (a, b)]
     shares = [one / one.sum(-1, keepdim=True) for one in three]
     torch.testing.assert_close(record.flows, (three[0] + three[1]) / 2)
     torch.testing.assert_close(record.share, (shares[0] + shares[1]) / 2)
     torch.testing.assert_close(record.pq_over_tq, (a[:, 1] / a[:, 3] + b[:, 1] / b[:, 3]) / 2)
+    torch.testing.assert_close(record.per_prompt, flows[..., :3])
+    # What shared demonstrations add is added before the means are taken.
+    shared = {"shared_sums": rows["sums"], "shared_head_sums": rows["head_sums"]}
+    twice = al.SaliencyFlows().result(rows | shared)
+    torch.testing.assert_close(twice.flows, 2 * record.flows)
+    torch.testing.assert_close(twice.per_head, 2 * record.per_head)

@@ -9,7 +9,7 @@ from conftest import difference, hooks_on, questions
 from test_run import SelfAttention, assert_same
 
 import anchorlens as al
-from anchorlens import sharing
+from anchorlens import prefix, sharing
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
@@ -58,6 +58,49 @@ def test_metrics_as_of_whole_prompts(model: Any, side: Any, whole: Any) -> None:
     )
     assert float(isolation.kl) > 1e-6
     assert_same(isolation, al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_saliency_as_of_whole_prompts(model: Any, side: Any, changed: bool, whole: Any) -> None:
+    """The gradient goes on through demonstrations that were run once, of two sets in turn."""
+    batches = questions(model, 9, batch_size=4, padding_side=side)
+    batches += questions(model, 5, batch_size=4, padding_side=side, seed=7)
+    metrics = [*METRICS, al.SaliencyFlows(), al.SaliencyFlows(absolute_per_head=True, name="abs")]
+    change = isolated(model) if changed else None
+    before = hooks_on(model)
+    ours = al.run(model, batches, metrics, hooks=change, **QUIET)
+    whole()
+    theirs = al.run(model, batches, metrics, hooks=change, **QUIET)
+    for name, record in ours.items():
+        assert "run once" in record.info["shared_prefix"]
+        assert theirs[name].info["shared_prefix"].startswith("off")
+        assert_same(record, theirs[name])
+    assert changed or float(ours["saliency_flows"].flows[:-1, 0].min()) > 0
+    assert hooks_on(model) == before
+
+
+def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(gpt2, 5)
+    expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    original = prefix.Graph.hand_over
+
+    def off(graph: Any, leaves: Any) -> None:
+        leaves[0].grad *= 1.01
+        original(graph, leaves)
+
+    monkeypatch.setattr(prefix.Graph, "hand_over", off)
+    record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    assert record.info["shared_prefix"].startswith("off: saliencies differ by")
+    assert_same(record, expected)
+
+    def fails(graph: Any, leaves: Any) -> None:
+        raise RuntimeError("no batching rule")
+
+    monkeypatch.setattr(prefix.Graph, "hand_over", fails)
+    record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    assert record.info["shared_prefix"] == "off: no shared gradients (no batching rule)"
+    assert_same(record, expected)
 
 
 def test_isolation_inside_the_prefix_shows(gpt2: Any) -> None:

@@ -15,16 +15,10 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import check_batches, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import (
-    Loss,
-    device_of,
-    label_cross_entropy,
-    run_pass,
-    undisturbed,
-    vocabulary_of,
-)
+from ..forward import device_of, run_pass, undisturbed, vocabulary_of
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases
 from ..hooks import reweight_anchors
+from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
 from ..models import ensure_prepared
 from ..prefix import Prefix

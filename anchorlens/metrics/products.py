@@ -14,23 +14,28 @@ from .metric import hooks_by_layer
 
 Pattern = Float[Tensor, "batch head query key"]
 
-# Elements of a product at most: those of eight short prompts are one piece. Smaller ones are as fast,
-# larger ones slower and, in float32, less exact (at 2048 tokens a whole product was off by 8e-4).
+# Elements of a product at most: those of eight short prompts are one piece. Smaller ones are as
+# fast, larger ones slower and, in float32, less exact (at 2048 tokens a whole one was off by 8e-4).
 PIECE = 2**21
 
 
 def product_hooks(
-    model: HookedModel, use: Callable[[int, Pattern, Pattern], None]
+    model: HookedModel,
+    use: Callable[[int, Pattern, Pattern], None],
+    take: Callable[[dict[int, Tensor], int], Tensor] = dict.pop,
 ) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that hand A and dL/dA of each layer to ``use`` as the backward pass goes by it."""
+    """Hooks that hand A and dL/dA of each layer to ``use`` as the backward pass goes by it.
+
+    With ``dict.pop`` no pattern outlives its layer's backward; ``dict.__getitem__`` keeps them for
+    another one.
+    """
     patterns: dict[int, Tensor] = {}
 
     def keep(layer: int, pattern: Tensor) -> None:
         patterns[layer] = pattern.detach()
 
     def hand_over(layer: int, gradient: Tensor) -> None:
-        # The pattern is let go here, so that none outlives its layer's backward.
-        use(layer, patterns.pop(layer), gradient)
+        use(layer, take(patterns, layer), gradient)
 
     return hooks_by_layer(model, pattern_name, keep), hooks_by_layer(model, pattern_name, hand_over)
 

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import edges, figures
 from ..batch import PromptBatch
 from ..errors import PromptError
-from ..forward import Loss, device_of, label_cross_entropy, run_pass, undisturbed
+from ..forward import device_of, run_pass, undisturbed
 from ..hooked import HookedModel
+from ..losses import Loss, label_cross_entropy
 from ..results import Record, Rows, by_set
 from .metric import Observation
 from .products import edge_sums, over_heads, pieces, product_hooks
@@ -82,32 +83,44 @@ class SaliencyFlows:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Watch A and dL/dA of every layer; keep only sums over edges."""
-        chosen = torch.stack([flow(batch) for flow in FLOWS], dim=1)[:, :, batch.first_query :]
-        counts = chosen.sum((2, 3))
-        merged: dict[int, Tensor] = {}
-        by_head: dict[int, Tensor] = {}
-
-        def keep_means(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-            sums, head_sums = edge_sums(pattern, gradient, chosen, self.absolute_per_head)
-            merged[layer] = (sums / counts.to(sums)).cpu()
-            by_head[layer] = (head_sums / counts[:, None].to(sums)).cpu()
+        chosen = _edges_of_flows(batch)
+        counts = chosen.sum((2, 3)).cpu()
+        sums = _Sums(chosen[:, :, batch.first_query :], self.absolute_per_head)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            layers = range(model.cfg.n_layers)
             return {
-                "flows": torch.stack([merged[layer] for layer in layers], dim=1),
-                "head_flows": torch.stack([by_head[layer] for layer in layers], dim=1),
+                "sums": sums.merged(model),
+                "head_sums": sums.by_head(model),
+                "counts": counts,
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
-        hooks, backward_hooks = product_hooks(model, keep_means)
-        return Observation(rows, hooks, backward_hooks)
+        return Observation(rows, *product_hooks(model, sums.add))
+
+    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """The same of edges in shared demonstrations, with the gradient of each prompt in turn."""
+        sums = _Sums(_edges_of_flows(batch), self.absolute_per_head)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return {"shared_sums": sums.merged(model), "shared_head_sums": sums.by_head(model)}
+
+        return Observation(rows, *product_hooks(model, sums.add, dict.__getitem__))
 
     def result(self, rows: Rows) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations."""
-        sets = by_set(rows)
-        flows = torch.stack([one["flows"].double().mean(0) for one in sets])
-        heads = torch.stack([one["head_flows"].double().mean(0) for one in sets])
+        counts = rows["counts"].double()[:, None]
+        merged, by_head = (
+            rows[name].double() + rows.get(f"shared_{name}", torch.zeros(())).double()
+            for name in ("sums", "head_sums")
+        )
+        means = {
+            "flows": merged / counts,
+            "head_flows": by_head / counts[:, None],
+            "demonstrations_id": rows["demonstrations_id"],
+        }
+        sets = by_set(means)
+        flows = torch.stack([one["flows"].mean(0) for one in sets])
+        heads = torch.stack([one["head_flows"].mean(0) for one in sets])
         three = flows[..., :3]
         return SaliencyFlowsRecord(
             flows=three.mean(0),
@@ -115,8 +128,35 @@ class SaliencyFlows:
             tq=flows[..., 3].mean(0),
             pq_over_tq=(flows[..., 1] / flows[..., 3]).mean(0),
             per_head=heads[..., :3].mean(0),
-            per_prompt=rows["flows"][..., :3].double(),
+            per_prompt=means["flows"][..., :3],
         )
+
+
+class _Sums:
+    """Sums over the edges of each flow, layer by layer."""
+
+    def __init__(
+        self, chosen: Bool[Tensor, "batch flow query key"], absolute_per_head: bool
+    ) -> None:
+        self.chosen, self.absolute_per_head = chosen, absolute_per_head
+        self.of_layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        # Shared demonstrations are one pattern for all prompts.
+        chosen = self.chosen.expand(len(gradient), -1, -1, -1)
+        pattern = pattern.expand_as(gradient)
+        sums, head_sums = edge_sums(pattern, gradient, chosen, self.absolute_per_head)
+        self.of_layers[layer] = sums.cpu(), head_sums.cpu()
+
+    def merged(self, model: HookedModel) -> Float[Tensor, "batch layer flow"]:
+        return torch.stack([self.of_layers[k][0] for k in range(model.cfg.n_layers)], dim=1)
+
+    def by_head(self, model: HookedModel) -> Float[Tensor, "batch layer head flow"]:
+        return torch.stack([self.of_layers[k][1] for k in range(model.cfg.n_layers)], dim=1)
+
+
+def _edges_of_flows(batch: PromptBatch) -> Bool[Tensor, "batch flow query key"]:
+    return torch.stack([flow(batch) for flow in FLOWS], dim=1)
 
 
 def saliency(
