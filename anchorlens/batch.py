@@ -86,17 +86,26 @@ class PromptBatch:
         """
         if not 0 <= number < len(self):
             raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number}")
+        return self.prompts(number, number + 1)
+
+    def prompts(self, start: int, stop: int) -> "PromptBatch":
+        """The prompts from ``start`` to before ``stop``, without columns of padding around them.
+
+        Examples:
+            >>> len(batch.prompts(0, 2))
+            2
+        """
         rows: dict[str, Any] = {
-            name: value[number : number + 1]
+            name: value[start:stop]
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and name != "label_token_ids"
         }
-        keep = self.attention_mask[number].nonzero()
-        start, stop = int(keep[0]), int(keep[-1]) + 1
+        kept = rows["attention_mask"].any(0).nonzero()
+        first, last = int(kept[0]), int(kept[-1])
         for name in ("tokens", "attention_mask", "groups"):
-            rows[name] = rows[name][:, start:stop]
+            rows[name] = rows[name][:, first : last + 1]
         for name in ("label_positions", "label_ends", "target_positions", "query_start"):
-            rows[name] = rows[name] - start
+            rows[name] = rows[name] - first
         return replace(self, **rows)
 
     def padded_right(self) -> "PromptBatch":

@@ -57,7 +57,7 @@ def run(
             summed over prompts.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
-            from there.
+            from there (docs/running.md), and after ``forget_rows`` from the start.
         progress: Show a progress bar.
 
     Returns:
@@ -67,7 +67,8 @@ def run(
         AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
             or the model's hooks do not act: before any pass over the prompts.
         RunError: A metric has no result for these rows; the others' are in its ``results``.
-        StoreError: ``folder`` holds another run.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+        MemoryLimitError: A prompt alone does not fit into memory; batches are made smaller first.
 
     Examples:
         >>> metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]

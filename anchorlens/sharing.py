@@ -10,6 +10,7 @@ from torch import Tensor
 from .batch import PromptBatch
 from .forward import device_of, run_pass, run_prefix, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
+from .memory import half_of, is_out_of_memory, unless_memory_runs_out
 from .metrics.metric import Metric
 from .prefix import Prefix
 
@@ -112,18 +113,29 @@ def shared_passes(
         if why := _why_not_in_parts(passes, batches, change):
             return whole_passes(model, why)
     first = next(one for one in batches if only_set(one) in lengths).to(device_of(model))
-    largest = 0.0
-    with undisturbed(model):
+
+    def trial(part: PromptBatch) -> float | str:
+        """The largest difference of a logit, or why there is none."""
+        largest = 0.0
         for change in (no_hooks, *changes):
-            expected = run_pass(model, first, hooks=change(first))
+            expected = run_pass(model, part, hooks=change(part))
             try:
-                found = passes.logits(passes.ready(first), change)
+                found = passes.logits(passes.ready(part), change)
             except Exception as error:  # a cache that an architecture cannot take fails anyhow
-                return whole_passes(model, f"no run from a key-value cache ({_first_line(error)})")
+                if is_out_of_memory(error):
+                    raise
+                return f"no run from a key-value cache ({_first_line(error)})"
             largest = max(largest, logit_difference(found, expected))
-    if not largest <= TOLERANCE:
+        return largest
+
+    with undisturbed(model):
+        while (tried := unless_memory_runs_out(first, trial)) is None:
+            first = first.prompts(0, half_of(first))
+    if isinstance(tried, str):
+        return whole_passes(model, tried)
+    if not tried <= TOLERANCE:
         return whole_passes(
-            model, f"logits differ by {largest:.1e} of the largest from those of whole prompts"
+            model, f"logits differ by {tried:.1e} of the largest from those of whole prompts"
         )
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -204,13 +216,20 @@ def _cuts(hooks: Sequence[Hook]) -> list[tuple[str, Tensor]]:
 
 
 def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
-    """Leading tokens that all prompts of a set share, up to the first target at most."""
+    """Leading tokens that all prompts of a set share, up to the first target at most.
+
+    None for a set that stands in batches of several too: of these, a part that is run by itself
+    because memory ran out could be of that set alone, and share less.
+    """
     rows: dict[int, list[PromptBatch]] = {}
+    mixed: set[int] = set()
     for batch in batches:
         name = only_set(batch)
-        if name is not None:
+        if name is None:
+            mixed.update(batch.demonstrations_id.tolist())
+        else:
             rows.setdefault(name, []).append(batch.to("cpu"))
-    lengths = {name: _shared_length(of_set) for name, of_set in rows.items()}
+    lengths = {name: _shared_length(rows[name]) for name in rows.keys() - mixed}
     return {name: length for name, length in lengths.items() if length > 0}
 
 

@@ -12,8 +12,10 @@ import anchorlens
 ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
+    "files",
     "tasks",
     "batch",
+    "memory",
     "prompts",
     "edges",
     "hooked",
@@ -53,6 +55,7 @@ ORDER = [
     "experiments.paper_figures",
     "analysis",
     "report",
+    "stopping",
     "cli",
     "__init__",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
 from ..results import Record, Rows, with_intervals
 from ..sharing import HooksOfBatch, shared_passes
+from ..store import Store, fingerprint
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,6 +74,7 @@ def isolation_loyalty(
     keep_bos: bool = False,
     renormalize: bool = True,
     resamples: int = 200,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> IsolationRecord:
     """Clean run, label words isolated, random words isolated: loyalty of each to the clean run.
@@ -86,6 +89,7 @@ def isolation_loyalty(
         keep_bos: See ``isolate_labels``; where prompts begin with BOS report both.
         renormalize: See ``block_edges``.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
     Returns:
@@ -96,6 +100,7 @@ def isolation_loyalty(
             is False.
         HookError: A layer does not exist, ``keep_bos`` without BOS, or demonstrations with too few
             other words for the control: before any pass over the prompts.
+        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
@@ -137,7 +142,11 @@ def isolation_loyalty(
         stacked = {f"random_{name}": torch.stack([c[name] for c in controls], 1) for name in own}
         return own | stacked
 
-    rows = collect(model, batches, rows_of_batch, progress=progress)
+    store = None
+    if folder is not None:
+        settings = {"isolated": f"{draws} draws from {seed} in layers {chosen}, {options}"}
+        store = Store.open(folder, fingerprint(model, batches, settings))
+    rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
     info = describe(model, batches) | {"layers": chosen, "seed": seed, **options}
     info |= {"shared_prefix": passes.said}
     return with_intervals(_record, rows, resamples=resamples, info=info)
