@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,13 @@ class DiesAtStep:
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0
-        self.fsync, self.replace = os.fsync, os.replace
+        self.real: dict[str, Callable[..., None]] = {"fsync": os.fsync, "replace": os.replace}
         vars(files)["open"] = self.open
-        os.fsync = lambda opened: (self.step(), self.fsync(opened))[1]
-        os.replace = lambda *paths: (self.step(), self.replace(*paths))[1]  # type: ignore[assignment]
+        vars(os).update({name: partial(self.after_a_step, name) for name in self.real})
+
+    def after_a_step(self, name: str, *arguments: Any) -> None:
+        self.step()
+        self.real[name](*arguments)
 
     def step(self) -> None:
         self.count += 1
@@ -182,40 +186,37 @@ class Trials:
         return self.goes_on(folder)
 
 
-def stopped(
-    number: signal.Signals, arguments: list[str], out: Path, seen: str
-) -> tuple[int, str, bool]:
-    """Status and last line of a command stopped when ``seen`` is there, and whether it is tidy."""
+def command(arguments: list[str], out: Path, number: int = 0, seen: str = "") -> tuple[int, str]:
+    """Exit status of the command and what it said, sent a signal as soon as a file is there."""
 
-    def command() -> str:
+    def work() -> str:
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+        sys.argv = ["anchorlens", *arguments, "--out", str(out)]
         cli.main()
         return ""
 
-    status, said = ended_command(number, [*arguments, "--out", str(out)], command, out / seen)
-    tidy = "Traceback" not in said and not any(out.rglob("*.tmp"))
-    return status, said.strip().splitlines()[-1], tidy
-
-
-def ended_command(
-    number: signal.Signals | None, arguments: list[str], work: Callable[[], str], seen: Path
-) -> tuple[int, str]:
-    """Exit status of a command and what it said, stopped as soon as a file is there."""
-    with tempfile.TemporaryFile("w+") as said:
-
-        def quietly() -> str:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            sys.argv = ["anchorlens", *arguments]
-            return work()
-
-        child = forked(quietly)
-        while number is not None and not seen.exists():
-            time.sleep(0.002)
-        if number is not None:
+    with tempfile.TemporaryFile("w+") as told:
+        child = forked(work)
+        if number:
+            while not any(out.glob(seen)):
+                time.sleep(0.002)
             os.kill(child[0], number)
         status, _ = end_of(child)
-        said.seek(0)
-        return status, said.read()
+        told.seek(0)
+        return status, told.read()
+
+
+def numbers_in(folder: Path) -> dict[str, Any]:
+    """Rows byte for byte; records by what they hold, as the order of their header varies."""
+    found: dict[str, Any] = contents(folder / "rows")
+    assert len(found) > 2 * 12
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = sorted(file.keys())
+            tensors = {name: file.get_tensor(name).numpy().tobytes() for name in names}
+            found[path.name] = file.metadata(), tensors
+    return found
 
 
 def commands(place: Path) -> bool:
@@ -226,36 +227,20 @@ def commands(place: Path) -> bool:
     tokenizer.save_pretrained(model)
     arguments = ["run", "--model", str(model), "--task", "questions", "--queries", "12"]
     arguments += ["--batch-size", "1", "--layers", "1", "--draws", "2", "--device", "cpu"]
-
-    def results(out: Path) -> dict[str, Any]:
-        """Rows byte for byte; records by what they hold, as the order of their header varies."""
-        found: dict[str, Any] = contents(out / "questions" / "rows")
-        assert len(found) == 3 * 13
-        for path in (out / "questions").glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-                found[path.name] = (file.metadata(), tensors)
-        assert len(found) == 3 * 13 + 5
-        return found
-
-    whole = place / "whole"
-    status, said = ended_command(
-        None, [*arguments, "--out", str(whole)], lambda: str(cli.main()), whole
-    )
+    status, said = command(arguments, place / "whole")
     assert status == 0, said
-    right = True
-    for number, seen in ((signal.SIGINT, "metrics"), (signal.SIGTERM, "isolation_last_1_layers")):
-        out = place / number.name
-        file = f"questions/rows/{seen}/rows-00002.safetensors"
-        status, line, tidy = stopped(number, arguments, out, file)
-        print(f"{number.name}: exit status {status}: {line}")
-        expected = f"stopped; what was computed is kept in {out}; the same command goes on from "
-        right &= tidy and status == 128 + number and line.startswith(expected)
-        status, said = ended_command(
-            None, [*arguments, "--out", str(out)], lambda: str(cli.main()), out
-        )
-        equal = status == 0 and results(out) == results(whole)
-        print(f"{number.name}: went on and ended {'equal' if equal else f'otherwise: {said}'}")
+    expected, right = numbers_in(place / "whole" / "questions"), True
+    for stop, part in ((signal.SIGINT, "metrics"), (signal.SIGTERM, "isolation*")):
+        out = place / stop.name
+        status, said = command(arguments, out, stop, f"questions/rows/{part}/rows-00002*")
+        last = said.strip().splitlines()[-1]
+        print(f"{stop.name}: exit status {status}: {last}")
+        line = f"stopped; what was computed is kept in {out}; the same command goes on from there"
+        right &= status == 128 + stop and last == line and "Traceback" not in said
+        right &= not any(out.rglob("*.tmp")) and not (out / "report.html").exists()
+        status, said = command(arguments, out)
+        equal = status == 0 and numbers_in(out / "questions") == expected
+        print(f"{stop.name}: went on and ended {'equal' if equal else f'otherwise: {said}'}")
         right &= equal
     return right
 
