@@ -57,7 +57,7 @@ def run(
             summed over prompts.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
-            from there (docs/running.md), and after ``forget_rows`` from the start.
+            from there, and after ``forget_rows`` from the start.
         progress: Show a progress bar.
 
     Returns:

@@ -185,8 +185,9 @@ def forget_rows(folder: str | Path) -> None:
         folder: One that was given to ``run`` or ``isolation_loyalty``, or that is not there yet.
 
     Examples:
-        >>> al.forget_rows(folder)
-        >>> results = al.run(model, batches, [al.AttentionAUCROC()], folder=folder, progress=False)
+        >>> rows = folder / "rows"
+        >>> al.forget_rows(rows)
+        >>> results = al.run(model, batches, [al.Accuracy()], folder=rows, progress=False)
     """
     for path in Path(folder).glob("*"):
         if _OURS.fullmatch(path.name) and path.is_file():
