@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,9 +150,9 @@ class Trials:
         status, said = end_of(forked(lambda: self.work(folder)))
         return (status, said) == (0, self.expected) and contents(folder) == self.files
 
-    def at_random(self, kills: int, seed: int = 0) -> int:
-        """How many of so many killed at random moments go on."""
-        moments, equal, killed = random.Random(seed), 0, 0
+    def at_random(self, kills: int, seed: int = 0) -> tuple[int, Counter[int]]:
+        """How many of so many killed at random moments go on, and how many files they had."""
+        moments, equal, killed, had = random.Random(seed), 0, 0, Counter[int]()
         while killed < kills:
             folder = self.folder()
             child = forked(lambda folder=folder: self.work(folder))  # type: ignore[misc]
@@ -159,8 +160,9 @@ class Trials:
             os.kill(child[0], signal.SIGKILL)
             if end_of(child)[0] == -signal.SIGKILL:  # and not over before
                 killed += 1
+                had[len(contents(folder)) if folder.exists() else 0] += 1
                 equal += self.goes_on(folder)
-        return equal
+        return equal, had
 
     def steps(self) -> int:
         """How many writes, fsyncs and renames a run has."""
@@ -260,8 +262,9 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         right = commands(Path(place))
         trials = Trials(work, Path(place) / "trials")
-        equal = trials.at_random(options.random)
+        equal, had = trials.at_random(options.random)
         print(f"killed at random moments of {trials.duration:.2f} s: {equal} of {options.random}")
+        print(f"files that they had written, of {len(trials.files)}: {dict(sorted(had.items()))}")
         right &= equal == options.random
         count = trials.steps()
         chosen = sorted(random.Random(1).sample(range(1, count + 1), min(count, options.steps)))
