@@ -84,8 +84,6 @@ DAMAGES: dict[str, Damage] = {
     "a byte more": rewritten(lambda data: data + b"\0"),
     "zeros, as after a power cut": rewritten(lambda data: bytes(len(data))),
     "zeros at the end": rewritten(lambda data: data[:-16] + bytes(16)),
-    "its beginning twice": rewritten(lambda data: data[:64] + data),
-    "text": rewritten(lambda data: b"not a file of rows"),
     "a folder": a_folder,
     "another batch": lambda path: (
         shutil.copy(path.with_name("rows-00002.safetensors"), path),
