@@ -70,6 +70,7 @@ from .report import write_report as write_report
 from .results import Record as Record
 from .run import run as run
 from .run import target_logits as target_logits
+from .store import forget_rows as forget_rows
 from .tasks import TASKS as TASKS
 from .tasks import Example as Example
 from .tasks import Task as Task

@@ -30,18 +30,31 @@ def make_folder(folder: Path) -> None:
         raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
 
 
+def kept_rows(out: Path, task: str) -> Path:
+    """Where the rows of each analysis of a task lie, in a folder each."""
+    return out / task / "rows"
+
+
+def file_name(name: str) -> str:
+    return name.replace(" ", "_").replace(",", "")
+
+
 def analyse(
     model: Any, task: str, batches: list[PromptBatch], out: Path, layers: int, draws: int
 ) -> Page:
-    """All analyses of one task; each result is saved as soon as it is there."""
+    """All analyses of one task; each result is saved as soon as it is there.
+
+    The rows of each batch are kept besides, so that the same call goes on where it was stopped.
+    """
     layer_numbers(model, range(layers))
     folder = out / task
     make_folder(folder)
+    rows = kept_rows(out, task)
     typer.echo(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
     records: dict[str, Record] = {}
 
     def keep(name: str, record: Record) -> None:
-        record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
+        record.save(folder / f"{file_name(name)}.safetensors")
         records[f"{task}: {name}"] = record
 
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
@@ -49,7 +62,7 @@ def analyse(
     for name, reason in refused.items():
         typer.echo(f"warning: no result for {name}: {reason}", err=True)
     try:
-        results = run(model, batches, metrics)
+        results = run(model, batches, metrics, folder=rows / "metrics")
     except RunError as error:  # a metric that these rows cannot give; the others go on
         results = dict(error.results)
         typer.echo(f"warning: {error}", err=True)
@@ -59,7 +72,7 @@ def analyse(
     early = next(iter(places))
     if batches[0].begins_with_bos:
         places[f"{early}, BOS edge kept"] = Where(range(layers), keep_bos=True)
-    isolations = isolation_sweep(model, batches, places, draws=draws)
+    isolations = isolation_sweep(model, batches, places, draws=draws, folder=rows / "isolation")
     for place, isolation in isolations.items():
         keep(f"isolation, {place}", isolation)
     # One figure for all isolations, as in the paper; none of its own for each.

@@ -12,7 +12,7 @@ import torch
 import typer
 from pandas import DataFrame
 
-from .analysis import Page, analyse, make_folder
+from .analysis import Page, analyse, kept_rows, make_folder
 from .batch import PromptBatch
 from .errors import AnchorlensError, DataError
 from .experiments.appendix import PAPER_APPENDIX
@@ -20,10 +20,13 @@ from .experiments.paper import paper as paper_numbers
 from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
+from .files import write_whole
+from .memory import is_out_of_memory
 from .models import load_model
 from .prompts import build_prompts
 from .report import write_report
-from .store import versions, write_whole
+from .stopping import stoppable
+from .store import forget_rows, versions
 from .tasks import (
     BUNDLED,
     HUB_SOURCES,
@@ -61,9 +64,11 @@ Out = Annotated[Path, typer.Option(help="Folder for the report, the results and 
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first there is.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
 Draws = Annotated[int, typer.Option(min=1, help="Random controls of each isolation.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: forget the rows in --out.")]
 
 
 @app.command()
+@stoppable("the same command goes on from there")
 def demo(
     model: Model = DEMO_MODEL,
     out: Out = Path("demo-output"),
@@ -71,20 +76,26 @@ def demo(
     queries: Annotated[int, typer.Option(min=1, help="Queries of each task.")] = 24,
     layers: Layers = 5,
     draws: Draws = 3,
+    fresh: Fresh = False,
 ) -> None:
-    """Analyse a small model on the bundled questions and sentiments: 24 queries each."""
+    """Analyse a small model on the bundled questions and sentiments: 24 queries each.
+
+    What each batch gave is kept in --out, and after an interruption the same command goes on.
+    """
     make_folder(out)
     loaded = load_model(model, device=device, dtype=torch.float32)
     settings = {"model": model, "tasks": ["questions", "sentiment"], "queries": queries}
     settings |= {"shots": 1, "seed": [42], "isolated_layers": layers, "random_draws": draws}
     pages = []
     for task in ("questions", "sentiment"):
+        _forget(out, task, fresh)
         batches = _batches(loaded, task, None, 1, queries, [42], batch_size=8)
         pages.append(analyse(loaded, task, batches, out, layers, draws))
     _finish(pages, settings, out)
 
 
 @app.command()
+@stoppable("the same command goes on from there")
 def run(
     model: Model,
     task: Annotated[str, typer.Option(help=f"One of {', '.join((*TASKS, *BUNDLED))}.")],
@@ -106,11 +117,16 @@ def run(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
     out: Out = Path("anchorlens-output"),
+    fresh: Fresh = False,
 ) -> None:
-    """Analyse a model on a task: one set of demonstrations for each seed."""
+    """Analyse a model on a task: one set of demonstrations for each seed.
+
+    What each batch gave is kept in --out, and after an interruption the same command goes on.
+    """
     seeds = seed or [42]
     _check_task(task)
     make_folder(out)
+    _forget(out, task, fresh)
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
     batches = _batches(loaded, task, data, shots, queries, seeds, batch_size)
     settings = {
@@ -131,6 +147,7 @@ def run(
 
 
 @app.command()
+@stoppable("the same command starts over")
 def paper(
     model: Model,
     tasks: Annotated[
@@ -210,6 +227,21 @@ def main() -> None:
     except AnchorlensError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        typer.echo(
+            f"error: out of memory ({reason}); use a smaller --dtype, another --device or a "
+            "smaller model. What was computed is kept in --out",
+            err=True,
+        )
+        sys.exit(1)
+
+
+def _forget(out: Path, task: str, fresh: bool) -> None:
+    for folder in kept_rows(out, task).glob("*") if fresh else ():
+        forget_rows(folder)
 
 
 def _check_task(task: str) -> None:
@@ -281,5 +313,5 @@ def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
 def _kept(settings: dict[str, Any], out: Path) -> dict[str, Any]:
     """Settings and versions, as they lie beside the results."""
     settings = settings | {"versions": versions()}
-    (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_whole(out / "settings.json", f"{json.dumps(settings, indent=1)}\n".encode())
     return settings

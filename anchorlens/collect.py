@@ -12,6 +12,7 @@ from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
 from .forward import check_fits, device_of, undisturbed
 from .hooked import HookedModel
+from .memory import PartsThatFit, joined
 from .store import Store, same_rows, versions
 
 
@@ -23,26 +24,29 @@ def collect(
     store: Store | None = None,
     progress: bool = True,
 ) -> dict[str, Tensor]:
-    """The rows of all prompts, in the order of their queries, whatever the batches were."""
+    """The rows of all prompts, in the order of their queries, whatever the batches were.
+
+    A batch that does not fit into memory is run in smaller parts, and so are those after it.
+    """
     device = device_of(model)
+    fitting = PartsThatFit(rows_of_batch)
     collected = []
     with undisturbed(model):
         for number, batch in enumerate(tqdm(batches, disable=not progress, desc="batches")):
             stored = store.read(number) if store else None
             if stored is None or number == 0:
-                rows = rows_of_batch(batch.to(device))
+                rows = fitting.rows(batch.to(device))
                 if store and stored is not None and not same_rows(stored, rows):
                     raise StoreError(
                         f"the first batch gives other numbers than those stored in {store.folder}, "
                         "so hooks, loss or weights are not those of the stored run; use another "
-                        "folder"
+                        "folder, or start over in this one (al.forget_rows, --fresh)"
                     )
                 if store and stored is None:
                     store.write(number, rows)
             collected.append(rows if stored is None else stored)
     order = _order_of_queries(batches)
-    shared = [name for name in collected[0] if all(name in rows for rows in collected)]
-    return {name: torch.cat([rows[name] for rows in collected])[order] for name in shared}
+    return {name: values[order] for name, values in joined(collected).items()}
 
 
 def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:

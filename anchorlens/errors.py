@@ -37,4 +37,8 @@ class RunError(AnchorlensError):
 
 
 class StoreError(AnchorlensError):
-    """A folder of stored rows belongs to another run, or a stored file cannot be read."""
+    """A folder holds the rows of another run, or a file cannot be read or written."""
+
+
+class MemoryLimitError(AnchorlensError):
+    """One prompt alone does not fit into memory."""

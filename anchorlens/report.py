@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import AnchorlensError
+from .files import write_whole
 from .results import Record
 
 _STYLE = """
@@ -80,7 +81,7 @@ def write_report(
         + "\n</body></html>\n"
     )
     path = Path(path)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page.encode())
     return path
 
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .errors import MetricError, StoreError
+from .files import write_whole
 
 Rows = Mapping[str, Tensor]
 _R = TypeVar("_R", bound="Record")
@@ -101,7 +102,7 @@ class Record:
         header = {"record": type(self).__name__, "info": json.dumps(dict(self.info))}
         # Copies, as safetensors takes no two tensors that share memory.
         copies = {name: tensor.contiguous().clone() for name, tensor in own.items()}
-        save_file(copies, path, metadata=header)
+        write_whole(path, save(copies, metadata=header))
         return path
 
     @classmethod

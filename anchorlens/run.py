@@ -16,9 +16,10 @@ from .hooked import HookedModel, refuse_folded_value_biases
 from .losses import Loss, label_cross_entropy
 from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
+from .passes import HooksOfBatch, Passes, no_hooks, whole_passes
 from .prefix import Prefix
 from .results import Record, Rows, with_intervals
-from .sharing import HooksOfBatch, Passes, no_hooks, shared_passes, whole_passes
+from .sharing import shared_passes
 from .store import Store, fingerprint
 
 
@@ -59,7 +60,7 @@ def run(
             needs a gradient.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
-            from there.
+            from there, and after ``forget_rows`` from the start.
         progress: Show a progress bar.
 
     Returns:
@@ -69,7 +70,8 @@ def run(
         AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
             or the model's hooks do not act: before any pass over the prompts.
         RunError: A metric has no result for these rows; the others' are in its ``results``.
-        StoreError: ``folder`` holds another run.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+        MemoryLimitError: A prompt alone does not fit into memory; batches are made smaller first.
 
     Examples:
         >>> metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
@@ -90,7 +92,7 @@ def run(
     failures: dict[str, AnchorlensError] = {}
     changes = [] if hooks is None else [hooks]
     passes = (
-        whole_passes(model, "checkpointed")
+        whole_passes(model, "blocks are checkpointed")
         if checkpoint
         else shared_passes(model, batches, changes, metrics, loss)
     )

@@ -1,115 +1,31 @@
-"""Passes over batches in which the demonstrations that prompts share are run once."""
+"""Where demonstrations that prompts share can be run once, and passes begin late: tried first."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .forward import device_of, run_pass, run_prefix, undisturbed
+from .forward import device_of, run_pass, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
 from .losses import Loss
+from .memory import is_out_of_memory, of_what_fits
 from .metrics.metric import Metric
 from .metrics.products import product_hooks
-from .prefix import Prefix
-from .start import Start, kept_starts, started
+from .passes import (
+    TOLERANCE,
+    HooksOfBatch,
+    Passes,
+    logit_difference,
+    no_hooks,
+    only_set,
+    whole_passes,
+)
 
-HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
-
-T = TypeVar("T")
-
-TOLERANCE = 1e-5  # of the largest logit, between a shared and a whole pass
 SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
-
-
-def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
-    """The clean run."""
-    return ()
-
-
-@dataclass
-class Passes:
-    """Logits of batches, in one way to run them that was tried on the first.
-
-    Attributes:
-        model: A prepared model.
-        lengths: For each set of demonstrations, how many leading tokens all its prompts share;
-            empty where whole prompts are run.
-        said: Which of the two it is, and why.
-        kept: What was computed once for the current set, by what it is.
-    """
-
-    model: HookedModel
-    lengths: Mapping[int, int]
-    said: str
-    kept: dict[tuple[int | None, Any], Any] = field(default_factory=dict)
-
-    def ready(self, batch: PromptBatch) -> PromptBatch:
-        """The batch as it is run: with ``first_query`` behind what its prompts share."""
-        name = only_set(batch)
-        if name is None or name not in self.lengths:
-            return batch
-        return replace(batch.padded_right(), first_query=self.lengths[name])
-
-    def demonstrations(self, batch: PromptBatch) -> PromptBatch:
-        """What the prompts of a ready batch share, as one prompt."""
-        one = replace(batch, first_query=0).prompt(0)
-        return one.before(batch.first_query)
-
-    def once(self, batch: PromptBatch, key: Any, compute: Callable[[], T]) -> T:
-        """What depends on the demonstrations alone, computed for the first batch of a set."""
-        name = only_set(batch)
-        if any(other != name for other, _ in self.kept):
-            self.kept.clear()  # one set at a time is worth the memory
-        if (name, key) not in self.kept:
-            self.kept[name, key] = compute()
-        return cast(T, self.kept[name, key])
-
-    def prefix(
-        self,
-        batch: PromptBatch,
-        hooks: HooksOfBatch,
-        observers: Sequence[Hook] = (),
-        backward_hooks: Sequence[Hook] = (),
-    ) -> Prefix:
-        """Keys and values of what the prompts of a ready batch share."""
-        shared = self.demonstrations(batch)
-        return run_prefix(
-            self.model,
-            shared,
-            hooks=hooks(shared),
-            observers=observers,
-            backward_hooks=backward_hooks,
-        )
-
-    def logits(
-        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
-    ) -> Float[Tensor, "batch vocab"]:
-        """Logits at the targets of a ready batch."""
-        prefix = self._prefix_once(batch, hooks)
-        with started(self.model, start):
-            return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
-
-    def clean_logits(
-        self, batch: PromptBatch, layers: Collection[int]
-    ) -> tuple[Float[Tensor, "batch vocab"], Mapping[int, Start]]:
-        """Logits of the clean run of a ready batch, and where passes may start in its stead."""
-        self._prefix_once(batch, no_hooks)
-        with kept_starts(self.model, layers) as starts:
-            return self.logits(batch), starts
-
-    def _prefix_once(self, batch: PromptBatch, hooks: HooksOfBatch) -> Prefix | None:
-        if not batch.first_query:
-            return None
-        return self.once(batch, hooks, lambda: self.prefix(batch, hooks))
-
-
-def whole_passes(model: HookedModel, why: str) -> Passes:
-    """Passes over whole prompts."""
-    return Passes(model, {}, f"off: {why}")
 
 
 def shared_passes(
@@ -139,31 +55,14 @@ def shared_passes(
         if why := _why_not_in_parts(passes, batches, change):
             return whole_passes(model, why)
     first = next(one for one in batches if only_set(one) in lengths).to(device_of(model))
-    largest = 0.0
+    trials = [partial(_compare_logits, passes, (no_hooks, *changes))]
+    if loss is not None and any(metric.needs_gradient for metric in metrics):
+        change = changes[0] if changes else no_hooks
+        trials.append(partial(_compare_saliency, passes, change, loss))
     with undisturbed(model):
-        for change in (no_hooks, *changes):
-            expected = run_pass(model, first, hooks=change(first))
-            try:
-                found = passes.logits(passes.ready(first), change)
-            except Exception as error:  # a cache that an architecture cannot take fails anyhow
-                return whole_passes(model, f"no run from a key-value cache ({_first_line(error)})")
-            largest = max(largest, logit_difference(found, expected))
-        saliencies = 0.0
-        if loss is not None and any(metric.needs_gradient for metric in metrics):
-            change = changes[0] if changes else no_hooks
-            try:
-                saliencies = _saliency_difference(passes, first, change, loss)
-            except Exception as error:  # a backward of an architecture that takes one prompt only
-                return whole_passes(
-                    model, f"no gradients of several prompts ({_first_line(error)})"
-                )
-    for what, difference, limit in (
-        ("logits", largest, TOLERANCE),
-        ("saliencies", saliencies, SALIENCY_TOLERANCE),
-    ):
-        if not difference <= limit:
-            why = f"{what} differ by {difference:.1e} of the largest from those of whole prompts"
-            return whole_passes(model, why)
+        for trial in trials:
+            if why := of_what_fits(first, trial):
+                return whole_passes(model, why)
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
@@ -182,50 +81,28 @@ def late_starts(
     Returns:
         For the layers where logits are other than those of all layers, why; empty where all may.
     """
-    model, why = passes.model, {}
-    batch = passes.ready(batches[0].to(device_of(model)))
-    with undisturbed(model):
-        _, starts = passes.clean_logits(batch, changes)
-        for layer in sorted(set(changes) - {0}):
-            expected = passes.logits(batch, changes[layer])
-            try:
-                found = passes.logits(batch, changes[layer], starts[layer])
-            except Exception as error:  # a layer may need more than what the one before gives out
-                why[layer] = f"no start at layer {layer} ({_first_line(error)})"
-                continue
-            difference = logit_difference(found, expected)
-            if not difference <= TOLERANCE:
-                why[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
-    return why
+    first = batches[0].to(device_of(passes.model))
+    with undisturbed(passes.model):
+        return of_what_fits(first, partial(_compare_starts, passes, changes))
 
 
-def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, Prefix | None]:
-    """A batch with everything before its targets run, to go on from it any number of times.
-
-    Returns:
-        The batch with its ``first_query``, and what goes before it; the batch as it is and None
-        where that gives other logits.
-    """
-    left = batch.padded_left()
-    ready = replace(left, first_query=int(left.target_positions.min()))
-    expected = run_pass(model, batch)
-    try:
-        prefix = run_prefix(model, left.before(ready.first_query))
-        found = run_pass(model, ready, prefix=prefix)
-    except Exception:  # a cache that an architecture cannot take fails anyhow
-        return batch, None
-    return (ready, prefix) if logit_difference(found, expected) <= TOLERANCE else (batch, None)
+def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: PromptBatch) -> str:
+    """Why logits cannot come from shared demonstrations; empty where they can."""
+    largest = 0.0
+    for change in changes:
+        expected = run_pass(passes.model, batch, hooks=change(batch))
+        try:
+            found = passes.logits(passes.ready(batch), change)
+        except Exception as error:  # a cache that an architecture cannot take fails anyhow
+            return f"no run from a key-value cache ({_reason(error)})"
+        largest = max(largest, logit_difference(found, expected))
+    if largest <= TOLERANCE:
+        return ""
+    return f"logits differ by {largest:.1e} of the largest from those of whole prompts"
 
 
-def logit_difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, of the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def _saliency_difference(
-    passes: Passes, batch: PromptBatch, change: HooksOfBatch, loss: Loss
-) -> float:
-    """Largest difference of A * dL/dA of two prompts, of the largest of its layer."""
+def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: PromptBatch) -> str:
+    """Why A * dL/dA cannot come from shared demonstrations; empty where two prompts' can."""
     model, few = passes.model, passes.ready(batch.prompts(0, 2))
     whole: dict[int, Tensor] = {}
     upper: dict[int, Tensor] = {}
@@ -240,21 +117,49 @@ def _saliency_difference(
 
     at_once = replace(few, first_query=0)
     run_pass(model, at_once, hooks=change(at_once), loss=loss, **kept_in(whole))
-    prefix = passes.prefix(few, change, **kept_in(upper))
-    run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
-    differences = []
+    try:
+        prefix = passes.prefix(few, change, **kept_in(upper))
+        run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
+    except Exception as error:  # an operation whose backward takes one gradient only
+        return f"no shared gradients ({_reason(error)})"
+    largest = 0.0
     for layer, expected in whole.items():
         above, below = expected.tensor_split([few.first_query], dim=2)
-        off = [upper[layer] - above[..., : few.first_query], lower[layer] - below]
         size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-        differences.append(max(float(one.abs().max() / size) for one in off))
-    return max(differences)
+        for found, wanted in (
+            (upper[layer], above[..., : few.first_query]),
+            (lower[layer], below),
+        ):
+            largest = max(largest, float((found - wanted).abs().max() / size))
+    if largest <= SALIENCY_TOLERANCE:
+        return ""
+    return f"saliencies differ by {largest:.1e} of the largest from those of whole prompts"
 
 
-def only_set(batch: PromptBatch) -> int | None:
-    """The set of demonstrations of a batch; None where it has several."""
-    names = batch.demonstrations_id.unique()
-    return int(names) if len(names) == 1 else None
+def _compare_starts(
+    passes: Passes, changes: Mapping[int, HooksOfBatch], batch: PromptBatch
+) -> dict[int, str]:
+    """Why changes cannot start at their first layer, for each that cannot."""
+    ready, why = passes.ready(batch), {}
+    _, starts = passes.clean_logits(ready, changes)
+    for layer in sorted(set(changes) - {0}):
+        expected = passes.logits(ready, changes[layer])
+        try:
+            found = passes.logits(ready, changes[layer], starts[layer])
+        except Exception as error:  # a layer may need more than what the one before gives out
+            why[layer] = f"no start at layer {layer} ({_reason(error)})"
+            continue
+        difference = logit_difference(found, expected)
+        if not difference <= TOLERANCE:
+            why[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
+    return why
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong in a trial; out of memory is no answer, fewer prompts may fit."""
+    if is_out_of_memory(error):
+        raise error
+    return _first_line(error)
 
 
 def _observes_in_parts(metric: Metric) -> bool:
@@ -302,13 +207,20 @@ def _cuts(hooks: Sequence[Hook]) -> list[tuple[str, Tensor]]:
 
 
 def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
-    """Leading tokens that all prompts of a set share, up to the first target at most."""
+    """Leading tokens that all prompts of a set share, up to the first target at most.
+
+    None for a set that stands in batches of several too: of these, a part that is run by itself
+    because memory ran out could be of that set alone, and share less.
+    """
     rows: dict[int, list[PromptBatch]] = {}
+    mixed: set[int] = set()
     for batch in batches:
         name = only_set(batch)
-        if name is not None:
+        if name is None:
+            mixed.update(batch.demonstrations_id.tolist())
+        else:
             rows.setdefault(name, []).append(batch.to("cpu"))
-    lengths = {name: _shared_length(of_set) for name, of_set in rows.items()}
+    lengths = {name: _shared_length(rows[name]) for name in rows.keys() - mixed}
     return {name: length for name, length in lengths.items() if length > 0}
 
 

@@ -3,23 +3,31 @@
 import hashlib
 import json
 import os
+import re
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import StoreError
+from .files import remove_leftovers, write_whole
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "torch")
+
+# Where an object without a repr of its own lies in memory says nothing about what it is.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_OURS = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
 
 def versions() -> dict[str, str]:
@@ -30,17 +38,26 @@ def versions() -> dict[str, str]:
 def fingerprint(model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, str]) -> Any:
     """What must be equal for stored rows to be those of this run.
 
-    Hooks are functions and cannot be told apart by what they say, so that a resumed run computes
-    its first batch again besides (see ``run``).
+    Hooks are functions and cannot be told apart by what they say, nor can all of a model's
+    configuration, so that a resumed run computes its first batch again besides (see ``run``).
     """
     prompts = hashlib.sha256()
     for batch in batches:
-        for value in vars(batch).values():
-            data = (
-                value.cpu().numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
-            )
-            prompts.update(data)
-    return {**identity(model), "prompts": prompts.hexdigest(), **settings, **versions()}
+        for name, value in vars(batch).items():
+            if isinstance(value, Tensor):
+                prompts.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                prompts.update(value.cpu().numpy().tobytes())
+            else:
+                prompts.update(f"{name} {value!r}".encode())
+    parameters = list(model.parameters())
+    return {
+        **identity(model),
+        "dtype": ", ".join(sorted({str(one.dtype) for one in parameters})),
+        "device": ", ".join(sorted({one.device.type for one in parameters})),
+        "prompts": prompts.hexdigest(),
+        **{name: _ADDRESS.sub("", value) for name, value in settings.items()},
+        **versions(),
+    }
 
 
 def identity(model: Any) -> dict[str, str]:
@@ -61,58 +78,120 @@ def _some_places(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     return torch.unravel_index((steps * count).long(), shape)
 
 
+class _Kept(NamedTuple):
+    """What a file of rows holds, and whose they are."""
+
+    run: dict[str, str]
+    number: int
+    rows: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Store:
-    """A folder with one file a batch, each written whole or not at all."""
+    """A folder with one file a batch, each written whole or not at all.
+
+    Each file says of which run and batch it is, beside a digest of that and of the rows. It is
+    taken for what it says only if it is byte for byte what would be written now.
+
+    Attributes:
+        folder: Where the files lie.
+        run: The fingerprint of the run that they are of.
+    """
 
     folder: Path
+    run: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
         """The store in ``folder``, new or of the same run.
 
         Raises:
-            StoreError: The folder holds another run; the message says what differs.
+            StoreError: The folder holds another run (the message says what differs), or no folder
+                can be there.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "run.json"
-        if not path.exists():
-            write_whole(path, json.dumps(dict(expected), indent=1).encode())
-            return cls(folder)
+        store = cls(Path(folder), dict(expected))
         try:
-            found = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise StoreError(f"{path} cannot be read: {error}; use another folder") from error
-        different = [
-            f"{name}: stored {found.get(name)!r}, now {expected.get(name)!r}"
-            for name in sorted({*found, *expected})
-            if found.get(name) != expected.get(name)
-        ]
-        if different:
+            store.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(store.folder)
+        except OSError as error:
             raise StoreError(
-                f"{folder} holds the rows of another run; use another folder. "
-                + "; ".join(different)
-            )
-        return cls(folder)
+                f"{folder} cannot be a folder of rows: {error.strerror}; use another folder"
+            ) from error
+        path = store.folder / "run.json"
+        found = _run_of(path)
+        if found is not None:
+            store._refuse_another(found, store.folder)
+            return store
+        # Without it the rows themselves say of which run they are.
+        for rows in sorted(store.folder.glob("rows-*.safetensors")):
+            kept = _read(rows)
+            if kept is not None:
+                store._refuse_another(kept.run, rows)
+        if os.path.exists(path):
+            warnings.warn(f"{path} is damaged; it is written anew", stacklevel=2)
+        write_whole(path, _bytes_of_run(store.run))
+        return store
 
     def read(self, number: int) -> dict[str, Tensor] | None:
-        """The rows of a batch, or None where there are none or the file is damaged."""
+        """The rows of a batch, or None where there are none or the file is damaged, with a warning.
+
+        Raises:
+            StoreError: The file is whole, but of another run.
+        """
         path = self._path(number)
-        try:
-            return load_file(path) if path.exists() else None
-        except SafetensorError:
-            return None  # computed again, and written over
+        if not os.path.exists(path):
+            return None
+        kept = _read(path)
+        if kept is not None:
+            self._refuse_another(kept.run, path)
+            if kept.number == number:
+                return kept.rows
+        why = "is damaged" if kept is None else f"holds the rows of batch {kept.number}"
+        warnings.warn(f"{path} {why}; batch {number} is computed again", stacklevel=2)
+        return None
 
     def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
-        """Keep the rows of a batch."""
-        # Copies, as safetensors takes no two tensors that share memory.
-        write_whole(
-            self._path(number), save({name: rows[name].contiguous().clone() for name in rows})
-        )
+        """Keep the rows of a batch.
+
+        Raises:
+            StoreError: They cannot be written; the rows of other batches are still there.
+        """
+        path = self._path(number)
+        if path.is_dir():
+            with suppress(OSError):  # one that is not empty fails below, with its name
+                path.rmdir()
+        write_whole(path, _bytes_of(self.run, number, rows))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
+
+    def _refuse_another(self, found: Mapping[str, str], place: Path) -> None:
+        different = [
+            f"{name}: stored {found.get(name)!r}, now {self.run.get(name)!r}"
+            for name in sorted({*found, *self.run})
+            if found.get(name) != self.run.get(name)
+        ]
+        if different:
+            raise StoreError(
+                f"{place} holds the rows of another run; use another folder, or start over in this "
+                "one (al.forget_rows, --fresh). " + "; ".join(different)
+            )
+
+
+def forget_rows(folder: str | Path) -> None:
+    """Delete what ``run`` keeps in a folder, so that it starts over; other files stay.
+
+    Args:
+        folder: One that was given to ``run`` or ``isolation_loyalty``, or that is not there yet.
+
+    Examples:
+        >>> rows = folder / "rows"
+        >>> al.forget_rows(rows)
+        >>> results = al.run(model, batches, [al.Accuracy()], folder=rows, progress=False)
+    """
+    for path in Path(folder).glob("*"):
+        if _OURS.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def same_rows(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> bool:
@@ -131,11 +210,39 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write under another name and rename, so that a killed process leaves no torn file."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _bytes_of(run: Mapping[str, str], number: int, rows: Mapping[str, Tensor]) -> bytes:
+    # Copies, as safetensors takes no two tensors that share memory.
+    copies = {name: rows[name].contiguous().clone() for name in rows}
+    said = {"run": dict(run), "batch": number}
+    digest = hashlib.sha256(json.dumps(said).encode() + save(copies)).hexdigest()
+    # One entry, because safetensors writes several in any order.
+    return save(copies, metadata={"anchorlens": json.dumps({**said, "digest": digest})})
+
+
+def _read(path: Path) -> _Kept | None:
+    """What a file of rows holds; None where it is not byte for byte what was written."""
+    try:
+        data = path.read_bytes()
+        rows = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        said = json.loads(header["__metadata__"]["anchorlens"])
+        kept = _Kept(said["run"], said["batch"], rows)
+        return kept if _bytes_of(*kept) == data else None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _bytes_of_run(run: Mapping[str, str]) -> bytes:
+    digest = hashlib.sha256(json.dumps(dict(run)).encode()).hexdigest()
+    return json.dumps({**run, "digest": digest}, indent=1).encode()
+
+
+def _run_of(path: Path) -> dict[str, str] | None:
+    """The run that a folder says it is of; None where it does not, or not as it was written."""
+    try:
+        data = path.read_bytes()
+        found = dict(json.loads(data))
+        found.pop("digest", None)
+        return found if _bytes_of_run(found) == data else None
+    except (OSError, ValueError, TypeError):
+        return None

@@ -12,8 +12,10 @@ import anchorlens
 ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
+    "files",
     "tasks",
     "batch",
+    "memory",
     "prompts",
     "edges",
     "hooked",
@@ -37,6 +39,7 @@ ORDER = [
     "metrics.loyalty",
     "metrics.accuracy",
     "store",
+    "passes",
     "sharing",
     "collect",
     "run",
@@ -58,6 +61,7 @@ ORDER = [
     "experiments.paper_figures",
     "analysis",
     "report",
+    "stopping",
     "cli",
     "__init__",
 ]

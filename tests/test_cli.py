@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import randomize
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -65,10 +66,63 @@ def test_run_takes_a_file_and_several_seeds(
     assert len(flows.per_prompt) == 24
 
 
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_another_run_in_the_same_folder_asks_for_fresh(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = [
+        "--model",
+        str(model_folder),
+        "--task",
+        "questions",
+        "--out",
+        str(tmp_path),
+        *QUICK,
+    ]
+    mine = tmp_path / "questions" / "rows" / "mine.txt"
+    assert call(monkeypatch, "run", *arguments) == 0
+    mine.write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
+    assert call(monkeypatch, "run", *arguments, "--seed", "7") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {mine.parent / 'metrics'} holds the rows of another run; use")
+    assert "--fresh" in error and "prompts: stored" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
+    assert call(monkeypatch, "run", *arguments, "--seed", "7", "--fresh") == 0
+    after = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
+    assert after.keys() == before.keys() and not after.items() & before.items()
+    assert mine.read_text() == "mine"
+
+
+def test_out_of_memory_is_one_line(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr("anchorlens.cli.analyse", full)
+    arguments = ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)]
+    assert call(monkeypatch, "run", *arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
+    )
+    assert "use a smaller --dtype" in error and "more" not in error
+
+
 def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:
     assert call(monkeypatch, "run", "--help") == 0
     text = capsys.readouterr().out
-    for option in ("--model", "--task", "--data", "--shots", "--seed", "--batch-size", "--out"):
+    for option in (
+        "--model",
+        "--task",
+        "--data",
+        "--shots",
+        "--seed",
+        "--batch-size",
+        "--out",
+        "--fresh",
+    ):
         assert option in text
 
 

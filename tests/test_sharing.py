@@ -9,7 +9,7 @@ from conftest import difference, hooks_on, questions
 from test_run import SelfAttention, assert_same
 
 import anchorlens as al
-from anchorlens import prefix, sharing
+from anchorlens import passes, prefix, sharing
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
@@ -235,7 +235,7 @@ def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
 
 
 def test_checkpoints_run_whole_prompts(gpt2: Any) -> None:
-    metrics = [al.SaliencyFlows(), al.Accuracy()]
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
     results = al.run(gpt2, questions(gpt2, 5), metrics, checkpoint=True, **QUIET)
     assert results["accuracy"].info["shared_prefix"] == "off: blocks are checkpointed"
 
@@ -251,13 +251,13 @@ def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
 def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 6)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
-    right = sharing.run_prefix
+    right = passes.run_prefix
 
     def wrong(*args: Any, **options: Any) -> Any:
         prefix = right(*args, **options)
         return replace(prefix, values=tuple(one * 1.001 for one in prefix.values))
 
-    monkeypatch.setattr(sharing, "run_prefix", wrong)
+    monkeypatch.setattr(passes, "run_prefix", wrong)
     found = al.run(gpt2, batches, METRICS, **QUIET)
     assert "logits differ by" in found["accuracy"].info["shared_prefix"]
     for name, record in found.items():
@@ -266,7 +266,7 @@ def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPa
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("this cache does not fit")
 
-    monkeypatch.setattr(sharing, "run_prefix", fails)
+    monkeypatch.setattr(passes, "run_prefix", fails)
     found = al.run(gpt2, batches, METRICS, **QUIET)
     assert "this cache does not fit" in found["accuracy"].info["shared_prefix"]
 

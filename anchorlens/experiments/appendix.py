@@ -7,8 +7,8 @@ from string import ascii_uppercase
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
+from ..passes import HooksOfBatch, no_hooks
 from ..run import run, target_logits
-from ..sharing import HooksOfBatch, no_hooks
 from ..tasks import sample_demonstrations
 from .diagnosis import diagnose
 from .paper_parts import QUIET, Number, Part, Setting, figure_4, figures_3_5_6, isolated

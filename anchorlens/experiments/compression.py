@@ -14,8 +14,8 @@ from ..errors import ModelError, PromptError
 from ..forward import check_fits, device_of, run_pass, run_prefix, undisturbed
 from ..hooked import Hook, HookedModel
 from ..models import ensure_prepared
+from ..passes import TOLERANCE, logit_difference, only_set
 from ..prefix import Prefix
-from ..sharing import TOLERANCE, logit_difference, only_set
 from .context import CompressedContext, columns_of, forget_windows, model_of
 from .kept import Keep, Placement, anchors_and_format, as_in_prompt, name_of
 

@@ -20,9 +20,10 @@ from ..hooked import HookedModel
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
+from ..passes import only_set, whole_passes
 from ..prompts import build_prompts
 from ..results import Record, Rows, by_set, require_gold, with_intervals
-from ..sharing import only_set, shared_passes, whole_passes
+from ..sharing import shared_passes
 from ..tasks import Example, Task
 from .compression import chosen_by, contexts
 from .context import CompressedContext

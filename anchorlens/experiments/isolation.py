@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
+from ..passes import HooksOfBatch
 from ..results import Record, Rows, with_intervals
-from ..sharing import HooksOfBatch, late_starts, shared_passes
+from ..sharing import late_starts, shared_passes
 from ..start import Start
+from ..store import Store, fingerprint
 from .places import Where
 
 
@@ -88,6 +91,7 @@ def isolation_loyalty(
             is False.
         HookError: A layer does not exist, ``keep_bos`` without BOS, or demonstrations with too few
             other words for the control: before any pass over the prompts.
+        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
@@ -108,6 +112,7 @@ def isolation_sweep(
     whole_words: bool = False,
     renormalize: bool = True,
     resamples: int = 200,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, IsolationRecord]:
     """Isolate in many places, all against one clean run and each beside its random words.
@@ -126,6 +131,7 @@ def isolation_sweep(
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
         resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
     Returns:
@@ -189,7 +195,11 @@ def isolation_sweep(
                 rows[f"{place}/random_{name}"] = torch.stack([one[name] for one in drawn], 1)
         return rows
 
-    rows = collect(model, batches, rows_of_batch, progress=progress)
+    store = None
+    if folder is not None:
+        settings = {"isolated": f"{draws} draws from {seed} in {dict(places)}, {options}"}
+        store = Store.open(folder, fingerprint(model, batches, settings))
+    rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
     records = {}
     for place, ((name, where), layers) in enumerate(zip(places.items(), numbers, strict=True)):

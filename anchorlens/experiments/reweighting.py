@@ -21,10 +21,10 @@ from ..hooks import reweight_anchors
 from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
 from ..models import ensure_prepared
+from ..passes import all_but_target
 from ..prefix import Prefix
 from ..results import Record
 from ..run import run
-from ..sharing import all_but_target
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

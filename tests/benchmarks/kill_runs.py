@@ -1,0 +1,281 @@
+"""Kills runs, starts them again, and counts those that end as if nothing had happened.
+
+    python tests/benchmarks/kill_runs.py [--random 100] [--steps 999]
+
+SIGKILL at random moments; SIGKILL at every write (half of it done), fsync and rename; Ctrl-C and
+SIGTERM to the command. A run that goes on must give the same numbers, intervals and files bit for
+bit, and leave nothing else behind. Exit status 1 where one does not.
+
+Everything is imported once, and each run is a fork of this process.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+import anchorlens as al
+from anchorlens import cli, files
+
+sys.path.append(str(Path(__file__).parents[1]))
+from conftest import byte_level_tokenizer, questions, tiny_gpt2
+
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+Work = Callable[[Path], str]
+
+
+def digest_of(results: dict[str, Any]) -> str:
+    """Of every number of every result, and of the intervals."""
+    found = hashlib.sha256()
+    for name, record in sorted(results.items()):
+        for values in (record.tensors(), record.intervals):
+            for key, value in sorted(values.items()):
+                found.update(f"{name} {key} {tuple(value.shape)}".encode())
+                found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def forked(work: Callable[[], str]) -> tuple[int, int]:
+    """Start ``work`` in a process of its own: its number, and a pipe for what it says."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.write(write, work().encode())
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(write)
+    return pid, read
+
+
+def end_of(child: tuple[int, int]) -> tuple[int, str]:
+    """Exit status of a process, minus the signal where one killed it, and what it said."""
+    pid, pipe = child
+    with os.fdopen(pipe) as text:
+        said = text.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+
+
+class DiesAtStep:
+    """Kills its own process at one write, fsync or rename of ``anchorlens.files``."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.count = number, 0
+        self.real: dict[str, Callable[..., None]] = {"fsync": os.fsync, "replace": os.replace}
+        vars(files)["open"] = self.open
+        vars(os).update({name: partial(self.after_a_step, name) for name in self.real})
+
+    def after_a_step(self, name: str, *arguments: Any) -> None:
+        self.step()
+        self.real[name](*arguments)
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self.number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextmanager
+    def open(self, path: Path, mode: str) -> Iterator["WritesInTwo"]:
+        with open(path, mode) as file:
+            yield WritesInTwo(file, self.step)
+
+
+@dataclass
+class WritesInTwo:
+    """A file that may be killed between the halves of a write."""
+
+    file: Any
+    between: Callable[[], None]
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        self.between()
+        self.file.write(data[len(data) // 2 :])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+class Trials:
+    """Runs of one setting, each in a folder of its own, compared with one that nobody killed."""
+
+    def __init__(self, work: Work, place: Path) -> None:
+        self.work, self.place, self.number = work, place, 0
+        whole = self.folder()
+        started = time.monotonic()
+        status, self.expected = end_of(forked(lambda: work(whole)))
+        assert status == 0
+        self.duration = time.monotonic() - started
+        self.files = contents(whole)
+
+    def folder(self) -> Path:
+        self.number += 1
+        return self.place / str(self.number)
+
+    def goes_on(self, folder: Path) -> bool:
+        """Whether the run that was killed in ``folder`` ends as it should."""
+        status, said = end_of(forked(lambda: self.work(folder)))
+        return (status, said) == (0, self.expected) and contents(folder) == self.files
+
+    def at_random(self, kills: int, seed: int = 0) -> tuple[int, Counter[int]]:
+        """How many of so many killed at random moments go on, and how many files they had."""
+        moments, equal, killed, had = random.Random(seed), 0, 0, Counter[int]()
+        while killed < kills:
+            folder = self.folder()
+            child = forked(lambda folder=folder: self.work(folder))  # type: ignore[misc]
+            time.sleep(moments.random() * self.duration)
+            os.kill(child[0], signal.SIGKILL)
+            if end_of(child)[0] == -signal.SIGKILL:  # and not over before
+                killed += 1
+                had[len(contents(folder)) if folder.exists() else 0] += 1
+                equal += self.goes_on(folder)
+        return equal, had
+
+    def steps(self) -> int:
+        """How many writes, fsyncs and renames a run has."""
+
+        def count() -> str:
+            dying = DiesAtStep(0)
+            self.work(folder)
+            return str(dying.count)
+
+        folder = self.folder()
+        return int(end_of(forked(count))[1])
+
+    def at_step(self, step: int) -> bool:
+        """Whether a run goes on that was killed at a step."""
+
+        def die() -> str:
+            DiesAtStep(step)
+            return self.work(folder)
+
+        folder = self.folder()
+        status, _ = end_of(forked(die))
+        assert status == -signal.SIGKILL, f"step {step} was not reached"
+        return self.goes_on(folder)
+
+
+def command(arguments: list[str], out: Path, number: int = 0, seen: str = "") -> tuple[int, str]:
+    """Exit status of the command and what it said, sent a signal as soon as a file is there."""
+
+    def work() -> str:
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+        sys.argv = ["anchorlens", *arguments, "--out", str(out)]
+        cli.main()
+        return ""
+
+    with tempfile.TemporaryFile("w+") as told:
+        child = forked(work)
+        if number:
+            while not any(out.glob(seen)):
+                time.sleep(0.002)
+            os.kill(child[0], number)
+        status, _ = end_of(child)
+        told.seek(0)
+        return status, told.read()
+
+
+def numbers_in(folder: Path) -> dict[str, Any]:
+    """Rows byte for byte; records by what they hold, as the order of their header varies."""
+    found: dict[str, Any] = contents(folder / "rows")
+    assert len(found) > 2 * 12
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names = sorted(file.keys())
+            tensors = {name: file.get_tensor(name).numpy().tobytes() for name in names}
+            found[path.name] = file.metadata(), tensors
+    return found
+
+
+def commands(place: Path) -> bool:
+    """Whether the command, stopped in both ways, says so and ends as it should when it goes on."""
+    model = place / "model"
+    tokenizer = byte_level_tokenizer()
+    tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    arguments = ["run", "--model", str(model), "--task", "questions", "--queries", "12"]
+    arguments += ["--batch-size", "1", "--layers", "1", "--draws", "2", "--device", "cpu"]
+    status, said = command(arguments, place / "whole")
+    assert status == 0, said
+    expected, right = numbers_in(place / "whole" / "questions"), True
+    for stop, part in ((signal.SIGINT, "metrics"), (signal.SIGTERM, "isolation*")):
+        out = place / stop.name
+        status, said = command(arguments, out, stop, f"questions/rows/{part}/rows-00002*")
+        last = said.strip().splitlines()[-1]
+        print(f"{stop.name}: exit status {status}: {last}")
+        line = f"stopped; what was computed is kept in {out}; the same command goes on from there"
+        right &= status == 128 + stop and last == line and "Traceback" not in said
+        right &= not any(out.rglob("*.tmp")) and not (out / "report.html").exists()
+        status, said = command(arguments, out)
+        equal = status == 0 and numbers_in(out / "questions") == expected
+        print(f"{stop.name}: went on and ended {'equal' if equal else f'otherwise: {said}'}")
+        right &= equal
+    return right
+
+
+def main(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    warnings.simplefilter("ignore", UserWarning)
+    tokenizer = byte_level_tokenizer()
+    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+    batches = questions(model, count=12, batch_size=2)
+
+    def work(folder: Path) -> str:
+        found = al.run(model, batches, METRICS, folder=folder, resamples=5, progress=False)
+        return digest_of(found)
+
+    with tempfile.TemporaryDirectory() as place:
+        right = commands(Path(place))
+        trials = Trials(work, Path(place) / "trials")
+        equal, had = trials.at_random(options.random)
+        print(f"killed at random moments of {trials.duration:.2f} s: {equal} of {options.random}")
+        print(f"files that they had written, of {len(trials.files)}: {dict(sorted(had.items()))}")
+        right &= equal == options.random
+        count = trials.steps()
+        chosen = sorted(random.Random(1).sample(range(1, count + 1), min(count, options.steps)))
+        equal = sum(trials.at_step(step) for step in chosen)
+        print(f"killed at {len(chosen)} of {count} writes, fsyncs and renames: {equal}")
+        right &= equal == len(chosen) > 0
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--random", type=int, default=100, help="kills at random moments")
+    parser.add_argument("--steps", type=int, default=999, help="kills at steps, at most")
+    sys.exit(main(parser.parse_args()))
