@@ -163,11 +163,15 @@ def isolation_sweep(
         kept = options | {"keep_bos": where.keep_bos}
         return lambda batch: isolate_random(model, batch, where.layers, number, where.heads, **kept)
 
-    numbers = [layer_numbers(model, where.layers) for where in places.values()]
+    acting = {name: _acting(model, where) for name, where in places.items()}
     # For each place its first layer, the change, and the controls of that change.
     changes = [
-        (layers[0], labels(where), [control(where, seed + draw) for draw in range(draws)])
-        for layers, where in zip(numbers, places.values(), strict=True)
+        (
+            acting[name]["layers"][0],
+            labels(where),
+            [control(where, seed + draw) for draw in range(draws)],
+        )
+        for name, where in places.items()
     ]
     for batch in batches:
         for _, change, controls in changes:
@@ -197,20 +201,17 @@ def isolation_sweep(
 
     store = None
     if folder is not None:
-        settings = {"isolated": f"{draws} draws from {seed} in {dict(places)}, {options}"}
+        where_to = "; ".join(map(str, acting.values()))
+        settings = {"isolated": f"{draws} draws from {seed}, {options}, in {where_to}"}
         store = Store.open(folder, fingerprint(model, batches, settings))
     rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
     records = {}
-    for place, ((name, where), layers) in enumerate(zip(places.items(), numbers, strict=True)):
+    for place, (name, own) in enumerate(acting.items()):
         start = f"{place}/"
         of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
-        own: dict[str, Any] = {
-            "layers": layers,
-            "heads": _heads(model, where),
-            "keep_bos": where.keep_bos,
-        }
-        own["skipped_layers"] = refused.get(layers[0], layers[0])
+        first = own["layers"][0]
+        own = own | {"skipped_layers": refused.get(first, first)}
         records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
     return records
 
@@ -250,9 +251,14 @@ def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
     )
 
 
-def _heads(model: HookedModel, where: Where) -> list[int] | None:
-    """Heads by number, so that a record can be saved; None where all are cut."""
-    return None if where.heads is None else numbers_of("head", where.heads, model.cfg.n_heads)
+def _acting(model: HookedModel, where: Where) -> dict[str, Any]:
+    """What a place is, by number; heads are None where all are cut."""
+    heads = where.heads
+    return {
+        "layers": layer_numbers(model, where.layers),
+        "heads": None if heads is None else numbers_of("head", heads, model.cfg.n_heads),
+        "keep_bos": where.keep_bos,
+    }
 
 
 def _record(rows: Rows) -> IsolationRecord:
