@@ -16,10 +16,17 @@ from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
 from .metrics.metric import Metric, possible
 from .metrics.saliency import SaliencyFlows, saliency
+from .processes import is_main
 from .results import Record
 from .run import run
 
 Page = tuple[dict[str, Record], dict[str, Any], str]
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print, in the main process."""
+    if is_main():
+        typer.echo(text, err=err)
 
 
 def make_folder(folder: Path) -> None:
@@ -36,22 +43,23 @@ def analyse(
     layer_numbers(model, range(layers))
     folder = out / task
     make_folder(folder)
-    typer.echo(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
+    say(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
     records: dict[str, Record] = {}
 
     def keep(name: str, record: Record) -> None:
-        record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
+        if is_main():
+            record.save(folder / f"{name.replace(' ', '_').replace(',', '')}.safetensors")
         records[f"{task}: {name}"] = record
 
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
     metrics, refused = possible(model, batches[0], wanted)
     for name, reason in refused.items():
-        typer.echo(f"warning: no result for {name}: {reason}", err=True)
+        say(f"warning: no result for {name}: {reason}", err=True)
     try:
         results = run(model, batches, metrics)
     except RunError as error:  # a metric that these rows cannot give; the others go on
         results = dict(error.results)
-        typer.echo(f"warning: {error}", err=True)
+        say(f"warning: {error}", err=True)
     for name, record in results.items():
         keep(name, record)
     isolations: dict[str, IsolationRecord] = {}
@@ -69,7 +77,7 @@ def analyse(
     drawn[f"{task}: isolation, first {layers} layers"] = plot_isolation(isolations)
     drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
     table = "\n".join(_table(task, records, isolations))
-    typer.echo(table)
+    say(table)
     return records, drawn, table
 
 

@@ -12,7 +12,7 @@ import torch
 import typer
 from pandas import DataFrame
 
-from .analysis import Page, analyse, make_folder
+from .analysis import Page, analyse, make_folder, say
 from .batch import PromptBatch
 from .errors import AnchorlensError, DataError
 from .experiments.appendix import PAPER_APPENDIX
@@ -21,6 +21,7 @@ from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
 from .models import load_model
+from .processes import is_main, join_launched, together
 from .prompts import build_prompts
 from .report import write_report
 from .store import versions, write_whole
@@ -64,6 +65,7 @@ Draws = Annotated[int, typer.Option(min=1, help="Random controls of each isolati
 
 
 @app.command()
+@together()
 def demo(
     model: Model = DEMO_MODEL,
     out: Out = Path("demo-output"),
@@ -85,6 +87,7 @@ def demo(
 
 
 @app.command()
+@together()
 def run(
     model: Model,
     task: Annotated[str, typer.Option(help=f"One of {', '.join((*TASKS, *BUNDLED))}.")],
@@ -131,6 +134,7 @@ def run(
 
 
 @app.command()
+@together()
 def paper(
     model: Model,
     tasks: Annotated[
@@ -190,25 +194,30 @@ def paper(
         keep=keep,
     )
     summary = paper_tables(numbers)
-    typer.echo(summary)
-    path = write_report(
+    say(summary)
+    _report(
         {},
-        out / "report.html",
+        out,
         title=f"The figures and tables of 'Label Words are Anchors' for {model}",
         settings={name: value for name, value in settings.items() if value is not None},
         figures=paper_figures(numbers),
         summary=summary,
     )
-    typer.echo(f"\nreport: {path.resolve()}")
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit status 1, without a traceback."""
+    """Entry point: a user's mistake is one line and exit status 1, without a traceback.
+
+    Of several processes the main one speaks; what fails in another it is told.
+    """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
+        join_launched()
+        if not is_main():
+            warnings.simplefilter("ignore")
         app()
     except AnchorlensError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(1)
 
 
@@ -272,14 +281,18 @@ def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
     drawn = {name: figure for _, page, _ in pages for name, figure in page.items()}
     summary = "\n\n".join(table for _, _, table in pages)
     _kept(settings, out)
-    path = write_report(
-        results, out / "report.html", settings=settings, figures=drawn, summary=summary
-    )
-    typer.echo(f"\nreport: {path.resolve()}")
+    _report(results, out, settings=settings, figures=drawn, summary=summary)
+
+
+def _report(results: dict[str, Any], out: Path, **page: Any) -> None:
+    if is_main():
+        path = write_report(results, out / "report.html", **page)
+        typer.echo(f"\nreport: {path.resolve()}")
 
 
 def _kept(settings: dict[str, Any], out: Path) -> dict[str, Any]:
     """Settings and versions, as they lie beside the results."""
     settings = settings | {"versions": versions()}
-    (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    if is_main():
+        (out / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
     return settings

@@ -36,5 +36,9 @@ class RunError(AnchorlensError):
         self.results = results
 
 
+class ProcessError(AnchorlensError):
+    """Another process that shares the run failed, or was given something else."""
+
+
 class StoreError(AnchorlensError):
     """A folder of stored rows belongs to another run, or a stored file cannot be read."""

@@ -12,6 +12,7 @@ from .forward import device_of, run_pass, run_prefix, undisturbed
 from .hooked import BatchHook, Hook, HookedModel
 from .metrics.metric import Metric
 from .prefix import Prefix
+from .processes import gathered
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -98,7 +99,22 @@ def shared_passes(
         batches: All prompts of the run.
         changes: The interventions of the run, tried on the first batch besides the clean run.
         metrics: What watches the passes.
+
+    Of several processes all run in one way: shared where each finds the same logits.
     """
+    passes = _tried(model, batches, changes, metrics)
+    ways = gathered("trial", (bool(passes.lengths), passes.said))
+    alike = next((said for shared, said in ways if not shared), None)
+    return passes if alike is None else Passes(model, {}, alike)
+
+
+def _tried(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric],
+) -> Passes:
+    """The way to run that the first batch allows."""
     if any(metric.needs_gradient for metric in metrics):
         return whole_passes(model, "the gradient goes through the demonstrations")
     alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]

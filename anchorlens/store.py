@@ -96,6 +96,10 @@ class Store:
             )
         return cls(folder)
 
+    def has(self, number: int) -> bool:
+        """Whether there are rows of a batch, whole or not."""
+        return self._path(number).exists()
+
     def read(self, number: int) -> dict[str, Tensor] | None:
         """The rows of a batch, or None where there are none or the file is damaged."""
         path = self._path(number)

@@ -12,6 +12,7 @@ import anchorlens
 ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
+    "processes",
     "tasks",
     "batch",
     "prompts",
@@ -55,6 +56,7 @@ ORDER = [
     "report",
     "cli",
     "__init__",
+    "__main__",
 ]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")
@@ -119,7 +121,7 @@ def test_three_files_know_transformer_lens() -> None:
 
 
 def test_import_is_light() -> None:
-    heavy = ("transformer_lens", "transformers", "datasets")
+    heavy = ("transformer_lens", "transformers", "datasets", "accelerate")
     code = f"import sys, anchorlens; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

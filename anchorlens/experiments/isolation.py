@@ -10,12 +10,13 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, collect, describe
+from ..collect import check_batches, check_same_call, collect, describe
 from ..errors import HookError
 from ..hooked import Hook, HookedModel, layer_numbers
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows
 from ..models import ensure_prepared
+from ..processes import together
 from ..results import Record, Rows, with_intervals
 from ..sharing import HooksOfBatch, shared_passes
 
@@ -61,6 +62,7 @@ class IsolationRecord(Record):
         return plot_isolation({"isolated": self})
 
 
+@together()
 def isolation_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -123,6 +125,8 @@ def isolation_loyalty(
     for batch in batches:
         for change in (labels, draws_of_seed[0]):
             change(batch)
+    settings = {"layers": chosen, "draws": draws, "seed": seed, **options}
+    check_same_call(model, batches, {name: str(value) for name, value in settings.items()})
     passes = shared_passes(model, batches, [labels])
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
