@@ -189,6 +189,12 @@ class _Line:
         """Set in the store by a process that fails before the next exchange."""
         return f"anchorlens/failed/{self.exchanges}"
 
+    def hang_up(self) -> None:
+        """Threads of a group that is still held when the interpreter goes abort the process."""
+        group, self.group, self.store = self.group, None, None
+        if distributed.is_initialized():
+            distributed.destroy_process_group(group)
+
 
 def _line() -> _Line:
     return _line_of(distributed.group.WORLD)
@@ -199,7 +205,9 @@ def _line_of(world: Any) -> _Line:
     # A group of our own: rows lie on the CPU, while that of GPUs would send them through their
     # memory, and it gives up after ten minutes in which a process still computes.
     group = distributed.new_group(backend="gloo", timeout=PATIENCE)
-    return _Line(group, distributed.distributed_c10d._get_default_store())
+    line = _Line(group, distributed.distributed_c10d._get_default_store())
+    atexit.register(line.hang_up)
+    return line
 
 
 def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
