@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import anchorlens as al
+from anchorlens import sharing
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.processes import alone, failed_elsewhere, refuse_split_weights, together
 
@@ -166,7 +168,10 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     failing, stored = Failing(process=last), Failing(process=0)
     batched = questions(model, count=7, batch_size=1)
     ids = batches[0].label_token_ids
+    with patch.object(sharing, "TOLERANCE", -1.0 if own == last else sharing.TOLERANCE):
+        disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
     found = {
+        "disagreeing": disagreeing.info["shared_prefix"],
         "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[own:])),
         "other settings": raised_by(changing),
         "other calls": raised_by(

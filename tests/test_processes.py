@@ -108,6 +108,15 @@ def test_processes_with_other_work_are_refused(
 
 
 @pytest.mark.parametrize("count", [2, 3])
+def test_where_one_finds_other_logits_all_run_whole_prompts(
+    launches: dict[int, Launch], count: int
+) -> None:
+    assert "run once for all" in launches[count].expected["info"]["shared_prefix"]
+    for found in launches[count].found:
+        assert found["disagreeing"].startswith("off: logits differ")
+
+
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("name", "own"),
     [
