@@ -139,7 +139,8 @@ def test_one_failure_is_everyones(
 def test_the_others_stop_at_once_and_go_on_in_step(launches: dict[int, Launch], count: int) -> None:
     launch = launches[count]
     *others, failed = (found["seen"] for found in launch.found)
-    assert failed == 1 and all(seen == 2 for seen in others)
+    # Of 3 batches at least in one of the others: heard before the second of them, or in it.
+    assert failed == 1 and all(seen <= 2 for seen in others)
     first = launch.found[0]["afterwards"]
     assert all(torch.equal(found["afterwards"], first) for found in launch.found)
 
