@@ -17,10 +17,17 @@ from .metrics.aucroc import AttentionAUCROC
 from .metrics.distances import AnchorDistances
 from .metrics.metric import Metric, possible
 from .metrics.saliency import SaliencyFlows, saliency
+from .processes import is_main
 from .results import Record
 from .run import run
 
 Page = tuple[dict[str, Record], dict[str, Any], str]
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print, in the main process."""
+    if is_main():
+        typer.echo(text, err=err)
 
 
 def make_folder(folder: Path) -> None:
@@ -50,22 +57,23 @@ def analyse(
     folder = out / task
     make_folder(folder)
     rows = kept_rows(out, task)
-    typer.echo(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
+    say(f"\n{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}", err=True)
     records: dict[str, Record] = {}
 
     def keep(name: str, record: Record) -> None:
-        record.save(folder / f"{file_name(name)}.safetensors")
+        if is_main():
+            record.save(folder / f"{file_name(name)}.safetensors")
         records[f"{task}: {name}"] = record
 
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
     metrics, refused = possible(model, batches[0], wanted)
     for name, reason in refused.items():
-        typer.echo(f"warning: no result for {name}: {reason}", err=True)
+        say(f"warning: no result for {name}: {reason}", err=True)
     try:
         results = run(model, batches, metrics, folder=rows / "metrics")
     except RunError as error:  # a metric that these rows cannot give; the others go on
         results = dict(error.results)
-        typer.echo(f"warning: {error}", err=True)
+        say(f"warning: {error}", err=True)
     for name, record in results.items():
         keep(name, record)
     places = first_and_last(model, [layers])
@@ -80,7 +88,7 @@ def analyse(
     drawn[f"{task}: isolation, {early}"] = plot_isolation(isolations)
     drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
     table = "\n".join(_table(task, records, isolations))
-    typer.echo(table)
+    say(table)
     return records, drawn, table
 
 

@@ -12,7 +12,7 @@ import torch
 import typer
 from pandas import DataFrame
 
-from .analysis import Page, analyse, kept_rows, make_folder
+from .analysis import Page, analyse, kept_rows, make_folder, say
 from .batch import PromptBatch
 from .errors import AnchorlensError, DataError
 from .experiments.appendix import PAPER_APPENDIX
@@ -23,6 +23,7 @@ from .experiments.paper_tables import paper_tables
 from .files import write_whole
 from .memory import is_out_of_memory
 from .models import load_model
+from .processes import is_main, join_launched, together
 from .prompts import build_prompts
 from .report import write_report
 from .stopping import stoppable
@@ -69,6 +70,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: forget the row
 
 @app.command()
 @stoppable("the same command goes on from there")
+@together()
 def demo(
     model: Model = DEMO_MODEL,
     out: Out = Path("demo-output"),
@@ -96,6 +98,7 @@ def demo(
 
 @app.command()
 @stoppable("the same command goes on from there")
+@together()
 def run(
     model: Model,
     task: Annotated[str, typer.Option(help=f"One of {', '.join((*TASKS, *BUNDLED))}.")],
@@ -148,6 +151,7 @@ def run(
 
 @app.command()
 @stoppable("the same command starts over")
+@together()
 def paper(
     model: Model,
     tasks: Annotated[
@@ -207,25 +211,30 @@ def paper(
         keep=keep,
     )
     summary = paper_tables(numbers)
-    typer.echo(summary)
-    path = write_report(
+    say(summary)
+    _report(
         {},
-        out / "report.html",
+        out,
         title=f"The figures and tables of 'Label Words are Anchors' for {model}",
         settings={name: value for name, value in settings.items() if value is not None},
         figures=paper_figures(numbers),
         summary=summary,
     )
-    typer.echo(f"\nreport: {path.resolve()}")
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit status 1, without a traceback."""
+    """Entry point: a user's mistake is one line and exit status 1, without a traceback.
+
+    Of several processes the main one speaks; what fails in another it is told.
+    """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
+        join_launched()
+        if not is_main():
+            warnings.simplefilter("ignore")
         app()
     except AnchorlensError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(1)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -304,14 +313,18 @@ def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
     drawn = {name: figure for _, page, _ in pages for name, figure in page.items()}
     summary = "\n\n".join(table for _, _, table in pages)
     _kept(settings, out)
-    path = write_report(
-        results, out / "report.html", settings=settings, figures=drawn, summary=summary
-    )
-    typer.echo(f"\nreport: {path.resolve()}")
+    _report(results, out, settings=settings, figures=drawn, summary=summary)
+
+
+def _report(results: dict[str, Any], out: Path, **page: Any) -> None:
+    if is_main():
+        path = write_report(results, out / "report.html", **page)
+        typer.echo(f"\nreport: {path.resolve()}")
 
 
 def _kept(settings: dict[str, Any], out: Path) -> dict[str, Any]:
     """Settings and versions, as they lie beside the results."""
     settings = settings | {"versions": versions()}
-    write_whole(out / "settings.json", f"{json.dumps(settings, indent=1)}\n".encode())
+    if is_main():
+        write_whole(out / "settings.json", f"{json.dumps(settings, indent=1)}\n".encode())
     return settings

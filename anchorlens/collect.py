@@ -1,7 +1,8 @@
 """The loop over batches: what each contributes, in the order of the queries."""
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,16 @@ from .errors import MetricError, PromptError, StoreError
 from .forward import check_fits, device_of, undisturbed
 from .hooked import HookedModel
 from .memory import PartsThatFit, joined
-from .store import Store, same_rows, versions
+from .processes import (
+    alone,
+    failed_elsewhere,
+    gathered,
+    is_main,
+    own_part,
+    refuse_split_weights,
+    same_everywhere,
+)
+from .store import Store, fingerprint, same_rows, versions
 
 
 def collect(
@@ -26,13 +36,20 @@ def collect(
 ) -> dict[str, Tensor]:
     """The rows of all prompts, in the order of their queries, whatever the batches were.
 
-    A batch that does not fit into memory is run in smaller parts, and so are those after it.
+    A batch that does not fit into memory is run in smaller parts, and so are those after it. Of
+    several processes each computes a part of the batches, and all end with all rows. To be called
+    within ``together()`` and after ``check_same_call``.
     """
+    part = _part(batches, store)
+    quiet = not (progress and is_main())
     device = device_of(model)
     fitting = PartsThatFit(rows_of_batch)
     collected = []
     with undisturbed(model):
-        for number, batch in enumerate(tqdm(batches, disable=not progress, desc="batches")):
+        for number in tqdm(part, disable=quiet, desc="batches"):
+            if failed_elsewhere():
+                break
+            batch = batches[number]
             stored = store.read(number) if store else None
             if stored is None or number == 0:
                 rows = fitting.rows(batch.to(device))
@@ -45,8 +62,21 @@ def collect(
                 if store and stored is None:
                     store.write(number, rows)
             collected.append(rows if stored is None else stored)
+    collected = _of_all_processes(collected)
     order = _order_of_queries(batches)
     return {name: values[order] for name, values in joined(collected).items()}
+
+
+def check_same_call(
+    model: HookedModel, batches: Sequence[PromptBatch], settings: Mapping[str, str]
+) -> None:
+    """Refuse to share out a run of which the processes were given different things."""
+    if alone():
+        return
+    refuse_split_weights(model)
+    what: dict[str, str] = fingerprint(model, batches, settings)
+    # What has no repr of its own says where it lies in the memory of each process.
+    same_everywhere({name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in what.items()})
 
 
 def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
@@ -76,6 +106,25 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
+
+
+def _part(batches: Sequence[PromptBatch], store: Store | None) -> list[int]:
+    """Numbers of the batches of this process; as the main one sees what is stored already."""
+    costs = [
+        # The first is computed again to see that it is the same.
+        0 if store and number and store.has(number) else batch.tokens.numel()
+        for number, batch in enumerate(batches)
+    ]
+    return own_part(gathered("batches", costs)[0])
+
+
+def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The rows of all batches; the parts are contiguous, so that they only need to be joined."""
+    if alone():
+        return collected
+    # Copies, as a view would be sent with all that it is a view of.
+    own = [{name: values.clone() for name, values in rows.items()} for rows in collected]
+    return [rows for part in gathered("rows", own) for rows in part]
 
 
 def _order_of_queries(batches: Sequence[PromptBatch]) -> Tensor:

@@ -36,6 +36,10 @@ class RunError(AnchorlensError):
         self.results = results
 
 
+class ProcessError(AnchorlensError):
+    """Another process that shares the run failed, or was given something else."""
+
+
 class StoreError(AnchorlensError):
     """A folder holds the rows of another run, or a file cannot be read or written."""
 

@@ -13,6 +13,7 @@ from .errors import ModelError
 from .forward import device_of, undisturbed
 from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
 from .probe import probe
+from .processes import own_device
 from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
 
 _ENCODER_DECODER = (
@@ -37,8 +38,9 @@ def load_model(
             which becomes a part of the hooked model, also of one that is then refused: pass a copy
             to go on using it by itself.
         tokenizer: Needed only with a loaded model; the one beside the weights otherwise.
-        device: ``"cuda"``, ``"mps"`` or ``"cpu"``; the first that there is, by default. A loaded
-            model stays where it is unless a device is named; then it is copied.
+        device: ``"cuda"``, ``"mps"`` or ``"cpu"``; the first that there is, by default, or the
+            process's own where accelerate made its state. A loaded model stays where it is unless
+            a device is named; then it is copied.
         dtype: Type of the weights; as stored, by default.
 
     Returns:
@@ -158,7 +160,9 @@ def _moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) 
         ) from error
 
 
-def _best_device() -> str:
+def _best_device() -> str | torch.device:
+    if (own := own_device()) is not None:
+        return own
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .collect import check_batches, collect, describe
+from .collect import check_batches, check_same_call, collect, describe
 from .errors import AnchorlensError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
@@ -18,11 +18,13 @@ from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
 from .passes import HooksOfBatch, Passes, no_hooks, whole_passes
 from .prefix import Prefix
+from .processes import gathered, main_first, together
 from .results import Record, Rows, with_intervals
 from .sharing import shared_passes
 from .store import Store, fingerprint
 
 
+@together()
 def run(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -42,6 +44,8 @@ def run(
     gradients; ``info["shared_prefix"]`` of each record says so, or why not. Parameters are frozen
     and dropout is off meanwhile; both are as they were afterwards, and no hook is left. Hooks on
     names behind the last block work, at the price that all positions go through the unembedding.
+
+    Where accelerate made several processes, they share the batches out and all get all results.
 
     Args:
         model: A hooked model; its attention hooks are proven at first use.
@@ -81,14 +85,16 @@ def run(
     ensure_prepared(model)
     check_batches(model, batches, resamples)
     _check(model, batches, metrics, hooks, loss, checkpoint)
+    settings = {
+        "metrics": ", ".join(map(repr, metrics)),
+        "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+        "hooks": "none" if hooks is None else "some",
+    }
+    check_same_call(model, batches, settings | {"folder": str(folder)})
     store = None
     if folder is not None:
-        settings = {
-            "metrics": ", ".join(map(repr, metrics)),
-            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
-            "hooks": "none" if hooks is None else "some",
-        }
-        store = Store.open(folder, fingerprint(model, batches, settings))
+        expected = fingerprint(model, batches, settings)
+        store = main_first(lambda: Store.open(folder, expected))
     failures: dict[str, AnchorlensError] = {}
     changes = [] if hooks is None else [hooks]
     passes = (
@@ -103,10 +109,12 @@ def run(
         store=store,
         progress=progress,
     )
+    failures = _first_failures(gathered("failures", {k: str(v) for k, v in failures.items()}))
     info = describe(model, batches) | {"shared_prefix": passes.said}
     return _results(metrics, rows, info, resamples, failures)
 
 
+@together()
 def target_logits(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -132,6 +140,7 @@ def target_logits(
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
     change = hooks or no_hooks
+    check_same_call(model, batches, {"hooks": "none" if hooks is None else "some"})
     passes = shared_passes(model, batches, [change])
 
     def rows(batch: PromptBatch) -> dict[str, Tensor]:
@@ -255,6 +264,17 @@ def _check_rows(metric: str, rows: Rows, count: int) -> None:
                 f"{metric}: row {name!r} must have one entry a prompt, {count}; got the shape "
                 f"{tuple(values.shape)}"
             )
+
+
+def _first_failures(
+    of_processes: Sequence[Mapping[str, str]],
+) -> dict[str, AnchorlensError]:
+    """The first of each metric: of the earliest batch, as the parts of processes are in order."""
+    first: dict[str, AnchorlensError] = {}
+    for failures in of_processes:
+        for name, message in failures.items():
+            first.setdefault(name, MetricError(message))
+    return first
 
 
 def _results(

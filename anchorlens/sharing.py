@@ -24,6 +24,7 @@ from .passes import (
     only_set,
     whole_passes,
 )
+from .processes import gathered
 
 SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
 
@@ -43,7 +44,23 @@ def shared_passes(
         changes: The interventions of the run, tried on the first batch besides the clean run.
         metrics: What watches the passes.
         loss: What is differentiated where a metric needs a gradient.
+
+    Of several processes all run in one way: shared where each finds the same logits.
     """
+    passes = _tried(model, batches, changes, metrics, loss)
+    ways = gathered("trial", (bool(passes.lengths), passes.said))
+    alike = next((said for shared, said in ways if not shared), None)
+    return passes if alike is None else Passes(model, {}, alike)
+
+
+def _tried(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric],
+    loss: Loss | None,
+) -> Passes:
+    """The way to run that the first batch allows."""
     alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
     if alone:
         return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
@@ -83,7 +100,8 @@ def late_starts(
     """
     first = batches[0].to(device_of(passes.model))
     with undisturbed(passes.model):
-        return of_what_fits(first, partial(_compare_starts, passes, changes))
+        why = of_what_fits(first, partial(_compare_starts, passes, changes))
+    return dict(item for of_process in gathered("late starts", why) for item in of_process.items())
 
 
 def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: PromptBatch) -> str:

@@ -132,6 +132,10 @@ class Store:
         write_whole(path, _bytes_of_run(store.run))
         return store
 
+    def has(self, number: int) -> bool:
+        """Whether there are rows of a batch, whole or not."""
+        return self._path(number).exists()
+
     def read(self, number: int) -> dict[str, Tensor] | None:
         """The rows of a batch, or None where there are none or the file is damaged, with a warning.
 

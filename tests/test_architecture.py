@@ -13,6 +13,7 @@ ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
     "files",
+    "processes",
     "tasks",
     "batch",
     "memory",
@@ -64,6 +65,7 @@ ORDER = [
     "stopping",
     "cli",
     "__init__",
+    "__main__",
 ]
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")
@@ -128,7 +130,7 @@ def test_three_files_know_transformer_lens() -> None:
 
 
 def test_import_is_light() -> None:
-    heavy = ("transformer_lens", "transformers", "datasets")
+    heavy = ("transformer_lens", "transformers", "datasets", "accelerate")
     code = f"import sys, anchorlens; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

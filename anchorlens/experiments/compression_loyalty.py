@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, collect, describe
+from ..collect import check_batches, check_same_call, collect, describe
 from ..errors import HookError, MetricError
 from ..forward import device_of, undisturbed
 from ..hooked import HookedModel
@@ -21,6 +21,7 @@ from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
 from ..passes import only_set, whole_passes
+from ..processes import together
 from ..prompts import build_prompts
 from ..results import Record, Rows, by_set, require_gold, with_intervals
 from ..sharing import shared_passes
@@ -126,6 +127,7 @@ class AnswerTimesRecord(Record):
     speed_up_over_cached: Float[Tensor, ""]
 
 
+@together()
 def compression_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -173,6 +175,9 @@ def compression_loyalty(
     for batch in batches:
         require_gold(batch.gold, "accuracy")
         chosen_by(keeps, batch)
+    names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
+    settings = names | {"control": name_of(control), "draws": draws}
+    check_same_call(model, batches, {name: str(value) for name, value in settings.items()})
     passes = shared_passes(model, batches)
     made: dict[int | None, list[CompressedContext]] = {}
 
@@ -202,7 +207,6 @@ def compression_loyalty(
         }
 
     rows = collect(model, batches, rows_of_batch, progress=progress)
-    names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
     info = describe(model, batches) | names | {"shared_prefix": passes.said}
     return with_intervals(_record, rows, resamples=resamples, info=info)
 

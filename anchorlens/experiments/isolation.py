@@ -11,13 +11,14 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, collect, describe
+from ..collect import check_batches, check_same_call, collect, describe
 from ..errors import HookError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models import ensure_prepared
 from ..passes import HooksOfBatch
+from ..processes import main_first, together
 from ..results import Record, Rows, with_intervals
 from ..sharing import late_starts, shared_passes
 from ..start import Start
@@ -102,6 +103,7 @@ def isolation_loyalty(
     return isolation_sweep(model, batches, {"isolated": where}, **options)["isolated"]
 
 
+@together()
 def isolation_sweep(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -176,6 +178,9 @@ def isolation_sweep(
     for batch in batches:
         for _, change, controls in changes:
             change(batch), controls[0](batch)
+    where_to = "; ".join(map(str, acting.values()))
+    settings = {"isolated": f"{draws} draws from {seed}, {options}, in {where_to}"}
+    check_same_call(model, batches, settings | {"folder": str(folder)})
     passes = shared_passes(model, batches, [changes[0][1]])
     refused = late_starts(passes, batches, {first: change for first, change, _ in changes})
     late = {first for first, _, _ in changes} - set(refused)
@@ -201,9 +206,8 @@ def isolation_sweep(
 
     store = None
     if folder is not None:
-        where_to = "; ".join(map(str, acting.values()))
-        settings = {"isolated": f"{draws} draws from {seed}, {options}, in {where_to}"}
-        store = Store.open(folder, fingerprint(model, batches, settings))
+        expected = fingerprint(model, batches, settings)
+        store = main_first(lambda: Store.open(folder, expected))
     rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
     records = {}

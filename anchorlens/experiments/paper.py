@@ -12,6 +12,7 @@ from ..errors import AnchorlensError, DataError
 from ..hooked import HookedModel, layer_numbers
 from ..metrics.distances import AnchorDistances
 from ..models import ensure_prepared
+from ..processes import is_main, together
 from ..tasks import BUNDLED, TASKS, Example, sample_demonstrations, sample_queries
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
@@ -19,6 +20,7 @@ COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
 TRAINING = 4  # examples of each class
 
 
+@together()
 def paper(
     model: HookedModel,
     examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
@@ -45,7 +47,7 @@ def paper(
         parts: What to compute; ``paper_tables`` and ``paper_figures`` show what is there.
         layers: Layers isolated at each end.
         draws: Random controls of each isolation.
-        keep: Called with all numbers so far after each part.
+        keep: Called with all numbers so far after each part, in the main process.
         progress: Show a progress bar.
 
     Returns:
@@ -81,7 +83,7 @@ def paper(
     if not todo:
         raise DataError("there is nothing to do: expected a task, a seed and a part at least")
     numbers: list[Number] = []
-    bar = tqdm(todo, disable=not progress)
+    bar = tqdm(todo, disable=not (progress and is_main()))
     for name, setting, part in bar:
         what = f"{name}, seed {setting.seed}, {_title(part)}"
         bar.set_description(what)
@@ -91,15 +93,18 @@ def paper(
         if caught:
             bar.clear()  # a warning has a line of its own
         for one in caught:
-            warnings.warn(f"{what}: {one.message}", one.category, stacklevel=2)
-        keep(_frame(numbers))
+            warnings.warn(f"{what}: {one.message}", one.category, stacklevel=3)
+        with together():
+            if is_main():
+                keep(_frame(numbers))
     return _frame(numbers)
 
 
 def _all_that_come(part: Part, setting: Setting) -> Iterator[Number]:
     """The numbers of a part, up to where it fails: that is a warning, as the others go on."""
     try:
-        yield from part(setting)
+        with together():
+            yield from part(setting)
     except (AnchorlensError, torch.OutOfMemoryError) as error:
         warnings.warn(str(error), stacklevel=2)
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, describe
+from ..collect import check_batches, check_same_call, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
 from ..forward import device_of, run_pass, undisturbed, vocabulary_of
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases
@@ -23,6 +23,7 @@ from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accur
 from ..models import ensure_prepared
 from ..passes import all_but_target
 from ..prefix import Prefix
+from ..processes import gathered, is_main, together
 from ..results import Record
 from ..run import run
 
@@ -77,6 +78,7 @@ class Beta(Record):
         )
 
 
+@together()
 def train_reweighting(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -93,7 +95,8 @@ def train_reweighting(
     Adam, one step a batch: with ``build_prompts(..., batch_size=1)`` as in the paper, which takes
     10 epochs at lr 0.01 over 4 training examples a class. Batches are shuffled anew in each epoch.
     Beta acts on the target's row alone, so that everything before it is run once and a step runs
-    one token a prompt; where the model's cache gives other logits, steps run whole prompts.
+    one token a prompt; where the model's cache gives other logits, steps run whole prompts. Steps
+    follow one another, so that several processes train the same, and all get the main one's beta.
 
     Args:
         model: A hooked model; its attention hooks are proven at first use.
@@ -129,11 +132,14 @@ def train_reweighting(
     if epochs < 1 or not (lr > 0 and isfinite(lr)):
         raise MetricError(f"epochs and lr must be positive numbers; got {epochs} and {lr}")
     loss(torch.zeros(len(batches[0]), vocabulary_of(model)), batches[0].to("cpu"))
+    said = {"epochs": str(epochs), "lr": str(lr), "seed": str(seed)}
+    check_same_call(model, batches, said)
+    quiet = not (progress and is_main())
     shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
     with undisturbed(model), torch.inference_mode(False):
         parameter = _parameter(model, shape, start)
         device = device_of(model)
-        bar = tqdm(batches, disable=not progress, desc="training prompts")
+        bar = tqdm(batches, disable=quiet, desc="training prompts")
         steps = [all_but_target(model, batch.to(device)) for batch in bar]
         training = _Training(model, parameter, loss, torch.optim.Adam([parameter], lr=lr))
         vanilla = training.loss_of(steps, torch.zeros_like(parameter))
@@ -141,7 +147,7 @@ def train_reweighting(
         generator = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         betas = [parameter.detach().expand(shape).cpu().clone()]
-        for epoch in tqdm(range(epochs), disable=not progress, desc="epochs"):
+        for epoch in tqdm(range(epochs), disable=quiet, desc="epochs"):
             order = torch.randperm(len(steps), generator=generator).tolist()
             losses.append(_mean([training.step(*steps[number]) for number in order]))
             # The first epoch is on its way from the start; a tenth more is no noise of steps.
@@ -157,7 +163,7 @@ def train_reweighting(
         if whole
         else "everything before the target, run once for all epochs"
     )
-    return Beta(
+    trained = Beta(
         # All but the last of a training that diverged, and its best.
         beta=betas[-1] if len(betas) > len(losses) else betas[_lowest([begin, *losses[:-1]])],
         label_classes=torch.tensor(classes),
@@ -165,6 +171,8 @@ def train_reweighting(
         vanilla_loss=torch.tensor(vanilla),
         info=describe(model, batches) | settings,
     )
+    # Not each its own: on GPUs they may differ in the last bits, and prompts are shared out.
+    return gathered("beta", trained)[0]
 
 
 def reweighting_accuracy(
@@ -329,5 +337,5 @@ def _warn_of_divergence(losses: Sequence[float], begin: float, lr: float) -> Non
         f"training diverged: the mean loss of epoch {len(losses)} is {losses[-1]:.3g}, and at the "
         f"start it is {begin:.3g}. It was stopped, and the beta is that of its best epoch before, "
         f"or of the start where no epoch was better; use a lower lr than {lr}",
-        stacklevel=3,
+        stacklevel=4,  # together() stands between
     )

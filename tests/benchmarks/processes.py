@@ -1,0 +1,84 @@
+"""What two processes save over one, each with one thread, and over one with two threads.
+
+    python tests/benchmarks/processes.py
+
+A random model of GPT-2's size with 1000 tokens. The three ways take turns; only the run itself is
+timed, once all processes are there, and not their start.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import PartialState, debug_launcher
+from saliency_cost import byte_level_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import anchorlens as al
+
+WAYS = {
+    "1 process, 1 thread": (1, 1),
+    "1 process, 2 threads": (1, 2),
+    "2 processes, 1 thread each": (2, 1),
+}
+
+
+def in_process(model: Any, batches: list[al.PromptBatch], threads: int, path: Path) -> None:
+    torch.set_num_threads(threads)
+    state = PartialState(cpu=True)
+
+    def flows(prompts: list[al.PromptBatch]) -> torch.Tensor:
+        results = al.run(model, prompts, [al.SaliencyFlows()], resamples=0, progress=False)
+        return results["saliency_flows"].per_prompt
+
+    flows(batches[:2])  # warmed up, and all are there
+    begin = time.perf_counter()
+    found = flows(batches)
+    seconds = time.perf_counter() - begin
+    if state.is_main_process:
+        torch.save((seconds, found), path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--queries", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)  # forks of a process whose threads have worked may hang
+    torch.manual_seed(0)
+    tokenizer = byte_level_tokenizer()
+    weights = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer))).eval()
+    weights.config.architectures = ["GPT2LMHeadModel"]
+    model = al.load_model(weights, tokenizer=tokenizer)
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples)
+    queries = [one for one in examples if one not in demos][: options.queries]
+    batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
+
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    numbers = {}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "found"
+        for _ in range(options.repeats):
+            for name, (processes, threads) in WAYS.items():
+                debug_launcher(in_process, (model, batches, threads, path), processes)
+                seconds, numbers[name] = torch.load(path)
+                times[name].append(seconds)
+    one, _, two = WAYS
+    assert torch.equal(numbers[one], numbers[two])
+    print(f"flows of {len(queries)} prompts in {len(batches)} batches, {options.repeats} repeats")
+    for name, taken in times.items():
+        ratios = sorted(a / b for a, b in zip(times[one], taken, strict=True))
+        print(
+            f"{name}: {median(taken):.1f} s; times as fast as one: {median(ratios):.2f} "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

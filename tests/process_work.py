@@ -1,0 +1,257 @@
+"""What the tests of several processes do in each, and alone: see test_processes.py."""
+
+import pickle
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate import PartialState
+from conftest import questions
+from test_store import Logits
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.errors import MetricError, PromptError, RunError
+from anchorlens.processes import alone, failed_elsewhere, refuse_split_weights, together
+
+QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
+
+
+class OutOfMemory(RuntimeError):
+    """What no process but one meets."""
+
+
+@dataclass(frozen=True)
+class Failing(Logits):
+    """Fails in the process of a number, at its second batch; the others wait until they hear it."""
+
+    process: int = field(default=0, repr=False)
+    name: ClassVar[str] = "failing"
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        inner = super().observe(model, batch)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            if len(self.seen) == 1 and PartialState().process_index == self.process:
+                raise OutOfMemory("no memory is left")
+            if len(self.seen) == 1:
+                end = time.monotonic() + 20
+                while not failed_elsewhere() and time.monotonic() < end:
+                    time.sleep(0.01)
+            return dict(inner.rows(logits, clean_logits))
+
+        return replace(inner, rows=rows)
+
+
+@dataclass(frozen=True)
+class Picky(Logits):
+    """Refuses the prompts behind the third."""
+
+    name: ClassVar[str] = "picky"
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        inner = super().observe(model, batch)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            if (batch.index > 3).any():
+                raise MetricError(f"not prompt {int(batch.index.max())}")
+            return dict(inner.rows(logits, clean_logits))
+
+        return replace(inner, rows=rows)
+
+
+def two_sets(model: Any) -> list[al.PromptBatch]:
+    """Of 7 batches, 4 and 3, some of several prompts."""
+    examples = al.load_examples("questions")
+    batches = []
+    for seed, count, size in ((1, 8, 2), (2, 5, 2)):
+        demos = al.sample_demonstrations(examples, seed=seed)
+        queries = [one for one in examples if one not in demos][seed : seed + count]
+        task = al.TASKS["trec"]
+        batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=size)
+    return batches
+
+
+def many_prompts(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(4)]
+    return al.run(model, batches, metrics, **QUIET)
+
+
+def hooks_and_loyalty(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    return al.run(
+        model,
+        batches,
+        [al.Loyalty(), al.Accuracy()],
+        hooks=lambda batch: al.isolate_labels(model, batch, [0, 1]),
+        **QUIET,
+    )
+
+
+def isolation(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    return {"": al.isolation_loyalty(model, batches, [0], draws=2, **QUIET)}
+
+
+def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    return {"": al.compression_loyalty(model, batches, draws=2, **QUIET)}
+
+
+def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    return {"": al.train_reweighting(model, batches[:4], epochs=1, progress=False)}
+
+
+ANALYSES = (many_prompts, hooks_and_loyalty, isolation, compression, trained)
+
+
+def tensors_of(records: dict[str, Any]) -> dict[str, Tensor]:
+    """Every number of every record, intervals too."""
+    found: dict[str, Tensor] = {}
+    for key, record in records.items():
+        found |= {f"{key} {name}": value for name, value in record.tensors().items()}
+        found |= {f"{key} {name} bounds": value for name, value in record.intervals.items()}
+    return found
+
+
+def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
+    """What one process and several must agree on."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    found: dict[str, Any] = {
+        analysis.__name__: tensors_of(analysis(model, batches)) for analysis in ANALYSES
+    }
+    found["untouched"] = torch.equal(before, torch.get_rng_state())
+    found["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
+    found["info"] = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET).info
+    with pytest.raises(RunError) as refused:
+        al.run(model, batches[:4], [Picky(), al.Accuracy()], **QUIET)
+    found["refused rows"] = str(refused.value)
+    found["the others"] = tensors_of(dict(refused.value.results))
+    return found
+
+
+def raised_by(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[str, Any]:
+    """What each process raises; after each they are in step again."""
+    state = PartialState()
+    own = state.process_index
+    last = state.num_processes - 1
+    too_long = replace(batches[0], tokens=batches[0].tokens + 10_000)
+
+    def changing() -> Any:
+        return al.isolation_loyalty(model, batches, [own % 2], draws=1, **QUIET).info
+
+    def mine(work: Callable[[], Any]) -> None:
+        """Caught in a block within a block."""
+        with together(), together():
+            if own == last:
+                work()
+
+    def raises() -> None:
+        raise OutOfMemory("in a block")
+
+    failing, stored = Failing(process=last), Failing(process=0)
+    batched = questions(model, count=7, batch_size=1)
+    ids = batches[0].label_token_ids
+    with patch.object(sharing, "TOLERANCE", -1.0 if own == last else sharing.TOLERANCE):
+        disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
+    found = {
+        "disagreeing": disagreeing.info["shared_prefix"],
+        "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[own:])),
+        "other settings": raised_by(changing),
+        "other calls": raised_by(
+            lambda: isolation(model, batches) if own else many_prompts(model, batches)
+        ),
+        "bad prompt": raised_by(
+            lambda: many_prompts(model, [too_long] if own == last else batches)
+        ),
+        "in a pass": raised_by(lambda: al.run(model, batched, [failing], **QUIET)),
+        "in a block": raised_by(lambda: mine(raises)),
+        "interrupted": raised_by(
+            lambda: al.run(model, batched, [stored, al.Accuracy()], folder=folder, **QUIET)
+        ),
+        "seen": len(failing.seen),
+        "afterwards": al.target_logits(model, batches, progress=False)[:, ids],
+    }
+    return found
+
+
+def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any], ...]:
+    """A part that fails in the last process of several, and one that goes on after it."""
+
+    def failing(setting: Any) -> Iterator[Any]:
+        if not alone() and PartialState().is_last_process:
+            raise PromptError("in a part")
+        yield from ()
+
+    examples = al.load_examples("questions")
+    kept: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        numbers = al.paper(
+            model,
+            {"questions": (examples, examples)},
+            queries=11,
+            seeds=[1],
+            layers=1,
+            draws=1,
+            parts=[failing, al.PAPER_PARTS[1]],
+            keep=kept.append,
+            progress=False,
+        )
+    return numbers.to_numpy().tolist(), kept, [str(one.message) for one in caught]
+
+
+def split_weights(count: int) -> torch.nn.Module:
+    """A layer of which each process holds some rows."""
+    mesh = init_device_mesh("cpu", (count,))
+    layer = torch.nn.Linear(count, count)
+    layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
+    return layer
+
+
+def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
+    """The end of an interrupted run, and how many batches were computed for it here."""
+    metric = Failing(process=-1, seen=[0, 0])
+    batched = questions(model, count=7, batch_size=1)
+    results = al.run(model, batched, [metric, al.Accuracy()], folder=folder, **QUIET)
+    return tensors_of(results), len(metric.seen) - 2
+
+
+def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
+    """The work of one process of several; what it found goes into a file."""
+    state = PartialState(cpu=True)
+    found = everything(model, batches)
+    found |= failures(model, batches, folder / "left")
+    if state.is_main_process:
+        shutil.copytree(folder / "left", folder / "kept")
+    for name in ("left", "earlier"):
+        if (folder / name).exists():
+            state.wait_for_everyone()
+            found[f"resumed {name}"] = resumed(model, folder / name)
+    found["paper"] = paper_numbers(model, batches)
+    layer = split_weights(state.num_processes)
+    found["split weights"] = raised_by(lambda: refuse_split_weights(layer))
+    (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(found))
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() and found
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert torch.equal(found[name].nan_to_num(-1), values.nan_to_num(-1)), name

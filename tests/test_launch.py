@@ -1,0 +1,62 @@
+"""`accelerate launch -m anchorlens`: one command, several processes, one set of files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from process_work import assert_equal, tensors_of
+from test_cli import QUICK, call
+
+import anchorlens as al
+from anchorlens.processes import join_launched
+
+RECORDS: dict[str, type[al.Record]] = {
+    "saliency_flows": al.SaliencyFlowsRecord,
+    "attention_aucroc": al.AttentionAUCROCRecord,
+    "anchor_distances": al.AnchorDistancesRecord,
+}
+
+
+def test_one_process_where_several_were_asked_for_is_said(monkeypatch: Any) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one, with this environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    try:
+        with pytest.warns(UserWarning, match="started one, .* add --multi_gpu"):
+            join_launched()
+        assert not PartialState().use_distributed
+    finally:
+        PartialState._reset_state()
+
+
+def test_the_command_in_two_processes(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """What one process writes, and it is said once."""
+    arguments = ["run", "--model", str(model_folder), "--task", "questions", *QUICK]
+    arguments += ["--batch-size", "5", "--out"]
+    launch = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "-m", "anchorlens"]
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *launch, *arguments, tmp_path / "two"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert call(monkeypatch, *arguments, str(tmp_path / "one")) == 0
+    printed = capsys.readouterr().out
+    assert done.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one")) == printed
+    assert done.stderr.count("questions: 12 prompts") == 1
+    names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*")}
+    assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
+    for name in names:
+        if name.suffix == ".safetensors":
+            kind = RECORDS.get(name.stem, al.IsolationRecord)
+            two, one = (kind.load(tmp_path / folder / name) for folder in ("two", "one"))
+            assert_equal(tensors_of({"": two}), tensors_of({"": one}))
