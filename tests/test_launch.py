@@ -56,7 +56,7 @@ def test_the_command_in_two_processes(
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*")}
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
-        if name.suffix == ".safetensors":
+        if name.suffix == ".safetensors" and "rows" not in name.parts:
             kind = RECORDS.get(name.stem, al.IsolationRecord)
             two, one = (kind.load(tmp_path / folder / name) for folder in ("two", "one"))
             assert_equal(tensors_of({"": two}), tensors_of({"": one}))

@@ -95,7 +95,7 @@ def test_and_what_is_said_of_them(launches: dict[int, Launch], count: int, name:
     ("name", "words"),
     [
         ("other prompts", ("all processes must make the same call", "prompts: process 0 '")),
-        ("other settings", ("the same call", "layers: process 0 '[0]', process 1 '[1]'")),
+        ("other settings", ("the same call", "isolated: process 0 ", "'layers': [1]")),
         ("other calls", ("the same call", "metrics: process 0 ", "process 1 None")),
     ],
 )
