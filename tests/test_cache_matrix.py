@@ -21,6 +21,7 @@ from anchorlens.errors import ModelError
 from anchorlens.experiments import isolation
 from anchorlens.experiments.compression import contexts
 from anchorlens.forward import run_pass
+from anchorlens.metrics.metric import possible
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:in layers", "ignore:some pairs of classes have no prompts", "ignore:in .* of .* sets"
@@ -77,7 +78,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
-    """Every metric that looks forward, with and without isolation in the demonstrations."""
+    """Every metric, with and without isolation in the demonstrations."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
     metrics.append(al.Accuracy())
     options: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -85,6 +86,10 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     def isolated(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(model, batch, layers=range(2))
 
+    flows, _ = possible(model, batch, [al.SaliencyFlows()])  # not of folded value biases
+    if flows:
+        yield from al.run(model, [batch], flows, **options).values()
+        yield from al.run(model, [batch], flows, hooks=isolated, **options).values()
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
     places = {"first": al.Where(range(2)), "last": al.Where(-1)}
