@@ -182,6 +182,7 @@ def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
     assert difference(flows[1], flows[0]) <= 1e-6
 
 
+@pytest.mark.without_jaxtyping
 def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     generator = torch.Generator().manual_seed(0)
@@ -205,6 +206,7 @@ def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
             )
 
 
+@pytest.mark.without_jaxtyping
 def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
     cut: list[Hook] = [
         (f"blocks.1.{name}", lambda out, hook: torch.zeros_like(out))
@@ -220,6 +222,7 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
         )
 
 
+@pytest.mark.without_jaxtyping
 def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
     """A gradient asked for at the second run's tensors would never come."""
     batch = questions(gpt2, 2)[0]

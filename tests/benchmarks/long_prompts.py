@@ -15,6 +15,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import anchorlens as al
 
 WAYS = ("transformers", "kept", "checkpointed")
+MEASURED = ("memory", "seconds", "work")
 LABELS = 10
 
 
@@ -89,9 +91,12 @@ def measure(way: str, length: int) -> None:
     found: list[torch.Tensor] = []
     flows(prompt(64, len(tokenizer)))
     batch, before = prompt(length, len(tokenizer)), resident()
+    worked = time.process_time()
     took = seconds(lambda: found.append(flows(batch)))
+    worked = time.process_time() - worked
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    print(json.dumps({"memory": peak / 1e9, "seconds": took, "flows": found[0].tolist()}))
+    numbers = {"memory": peak / 1e9, "seconds": took, "work": worked}
+    print(json.dumps(numbers | {"flows": found[0].tolist()}))
 
 
 def main() -> None:
@@ -110,10 +115,10 @@ def main() -> None:
             command += ["--length", str(options.length)]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
             runs[way].append(json.loads(done.stdout.splitlines()[-1]))
-            print(way, *(f"{runs[way][-1][key]:.2f}" for key in ("memory", "seconds")), flush=True)
-    memory, took = (
+            print(way, *(f"{runs[way][-1][key]:.2f}" for key in MEASURED), flush=True)
+    memory, took, work = (
         {way: statistics.median(run[key] for run in of_way) for way, of_way in runs.items()}
-        for key in ("memory", "seconds")
+        for key in MEASURED
     )
     last = options.ways[-1]
     reference = torch.tensor(runs[last][0]["flows"])
@@ -124,7 +129,8 @@ def main() -> None:
         print(
             f"{way}: {memory[way]:.2f} GB in {took[way]:.1f} s; {last} / {way}: memory "
             f"{memory[last] / memory[way]:.3f}, time {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}); flows differ by {difference:.1e}"
+            f"({min(ratios):.2f} to {max(ratios):.2f}), processor time "
+            f"{work[last] / work[way]:.2f}; flows differ by {difference:.1e}"
         )
     return None
 
