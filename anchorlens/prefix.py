@@ -79,7 +79,13 @@ class Prefix:
         def own(one: Tensor) -> Tensor:
             return one.expand(size, *one.shape[1:]).clone().requires_grad_()
 
-        return replace(self, keys=tuple(map(own, self.keys)), values=tuple(map(own, self.values)))
+        return replace(
+            self,
+            keys=tuple(map(own, self.keys)),
+            values=tuple(map(own, self.values)),
+            attention_mask=self.attention_mask.expand(size, -1),
+            next_position=self.next_position.expand(size),
+        )
 
     def columns(self, kept: Bool[Tensor, " position"]) -> "Prefix":
         """The kept columns alone. What was dropped had its effect on them already."""

@@ -26,7 +26,8 @@ class Observation:
         rows: Called once after the pass with the logits at the target positions and, where hooks
             changed the run, those of the clean run before it (None otherwise). Returns what each
             prompt contributed, Tensor["prompt ..."] each, on the CPU.
-        hooks: Forward hooks that look; they must return None.
+        hooks: Forward hooks that look; they must return None. With ``checkpoint=True`` those inside
+            blocks look when a block runs again, at tensors that have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output, for metrics that need one.
     """
 

@@ -14,8 +14,8 @@ from .metric import hooks_by_layer
 
 Pattern = Float[Tensor, "batch head query key"]
 
-# Elements of a product at most: those of eight short prompts are one piece. Smaller ones are as
-# fast, larger ones slower and, in float32, less exact (at 2048 tokens a whole one was off by 8e-4).
+# Elements of a product at most: eight short prompts are one piece. Smaller ones are as fast, larger
+# ones slower and, in float32, less exact (one sum over 2048 tokens was off by 8e-4 of itself).
 PIECE = 2**21
 
 

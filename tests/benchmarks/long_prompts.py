@@ -1,0 +1,139 @@
+"""Memory and time of saliency flows over one long prompt, with and without checkpoints.
+
+    python tests/benchmarks/long_prompts.py
+
+A random model of GPT-2's size with 4096 positions and a small vocabulary, and one prompt that fills
+them, with ten label words. Each way runs in a process of its own, in turns. Peak memory is the
+largest resident size during the pass minus the size before it, after a short prompt has warmed the
+model up. Keeping all layers takes 16 GB; plain transformers, which keeps the gradients as well,
+does not fit into 24 GB at this length (--ways transformers kept checkpointed --length 2048).
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from saliency_cost import byte_level_tokenizer, seconds
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import anchorlens as al
+
+WAYS = ("transformers", "kept", "checkpointed")
+MEASURED = ("memory", "seconds", "work")
+LABELS = 10
+
+
+def prompt(length: int, vocabulary: int) -> al.PromptBatch:
+    generator = torch.Generator().manual_seed(0)
+    return al.PromptBatch.from_positions(
+        torch.randint(2, vocabulary, (1, length), generator=generator),
+        label_positions=[[length * (k + 1) // (LABELS + 2) for k in range(LABELS)]],
+        label_classes=[[k % 2 for k in range(LABELS)]],
+        label_token_ids=[0, 1],
+        gold=[0],
+    )
+
+
+def weights(length: int, vocabulary: int) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=vocabulary, n_positions=length, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def transformers_alone(model: Any, batch: al.PromptBatch) -> torch.Tensor:
+    """As one would write it: every layer's attention with its gradient, and their product."""
+    embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
+    hidden = model.base_model(inputs_embeds=embedded, output_attentions=True)
+    for attention in hidden.attentions:
+        attention.retain_grad()
+    logits = model.get_output_embeddings()(hidden.last_hidden_state[:, -1])
+    al.label_cross_entropy(logits, batch).sum().backward()
+    chosen = [flow(batch)[0] for flow in (al.edges.wp, al.edges.pq, al.edges.ww)]
+    flows = []
+    for attention in hidden.attentions:
+        saliency = (attention * attention.grad).sum(1).abs()[0]
+        flows.append(torch.stack([saliency[edges].mean() for edges in chosen]))
+    return torch.stack(flows).detach()
+
+
+def resident() -> int:
+    """Bytes of the process that are in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def measure(way: str, length: int) -> None:
+    """One way in this process; prints gigabytes, seconds and flows."""
+    tokenizer = byte_level_tokenizer()
+    model: Any = weights(length, len(tokenizer))
+    if way == "transformers":
+        model.set_attn_implementation("eager")
+        model.requires_grad_(False)
+    else:
+        model = al.load_model(model, tokenizer=tokenizer, device="cpu")
+    options: dict[str, Any] = {"checkpoint": True} if way == "checkpointed" else {}
+
+    def flows(batch: al.PromptBatch) -> torch.Tensor:
+        if way == "transformers":
+            return transformers_alone(model, batch)
+        metrics = [al.SaliencyFlows()]
+        results = al.run(model, [batch], metrics, resamples=0, progress=False, **options)
+        found: torch.Tensor = results["saliency_flows"].flows
+        return found
+
+    found: list[torch.Tensor] = []
+    flows(prompt(64, len(tokenizer)))
+    batch, before = prompt(length, len(tokenizer)), resident()
+    worked = time.process_time()
+    took = seconds(lambda: found.append(flows(batch)))
+    worked = time.process_time() - worked
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    numbers = {"memory": peak / 1e9, "seconds": took, "work": worked}
+    print(json.dumps(numbers | {"flows": found[0].tolist()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[1:])
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return measure(options.ways[0], options.length)
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    for _ in range(options.repeats):
+        for way in options.ways:
+            command = [sys.executable, __file__, "--one", "--ways", way]
+            command += ["--length", str(options.length)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            runs[way].append(json.loads(done.stdout.splitlines()[-1]))
+            print(way, *(f"{runs[way][-1][key]:.2f}" for key in MEASURED), flush=True)
+    memory, took, work = (
+        {way: statistics.median(run[key] for run in of_way) for way, of_way in runs.items()}
+        for key in MEASURED
+    )
+    last = options.ways[-1]
+    reference = torch.tensor(runs[last][0]["flows"])
+    for way in options.ways:
+        found = torch.tensor(runs[way][0]["flows"])
+        difference = float((found - reference).abs().max() / reference.abs().max())
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(runs[last], runs[way], strict=True)]
+        print(
+            f"{way}: {memory[way]:.2f} GB in {took[way]:.1f} s; {last} / {way}: memory "
+            f"{memory[last] / memory[way]:.3f}, time {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}), processor time "
+            f"{work[last] / work[way]:.2f}; flows differ by {difference:.1e}"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Blocks that run again for their gradient: the same numbers, each hook once, one layer alive."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparison import batch_of as architecture_batch
+from comparison import tokenizer as architecture_tokenizer
+from comparison import weights_of
+from conftest import difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from live import Live
+from test_forward import failing, unchanged
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, HookError, MetricError
+from anchorlens.forward import run_pass, undisturbed
+from anchorlens.hooked import Hook, pattern_name
+from anchorlens.metrics import products
+
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
+METRICS: list[al.Metric] = [
+    al.SaliencyFlows(),
+    al.SaliencyFlows(absolute_per_head=True, name="absolute"),
+    al.AttentionAUCROC(),
+]
+
+
+def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
+    """Between results with checkpoints and without, in one run with a metric that looks forward."""
+    results = [
+        al.run(model, [batch], METRICS, hooks=hooks, checkpoint=on, resamples=0, progress=False)
+        for on in (False, True)
+    ]
+    found = {
+        f"{name}.{field}": difference(getattr(results[1][name], field), values)
+        for name, record in results[0].items()
+        for field, values in record.tensors().items()
+        if values.isfinite().all()  # R_l need not be
+    }
+    maps = [al.saliency(model, batch, checkpoint=on) for on in (False, True)]
+    return found | {"maps": difference(maps[1], maps[0])}
+
+
+def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:
+    return lambda batch: [hook]
+
+
+def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
+    return lambda batch: al.isolate_labels(model, batch, [0, 2])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_same_numbers(
+    name: str,
+    dtype: torch.dtype,
+    side: Any,
+    hooked: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
+    fixture = "byte_level" if name == "gpt2" else "sentencepiece_like"
+    tokenizer = request.getfixturevalue(fixture)
+    model = hooked(make[name](len(tokenizer)).to(dtype), tokenizer)
+    monkeypatch.setattr(products, "PIECE", 10_000)  # several pieces
+    batch = questions(model, 3, padding_side=side)[0]
+    limit = 1e-6 if dtype == torch.float32 else 1e-12
+    for hooks in (None, isolated(model)):
+        found = differences(model, batch, hooks)
+        assert {"saliency_flows.flows", "absolute.per_head", "attention_aucroc.aucroc"} <= set(
+            found
+        )
+        assert max(found.values()) <= limit, found
+
+
+@pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX (Pythia)", "Gemma 2"])
+def test_same_numbers_of_architectures(name: str, hooked: Any) -> None:
+    """Attention that is tapped, parallel to the MLP, and in windows with soft caps."""
+    model = hooked(weights_of.__wrapped__(name, torch.float32), architecture_tokenizer())
+    for hooks in (None, isolated(model)):
+        found = differences(model, architecture_batch("left"), hooks)
+        assert max(found.values()) <= 1e-6, found
+
+
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
+def test_under_any_grad_mode(gpt2: Any, outside: Callable[[], Any]) -> None:
+    batch = questions(gpt2, 2)[0]
+    expected = al.saliency(gpt2, batch)
+    with outside():
+        assert difference(al.saliency(gpt2, batch, checkpoint=True), expected) <= 1e-6
+
+
+def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, Any]:
+    """How often each hook point was seen, and the size of what was there, forward and backward."""
+    seen: Counter[str] = Counter()
+    sizes: dict[str, Tensor] = {}
+
+    def watch(name: str, direction: str) -> Hook:
+        def note(tensor: Tensor, hook: Any) -> None:
+            seen[direction + name] += 1
+            values = tensor.sum() if direction == "forward " else tensor.abs().sum()
+            sizes[direction + name] = values.detach()
+
+        return name, note
+
+    # The others act with a setting of the model's alone.
+    optional = ("hook_mlp_in", "hook_attn_in", "_input", "hook_result")
+    names = [name for name in model.hook_dict if not name.endswith(optional)]
+    with undisturbed(model):
+        run_pass(
+            model,
+            batch,
+            observers=[watch(name, "forward ") for name in names],
+            backward_hooks=[watch(name, "backward ") for name in names],
+            loss=al.label_cross_entropy,
+            checkpoint=checkpoint,
+        )
+    return seen, sizes
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing", "ignore:Backward hooks on hook_scale"
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_every_hook_point_is_seen_once(name: str, request: pytest.FixtureRequest) -> None:
+    """The last ones of a block too, which its gradient has no need to reach again."""
+    model = request.getfixturevalue(name)
+    batch = questions(model, 2)[0]
+    seen, sizes = observed(model, batch, checkpoint=True)
+    expected_seen, expected_sizes = observed(model, batch, checkpoint=False)
+    assert seen == expected_seen
+    assert seen["forward blocks.2.hook_resid_post"] == 1
+    assert seen["backward " + pattern_name(1)] == 1
+    for point, value in expected_sizes.items():
+        torch.testing.assert_close(sizes[point], value, rtol=1e-4, atol=1e-4)
+
+
+def test_one_layer_is_alive_at_a_time(
+    hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "PIECE", 10_000)
+
+    def patterns(n_layers: int, checkpoint: bool) -> Live:
+        model = hooked(tiny_gpt2(len(byte_level), n_layer=n_layers, n_embd=16), byte_level)
+        batch = questions(model, 1)[0]
+        size = 2 * 4 * batch.tokens.shape[1] ** 2  # bytes of two heads
+        with Live(size) as live:
+            al.run(model, [batch], METRICS, checkpoint=checkpoint, resamples=0, progress=False)
+        return live
+
+    few, many = patterns(2, True), patterns(8, True)
+    assert many.peak == few.peak <= 5  # scores, masked scores, pattern, gradients
+    assert many.now == 0
+    assert patterns(8, False).peak >= 8
+
+
+def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+
+    def drop(pattern: Tensor, hook: Any) -> Tensor:
+        return pattern * (torch.rand_like(pattern) > 0.3)
+
+    hooks = lambda batch: [(pattern_name(layer), drop) for layer in range(3)]  # noqa: E731
+    flows = []
+    for checkpoint in (False, True):
+        torch.manual_seed(3)
+        results = al.run(
+            gpt2,
+            [batch],
+            METRICS[:1],
+            hooks=hooks,
+            checkpoint=checkpoint,
+            resamples=0,
+            progress=False,
+        )
+        flows.append(results["saliency_flows"].flows)
+    assert difference(flows[1], flows[0]) <= 1e-6
+
+
+@pytest.mark.without_jaxtyping
+def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(pattern: Tensor, hook: Any) -> Tensor:
+        return pattern * torch.rand(pattern.shape, generator=generator)
+
+    def double_in_place(resid: Tensor, hook: Any) -> Tensor:
+        return resid.mul_(2)
+
+    message = r"layer 1 gave another output|modified by an inplace operation"
+    for hook in ((pattern_name(1), draw), ("blocks.1.hook_resid_pre", double_in_place)):
+        with unchanged(gpt2), pytest.raises((HookError, RuntimeError), match=message):
+            al.run(
+                gpt2,
+                [batch],
+                METRICS,
+                hooks=always(hook),
+                checkpoint=True,
+                progress=False,
+            )
+
+
+@pytest.mark.without_jaxtyping
+def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
+    cut: list[Hook] = [
+        (f"blocks.1.{name}", lambda out, hook: torch.zeros_like(out))
+        for name in ("hook_attn_out", "hook_mlp_out")
+    ]
+    with (
+        unchanged(gpt2),
+        undisturbed(gpt2),
+        pytest.raises(HookError, match=r"layers \[1\] did \[0"),
+    ):
+        run_pass(
+            gpt2, questions(gpt2, 2)[0], hooks=cut, loss=al.label_cross_entropy, checkpoint=True
+        )
+
+
+@pytest.mark.without_jaxtyping
+def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
+    """A gradient asked for at the second run's tensors would never come."""
+    batch = questions(gpt2, 2)[0]
+
+    def ask(tensor: Tensor, hook: Any) -> None:
+        tensor.retain_grad()
+
+    for look, error in ((ask, RuntimeError), (lambda tensor, hook: 2 * tensor, HookError)):
+        with unchanged(gpt2), undisturbed(gpt2), pytest.raises(error, match=r"None|requires_grad"):
+            run_pass(
+                gpt2,
+                batch,
+                observers=[(pattern_name(1), look)],
+                loss=al.label_cross_entropy,
+                checkpoint=True,
+            )
+
+
+def test_nothing_to_save_is_refused(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    message = r"checkpoint=True saves memory of the gradient, but none of \['attention_aucroc'\]"
+    with pytest.raises(MetricError, match=message):
+        al.run(gpt2, [batch], METRICS[2:], checkpoint=True)
+    with pytest.raises(MetricError, match="there is no loss here"):
+        run_pass(gpt2, batch, checkpoint=True)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.without_jaxtyping
+def test_no_trace_is_left(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    own = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # another's stand-in stays
+    before = [vars(block).get("forward") for block in gpt2.blocks]
+    options: dict[str, Any] = {"loss": al.label_cross_entropy, "checkpoint": True}
+    bad: list[dict[str, Any]] = [
+        {"loss": lambda logits, batch: logits},  # refused before the backward pass
+        {"hooks": failing(pattern_name(1))},
+        {"observers": failing(pattern_name(1))},  # in the backward pass
+        {"backward_hooks": failing(pattern_name(1))},
+    ]
+    with unchanged(gpt2):
+        al.saliency(gpt2, batch, checkpoint=True)
+    for more in bad:
+        error = AnchorlensError if "loss" in more else RuntimeError
+        with (
+            unchanged(gpt2),
+            undisturbed(gpt2),
+            pytest.raises(error, match=r"in the middle|number"),
+        ):
+            run_pass(gpt2, batch, **(options | more))
+        assert [vars(block).get("forward") for block in gpt2.blocks] == before
+    assert vars(gpt2.blocks[1])["forward"] is own
+    assert before[0] is before[2] is None
+    expected = al.saliency(gpt2, batch)
+    assert difference(al.saliency(gpt2, batch, checkpoint=True), expected) <= 1e-6
+
+
+class OwnMetric:
+    """A user's: keeps a tensor in the forward pass, meets it with its gradient in the backward."""
+
+    name = "own"
+    needs_gradient = True
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        kept: list[Tensor] = []
+        found: list[Tensor] = []
+
+        def keep(z: Tensor, hook: Any) -> None:
+            self.calls["forward"] += 1
+            kept.append(z)
+
+        def meet(gradient: Tensor, hook: Any) -> None:
+            self.calls["backward"] += 1
+            found.append((kept.pop() * gradient).flatten(1).sum(1))
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return {"effect": found[0].cpu(), "demonstrations_id": batch.demonstrations_id.cpu()}
+
+        point = "blocks.1.attn.hook_z"
+        return al.Observation(rows, [(point, keep)], [(point, meet)])
+
+    def result(self, rows: Any) -> Any:
+        return al.SaliencyFlows().result(
+            {
+                "sums": rows["effect"][:, None, None].expand(-1, 1, 4),
+                "head_sums": rows["effect"][:, None, None, None].expand(-1, 1, 1, 4),
+                "counts": torch.ones(len(rows["effect"]), 4),
+                "demonstrations_id": rows["demonstrations_id"],
+            }
+        )
+
+
+def test_hooks_of_ones_own_metric_act_once(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    metrics = [OwnMetric(), OwnMetric()]
+    plain, again = (
+        al.run(gpt2, [batch], [metric], checkpoint=on, resamples=0, progress=False)["own"]
+        for metric, on in zip(metrics, (False, True), strict=True)
+    )
+    assert [metric.calls for metric in metrics] == [{"forward": 1, "backward": 1}] * 2
+    assert difference(again.per_prompt, plain.per_prompt) <= 1e-5
