@@ -15,6 +15,7 @@ from test_forward import failing, unchanged
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens import sharing
 from anchorlens.errors import AnchorlensError, HookError, MetricError
 from anchorlens.forward import run_pass, undisturbed
 from anchorlens.hooked import Hook, pattern_name
@@ -42,6 +43,12 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
     }
     maps = [al.saliency(model, batch, checkpoint=on) for on in (False, True)]
     return found | {"maps": difference(maps[1], maps[0])}
+
+
+@pytest.fixture(autouse=True)
+def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checkpoints too, so that both are the same computation."""
+    monkeypatch.setattr(sharing, "_shared_lengths", lambda batches: {})
 
 
 def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:
