@@ -88,7 +88,7 @@ def _tried(
 def late_starts(
     passes: Passes, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]
 ) -> dict[int, str]:
-    """Tries on the first batch whether changes may start at the first layer that they act in.
+    """Tries on two prompts whether changes may start at the first layer that they act in.
 
     Args:
         passes: How the batches are run.
@@ -98,7 +98,7 @@ def late_starts(
     Returns:
         For the layers where logits are other than those of all layers, why; empty where all may.
     """
-    first = batches[0].to(device_of(passes.model))
+    first = batches[0].prompts(0, 2).to(device_of(passes.model))
     with undisturbed(passes.model):
         why = of_what_fits(first, partial(_compare_starts, passes, changes))
     return dict(item for of_process in gathered("late starts", why) for item in of_process.items())

@@ -46,9 +46,11 @@ class Metric(Protocol):
 
     Demonstrations that prompts share are run once where every metric of the run has the method
     ``observe_demonstrations(model, batch) -> Observation``. It sees the shared tokens as one prompt
-    without its target, and gives the rows (of one prompt, from logits of no token) that are the
-    same for all. :meth:`observe` then sees queries from ``batch.first_query`` on, over all keys;
-    where ``first_query`` is 0 it sees whole prompts as ever. Without the method whole prompts run.
+    without its target: its hooks fire once, its ``backward_hooks`` after each batch with the
+    gradients of that batch's prompts. Its rows, asked for after each batch with logits of no token,
+    are of that batch's prompts, or of one where they are the same for all. :meth:`observe` sees
+    queries from ``batch.first_query`` on, over all keys; where ``first_query`` is 0 it sees whole
+    prompts as ever. Without the method whole prompts run.
     """
 
     @property

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/benchmarks/speed.py --model M --train F --test F
 
-Each table is of one run: the ways take turns, with one untimed turn before, and the median counts;
-largest differences say that they give the same numbers. *One prompt at a time* is the procedure of
+Each table is of one run: the ways take turns, and the median of the turns counts; largest
+differences say that they give the same numbers. *One prompt at a time* is the procedure of
 the paper's published code in plain transformers (``published_way.py``). *Naive TransformerLens*
 runs each prompt with ``run_with_hooks`` and takes the last of all logits. The *floor* is plain
 transformers over the tokens that are needed at all, in batches, with target positions' logits only.
@@ -33,12 +33,11 @@ DRAW = 0
 def in_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each way."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
+    for _ in range(repeats):
         for name, work in ways.items():
             begin = time.perf_counter()
             work()
-            if turn:
-                times[name].append(time.perf_counter() - begin)
+            times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
