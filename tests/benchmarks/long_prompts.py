@@ -6,7 +6,7 @@ A random model of GPT-2's size with 4096 positions and a small vocabulary, and o
 them, with ten label words. Each way runs in a process of its own, in turns. Peak memory is the
 largest resident size during the pass minus the size before it, after a short prompt has warmed the
 model up. Keeping all layers takes 16 GB; plain transformers, which keeps the gradients as well,
-does not fit into 24 GB at this length (--ways transformers kept checkpointed --length 2048).
+takes half as much again (--ways transformers kept checkpointed --length 2048).
 """
 
 import argparse
