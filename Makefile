@@ -10,6 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
+# Tests that meet TransformerLens through nothing that differs between its lines.
+ONE_LINE := appendix architecture baselines batch devices docstrings edges examples figures launch \
+	load_examples memory paper paper_command paper_failures paper_tables processes products \
+	prompt_errors prompts published report results staying_alive store tasks
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
@@ -32,7 +36,7 @@ help:
 	@echo 'make test-oldest  the tests again on transformer-lens 3.9, with its HookedTransformer as well'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
-	@echo 'make bench        what saliency flows cost against plain passes, on the offline weights'
+	@echo 'make bench        speed against one prompt at a time and the floor, on the offline weights'
 	@echo 'make architectures  docs/architectures.md from the tests of every architecture'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
@@ -48,7 +52,7 @@ test: lint
 
 # With --kind only the tests that depend on the kind of model run; shapes were checked above.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST)
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) $(ONE_LINE:%=--ignore=tests/test_%.py)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind processed
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind hooked-transformer
 
@@ -61,7 +65,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
-	$(BIN)/python tests/benchmarks/saliency_cost.py --model '$(MODEL)'
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
 
 # Both lines of TransformerLens.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp

@@ -88,7 +88,7 @@ class PromptBatch:
             raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number}")
         return self.prompts(number, number + 1)
 
-    def prompts(self, start: int, stop: int) -> "PromptBatch":
+    def prompts(self, start: int, stop: int, step: int = 1) -> "PromptBatch":
         """The prompts from ``start`` to before ``stop``, without columns of padding around them.
 
         Examples:
@@ -96,7 +96,7 @@ class PromptBatch:
             2
         """
         rows: dict[str, Any] = {
-            name: value[start:stop]
+            name: value[start:stop:step]
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and name != "label_token_ids"
         }

@@ -41,7 +41,7 @@ def shared_passes(
     Args:
         model: A prepared model.
         batches: All prompts of the run.
-        changes: The interventions of the run, tried on the first batch besides the clean run.
+        changes: The interventions of the run, tried on two prompts besides the clean run.
         metrics: What watches the passes.
         loss: What is differentiated where a metric needs a gradient.
 
@@ -60,7 +60,7 @@ def _tried(
     metrics: Sequence[Metric],
     loss: Loss | None,
 ) -> Passes:
-    """The way to run that the first batch allows."""
+    """The way to run that two prompts allow."""
     alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
     if alone:
         return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
@@ -71,14 +71,15 @@ def _tried(
     for change in changes:
         if why := _why_not_in_parts(passes, batches, change):
             return whole_passes(model, why)
-    first = next(one for one in batches if only_set(one) in lengths).to(device_of(model))
+    first = next(one for one in batches if only_set(one) in lengths)
+    few = _two_of(first).to(device_of(model))
     trials = [partial(_compare_logits, passes, (no_hooks, *changes))]
     if loss is not None and any(metric.needs_gradient for metric in metrics):
         change = changes[0] if changes else no_hooks
         trials.append(partial(_compare_saliency, passes, change, loss))
     with undisturbed(model):
         for trial in trials:
-            if why := of_what_fits(first, trial):
+            if why := of_what_fits(few, trial):
                 return whole_passes(model, why)
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -98,10 +99,15 @@ def late_starts(
     Returns:
         For the layers where logits are other than those of all layers, why; empty where all may.
     """
-    first = batches[0].prompts(0, 2).to(device_of(passes.model))
+    few = _two_of(batches[0]).to(device_of(passes.model))
     with undisturbed(passes.model):
-        why = of_what_fits(first, partial(_compare_starts, passes, changes))
+        why = of_what_fits(few, partial(_compare_starts, passes, changes))
     return dict(item for of_process in gathered("late starts", why) for item in of_process.items())
+
+
+def _two_of(batch: PromptBatch) -> PromptBatch:
+    """The first and the last prompt: of build_prompts the shortest and the longest, so padded."""
+    return batch.prompts(0, len(batch), max(1, len(batch) - 1))
 
 
 def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: PromptBatch) -> str:
@@ -120,8 +126,8 @@ def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: Prom
 
 
 def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: PromptBatch) -> str:
-    """Why A * dL/dA cannot come from shared demonstrations; empty where two prompts' can."""
-    model, few = passes.model, passes.ready(batch.prompts(0, 2))
+    """Why A * dL/dA cannot come from shared demonstrations; empty where it can."""
+    model, few = passes.model, passes.ready(batch)
     whole: dict[int, Tensor] = {}
     upper: dict[int, Tensor] = {}
     lower: dict[int, Tensor] = {}

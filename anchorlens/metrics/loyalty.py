@@ -142,6 +142,10 @@ class NextTokens:
     def probs(self) -> Float[Tensor, "batch vocab"]:
         return self.log_probs.exp()
 
+    @cached_property
+    def negative_entropy(self) -> Float[Tensor, " batch"]:
+        return _expected(self.probs, self.log_probs)
+
 
 def next_tokens(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"], top: int = 5
@@ -167,12 +171,19 @@ def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[
             f"{tuple(reference.log_probs.shape)} and {tuple(changed.log_probs.shape)}"
         )
     common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2)).cpu().double()
-    kl = (reference.probs * (reference.log_probs - changed.log_probs)).sum(-1)
+    kl = reference.negative_entropy - _expected(reference.probs, changed.log_probs)
     return {
         "label_kept": (reference.label == changed.label).cpu().double(),
         "word_overlap": common / (2 * changed.top.shape[1] - common),
         "kl": kl.cpu(),
     }
+
+
+def _expected(
+    probs: Float[Tensor, "batch vocab"], values: Float[Tensor, "batch vocab"]
+) -> Float[Tensor, " batch"]:
+    """``sum p * value``: no product is written out, which at 262,144 tokens takes longest."""
+    return torch.bmm(probs[:, None], values[:, :, None])[:, 0, 0]
 
 
 def _record(rows: Mapping[str, Tensor]) -> LoyaltyRecord:
