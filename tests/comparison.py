@@ -160,7 +160,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     return {
         "logits": logits,
         "saliency": al.saliency(model, batch),
-        "flows": flows["flows"][..., :3],
+        "flows": (flows["sums"] / flows["counts"][:, None])[..., :3],
         "attention": attention["attention"].sum(2),
         "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
         "reweighting": logits_of(model, batch, al.reweight_anchors(model, batch, beta)),

@@ -1,5 +1,6 @@
 """What the tests of several processes do in each, and alone: see test_processes.py."""
 
+import os
 import pickle
 import shutil
 import time
@@ -235,6 +236,7 @@ def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
 
 def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
     """The work of one process of several; what it found goes into a file."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns where nobody says how many
     state = PartialState(cpu=True)
     found = everything(model, batches)
     found |= failures(model, batches, folder / "left")
