@@ -22,7 +22,7 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
-from .losses import Loss
+from .losses import Loss, require_one_a_prompt
 from .prefix import Prefix, cache_of, inputs_after, prefix_of
 
 
@@ -225,11 +225,7 @@ def _inputs(model: HookedModel, batch: PromptBatch, prefix: Prefix | None) -> di
 def _backward(
     losses: Float[Tensor, " batch"], batch: PromptBatch, leaves: Sequence[Tensor]
 ) -> None:
-    if losses.shape != (len(batch),):
-        raise MetricError(
-            f"a loss must give one number a prompt, shape ({len(batch)},); "
-            f"got {tuple(losses.shape)}"
-        )
+    require_one_a_prompt(losses, batch)
     # Into the leaf alone: what else requires a gradient, in a hook say, is the user's own.
     losses.sum().backward(inputs=list(leaves))
 

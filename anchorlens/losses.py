@@ -41,3 +41,12 @@ def label_cross_entropy(
         )
     log_probs = logits[:, batch.label_token_ids].log_softmax(-1)
     return -log_probs.gather(1, batch.gold[:, None])[:, 0]
+
+
+def require_one_a_prompt(losses: Tensor, batch: PromptBatch) -> None:
+    """Refuse what a loss gave unless it is one number a prompt."""
+    if losses.shape != (len(batch),):
+        raise MetricError(
+            f"a loss must give one number a prompt, shape ({len(batch)},); "
+            f"got {tuple(losses.shape)}"
+        )

@@ -13,7 +13,7 @@ from .collect import check_batches, check_same_call, collect, describe
 from .errors import AnchorlensError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
-from .losses import Loss, label_cross_entropy
+from .losses import Loss, label_cross_entropy, require_one_a_prompt
 from .metrics.metric import Metric, Observation
 from .models import ensure_prepared
 from .passes import HooksOfBatch, Passes, no_hooks, whole_passes
@@ -185,7 +185,8 @@ def _check(
     device = device_of(model)
     for batch in (one.to(device) for one in batches):
         if gradient:
-            loss(torch.zeros(len(batch), vocabulary_of(model), device=device), batch)
+            zeros = torch.zeros(len(batch), vocabulary_of(model), device=device)
+            require_one_a_prompt(loss(zeros, batch), batch)
         if hooks is not None:
             hooks(batch)
         for metric in metrics:
