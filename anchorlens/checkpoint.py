@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .errors import HookError
 from .hooked import Hook, HookedModel
+from .start import stood_in
 
 
 @dataclass
@@ -68,19 +69,12 @@ class Checkpoints:
 @contextmanager
 def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
     """Inside, a pass through the model keeps no tensor of a block but its input and output."""
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for layer, block in enumerate(model.blocks):
-            # In __dict__, because a bridge hands what is set on it to the module that it wraps.
-            own = vars(block)
-            replaced.append((own, own.get("forward")))
-            own["forward"] = partial(_run_twice, checkpoints, layer, block, block.forward)
+
+    def twice(layer: int, block: Any) -> Callable[..., Any]:
+        return partial(_run_twice, checkpoints, layer, block, block.forward)
+
+    with stood_in(model.blocks, twice):
         yield
-    finally:
-        for own, forward in replaced:
-            own.pop("forward", None)
-            if forward is not None:
-                own["forward"] = forward
 
 
 def _run_twice(

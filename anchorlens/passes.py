@@ -27,7 +27,7 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
 
 @dataclass
 class Passes:
-    """Logits of batches, in one way to run them that was tried on the first.
+    """Logits of batches, in one way to run them that was tried on two prompts.
 
     Attributes:
         model: A prepared model.

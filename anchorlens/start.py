@@ -5,7 +5,7 @@ away. Here they are stood in for, so that a pass of which only the last layers d
 those. One way serves both lines of TransformerLens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +45,31 @@ def kept_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start]]
 @contextmanager
 def started(model: Any, start: Start | None) -> Iterator[None]:
     """Passes inside begin at ``start``: before it no hook fires and no key is cached."""
-    skipped = [] if start is None else list(model.blocks[: start.layer])
-    before = [vars(block).get("forward") for block in skipped]
+    skipped = [] if start is None else model.blocks[: start.layer]
+
+    def hand_on(*args: Any, **kwargs: Any) -> Any:
+        assert start is not None
+        return start.output
+
+    with stood_in(skipped, lambda layer, block: hand_on):
+        yield
+
+
+@contextmanager
+def stood_in(
+    blocks: Iterable[Any], forward_of: Callable[[int, Any], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, each block's ``forward`` is what ``forward_of`` makes of its number and the block."""
+    replaced: list[tuple[dict[str, Any], Any]] = []
     try:
-        for block in skipped:
-            # Into __dict__, because a bridge hands what is set on it to the module that it wraps.
-            vars(block)["forward"] = lambda *args, **kwargs: start.output  # type: ignore[union-attr]
+        for layer, block in enumerate(blocks):
+            # In __dict__, because a bridge hands what is set on it to the module that it wraps.
+            own = vars(block)
+            replaced.append((own, own.get("forward")))
+            own["forward"] = forward_of(layer, block)
         yield
     finally:
-        for block, own in zip(skipped, before, strict=True):
-            if own is None:
-                vars(block).pop("forward", None)
-            else:
-                vars(block)["forward"] = own
+        for own, forward in replaced:
+            own.pop("forward", None)
+            if forward is not None:
+                own["forward"] = forward
