@@ -85,6 +85,11 @@ def test_two_shapes() -> None:
         al.loyalty(torch.rand(2, 9), torch.rand(3, 9), ids)
 
 
+def test_no_prompts() -> None:
+    with pytest.raises(MetricError, match=r"one row a prompt; got .*0, 9"):
+        al.loyalty(torch.rand(0, 9), torch.rand(0, 9), torch.tensor([0, 1]))
+
+
 @pytest.mark.parametrize("top", [0, 10])
 def test_top_beyond_the_vocabulary(top: int) -> None:
     with pytest.raises(MetricError, match=rf"`top` is from 1 to the 9 tokens.*got {top}"):
