@@ -1,6 +1,6 @@
 """How the passes of a run go: over whole prompts, or behind what prompts share."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -11,7 +11,7 @@ from .batch import PromptBatch
 from .forward import run_pass, run_prefix
 from .hooked import Hook, HookedModel
 from .prefix import Prefix
-from .start import Start, kept_starts, started
+from .start import Start, started
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
@@ -70,36 +70,27 @@ class Passes:
         observers: Sequence[Hook] = (),
         backward_hooks: Sequence[Hook] = (),
     ) -> Prefix:
-        """Keys and values of what the prompts of a ready batch share."""
-        shared = self.demonstrations(batch)
-        return run_prefix(
-            self.model,
-            shared,
-            hooks=hooks(shared),
-            observers=observers,
-            backward_hooks=backward_hooks,
-        )
+        """Keys and values of what the prompts of a ready batch share; once where nothing looks."""
+
+        def run() -> Prefix:
+            shared = self.demonstrations(batch)
+            return run_prefix(
+                self.model,
+                shared,
+                hooks=hooks(shared),
+                observers=observers,
+                backward_hooks=backward_hooks,
+            )
+
+        return run() if observers or backward_hooks else self.once(batch, hooks, run)
 
     def logits(
         self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a ready batch."""
-        prefix = self._prefix_once(batch, hooks)
+        prefix = self.prefix(batch, hooks) if batch.first_query else None
         with started(self.model, start):
             return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
-
-    def clean_logits(
-        self, batch: PromptBatch, layers: Collection[int]
-    ) -> tuple[Float[Tensor, "batch vocab"], Mapping[int, Start]]:
-        """Logits of the clean run of a ready batch, and where passes may start in its stead."""
-        self._prefix_once(batch, no_hooks)
-        with kept_starts(self.model, layers) as starts:
-            return self.logits(batch), starts
-
-    def _prefix_once(self, batch: PromptBatch, hooks: HooksOfBatch) -> Prefix | None:
-        if not batch.first_query:
-            return None
-        return self.once(batch, hooks, lambda: self.prefix(batch, hooks))
 
 
 def whole_passes(model: HookedModel, why: str) -> Passes:

@@ -25,6 +25,7 @@ from .passes import (
     whole_passes,
 )
 from .processes import gathered
+from .start import kept_starts
 
 SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
 
@@ -165,7 +166,8 @@ def _compare_starts(
 ) -> dict[int, str]:
     """Why changes cannot start at their first layer, for each that cannot."""
     ready, why = passes.ready(batch), {}
-    _, starts = passes.clean_logits(ready, changes)
+    with kept_starts(passes.model, changes) as starts:
+        passes.logits(ready)
     for layer in sorted(set(changes) - {0}):
         expected = passes.logits(ready, changes[layer])
         try:

@@ -43,6 +43,7 @@ ORDER = [
     "passes",
     "sharing",
     "collect",
+    "observed",
     "run",
     "experiments.__init__",
     "experiments.places",

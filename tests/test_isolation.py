@@ -8,7 +8,7 @@ from conftest import questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, HookError
+from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
 
 MODELS = ["gpt2", "llama", "gemma3"]
 
@@ -171,6 +171,52 @@ def test_too_short_demonstrations_before_any_pass(
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(HookError, match="too few for a random control"):
         al.isolation_loyalty(gpt2, [tight], 0)
+
+
+def test_metrics_watch_the_clean_run(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=3)
+    quiet: dict[str, Any] = {"resamples": 5, "progress": False}
+    places = al.first_and_last(gpt2, [2])
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
+    records = al.isolation_sweep(gpt2, batches, places, metrics=metrics, draws=1, **quiet)
+    assert set(records) == {*places, "attention_aucroc", "accuracy"}
+    alone = al.run(gpt2, batches, metrics, **quiet)
+    alone |= al.isolation_sweep(gpt2, batches, places, draws=1, **quiet)
+    for name, record in records.items():
+        assert record.info["shared_prefix"] == alone[name].info["shared_prefix"]
+        for field, values in record.tensors().items():
+            torch.testing.assert_close(values, getattr(alone[name], field), rtol=0, atol=0)
+
+
+def test_a_failing_metric_keeps_the_isolations(gpt2: Any) -> None:
+    class Failing(al.Accuracy):
+        def result(self, rows: Any) -> Any:
+            raise MetricError("no number")
+
+    metrics: list[al.Metric] = [Failing(), al.AttentionAUCROC()]
+    with pytest.raises(RunError, match="no result for accuracy: no number") as caught:
+        al.isolation_sweep(
+            gpt2, questions(gpt2, 4), {"all": al.Where(0)}, metrics=metrics, draws=1, progress=False
+        )
+    assert set(caught.value.results) == {"all", "attention_aucroc"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ([al.SaliencyFlows()], "saliency_flows needs a gradient.*give it to al.run"),
+        ([al.AttentionAUCROC()] * 2, "different names"),
+        ([al.AttentionAUCROC(name="all")], "a place and a metric have one name: all"),
+        ([al.Loyalty()], "nothing changes this run"),
+    ],
+)
+def test_metrics_that_cannot_watch(
+    gpt2: Any, metrics: list[al.Metric], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 2)
+    monkeypatch.delattr(type(gpt2), "forward")
+    with pytest.raises(AnchorlensError, match=message):
+        al.isolation_sweep(gpt2, batches, {"all": al.Where(0)}, metrics=metrics)
 
 
 def test_the_figure(gpt2: Any) -> None:

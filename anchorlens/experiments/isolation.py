@@ -12,16 +12,18 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..collect import check_batches, check_same_call, collect, describe
-from ..errors import HookError
+from ..errors import AnchorlensError, HookError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows, next_tokens
+from ..metrics.metric import Metric
 from ..models import ensure_prepared
+from ..observed import check_metrics, observed_rows, results_of
 from ..passes import HooksOfBatch
 from ..processes import main_first, together
 from ..results import Record, Rows, with_intervals
 from ..sharing import late_starts, shared_passes
-from ..start import Start
+from ..start import Start, kept_starts
 from ..store import Store, fingerprint
 from .places import Where
 
@@ -73,7 +75,13 @@ def isolation_loyalty(
     layers: Iterable[int] | int,
     *,
     keep_bos: bool = False,
-    **options: Any,
+    draws: int = 10,
+    seed: int = 0,
+    whole_words: bool = False,
+    renormalize: bool = True,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
 ) -> IsolationRecord:
     """Clean run, label words isolated, random words isolated: loyalty of each to the clean run.
 
@@ -82,7 +90,13 @@ def isolation_loyalty(
         batches: Prompts from ``build_prompts``.
         layers: Layers to isolate in: ``range(5)`` the first five, ``range(-5, 0)`` the last.
         keep_bos: See ``isolate_labels``; where prompts begin with BOS report both.
-        options: Those of :func:`isolation_sweep`.
+        draws: As all that follow, see :func:`isolation_sweep`.
+        seed: Number of the first draw.
+        whole_words: See ``isolate_labels``.
+        renormalize: See ``block_edges``.
+        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        folder: Keeps what each batch contributed, as in ``run``.
+        progress: Show a progress bar.
 
     Returns:
         Loyalties of both, the gap between them, and what each prompt contributed.
@@ -99,8 +113,19 @@ def isolation_loyalty(
         >>> bool(0 <= result.word_loyalty <= 1)
         True
     """
-    where = Where(layers, keep_bos=keep_bos)
-    return isolation_sweep(model, batches, {"isolated": where}, **options)["isolated"]
+    records = isolation_sweep(
+        model,
+        batches,
+        {"isolated": Where(layers, keep_bos=keep_bos)},
+        draws=draws,
+        seed=seed,
+        whole_words=whole_words,
+        renormalize=renormalize,
+        resamples=resamples,
+        folder=folder,
+        progress=progress,
+    )
+    return records["isolated"]
 
 
 @together()
@@ -109,6 +134,7 @@ def isolation_sweep(
     batches: Sequence[PromptBatch],
     places: Mapping[str, Where],
     *,
+    metrics: Sequence[Metric] = (),
     draws: int = 10,
     seed: int = 0,
     whole_words: bool = False,
@@ -116,7 +142,7 @@ def isolation_sweep(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> dict[str, IsolationRecord]:
+) -> dict[str, Any]:
     """Isolate in many places, all against one clean run and each beside its random words.
 
     A place that leaves the first layers alone starts behind them, from what the clean run gave
@@ -128,6 +154,8 @@ def isolation_sweep(
         batches: Prompts from ``build_prompts``.
         places: Where to isolate, by name: ``first_and_last``, ``windows``, ``single_heads``, or
             your own ``{"layer 3, head 1": al.Where(3, heads=1)}``; joined with ``|``.
+        metrics: What else to see in the clean run, as it is there anyhow: metrics as in ``run``
+            that need no gradient.
         draws: Random controls; one is none, their loyalties range widely.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
@@ -137,11 +165,14 @@ def isolation_sweep(
         progress: Show a progress bar.
 
     Returns:
-        A record for each place, for ``plot_isolation`` and ``write_report``.
+        An ``IsolationRecord`` for each place, for ``plot_isolation`` and ``write_report``, and the
+        record of each metric under its name.
 
     Raises:
         ModelError: As :func:`isolation_loyalty`.
-        HookError: As :func:`isolation_loyalty`, or there is no place.
+        HookError: As :func:`isolation_loyalty`, or there is no place, or one has a metric's name.
+        MetricError: A metric needs a gradient, or the prompts do not fit it.
+        RunError: A metric has no result for these rows; all others are in its ``results``.
 
     Examples:
         >>> places = al.first_and_last(model, [1, 2]) | al.single_heads(model, 0)
@@ -153,6 +184,9 @@ def isolation_sweep(
     check_batches(model, batches, resamples)
     if not places:
         raise HookError("there is no place to isolate in; give {name: al.Where(layers)}")
+    check_metrics(model, batches, metrics, hooks=None, loss=None)
+    if both := places.keys() & {metric.name for metric in metrics}:
+        raise HookError(f"a place and a metric have one name: {', '.join(both)}; rename the place")
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
     options: dict[str, Any] = {"whole_words": whole_words, "renormalize": renormalize}
@@ -179,22 +213,26 @@ def isolation_sweep(
         for _, change, controls in changes:
             change(batch), controls[0](batch)
     where_to = "; ".join(map(str, acting.values()))
-    settings = {"isolated": f"{draws} draws from {seed}, {options}, in {where_to}"}
+    settings = {
+        "isolated": f"{draws} draws from {seed}, {options}, in {where_to}",
+        "metrics": ", ".join(map(repr, metrics)),
+    }
     check_same_call(model, batches, settings | {"folder": str(folder)})
-    passes = shared_passes(model, batches, [changes[0][1]])
+    passes = shared_passes(model, batches, [changes[0][1]], metrics)
     refused = late_starts(passes, batches, {first: change for first, change, _ in changes})
     late = {first for first, _, _ in changes} - set(refused)
+    failures: dict[str, AnchorlensError] = {}
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
         batch = passes.ready(batch)
-        clean_logits, starts = passes.clean_logits(batch, late)
+        with kept_starts(model, late) as starts:
+            rows, clean_logits = observed_rows(passes, batch, metrics, failures)
         clean = next_tokens(clean_logits, batch.label_token_ids)
 
         def loyalty_with(change: HooksOfBatch, start: Start | None) -> dict[str, Tensor]:
             logits = passes.logits(batch, change, start)
             return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
 
-        rows: dict[str, Tensor] = {}
         for place, (first, change, controls) in enumerate(changes):
             start = starts.get(first)
             isolated = loyalty_with(change, start)
@@ -210,14 +248,15 @@ def isolation_sweep(
         store = main_first(lambda: Store.open(folder, expected))
     rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
-    records = {}
+    records: dict[str, Record] = {}
     for place, (name, own) in enumerate(acting.items()):
         start = f"{place}/"
         of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
         first = own["layers"][0]
         own = own | {"skipped_layers": refused.get(first, first)}
         records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
-    return records
+    watched = describe(model, batches) | {"shared_prefix": passes.said}
+    return results_of(metrics, rows, failures, info=watched, resamples=resamples, known=records)
 
 
 def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:

@@ -59,18 +59,10 @@ def isolation(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repea
     found: dict[str, Any] = {}
 
     def ours() -> None:
-        run = al.run(model, batches, [al.AttentionAUCROC()], resamples=0, **QUIET)
-        sweep = al.isolation_sweep(model, batches, places, draws=1, seed=DRAW, resamples=0, **QUIET)
-        found["ours"] = (
-            run["attention_aucroc"].aucroc,
-            {
-                **{f"{name}/None": record.word_loyalty for name, record in sweep.items()},
-                **{
-                    f"{name}/{DRAW}": record.random_word_loyalty[0]
-                    for name, record in sweep.items()
-                },
-            },
-        )
+        records = isolate_and_watch(model, batches, places)
+        words = {f"{name}/None": records[name].word_loyalty for name in places}
+        drawn = {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in places}
+        found["ours"] = records["attention_aucroc"].aucroc, words | drawn
 
     def one() -> None:
         rows, clean = published_way.attention_and_logits(weights, batches)
@@ -115,6 +107,15 @@ def isolation(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repea
         "anchorlens",
         f"AUCROC differs by {float((ours_auc - auc).abs().max()):.1e}, word loyalty by {apart:.1e}",
     )
+
+
+def isolate_and_watch(
+    model: Any, batches: Sequence[al.PromptBatch], places: Mapping[str, al.Where]
+) -> dict[str, Any]:
+    """Everything of the first table in one call."""
+    metrics = [al.AttentionAUCROC()]
+    options = {"draws": 1, "seed": DRAW, "resamples": 0} | QUIET
+    return al.isolation_sweep(model, batches, places, metrics=metrics, **options)
 
 
 def cuts_of(model: Any, places: Mapping[str, al.Where]) -> dict[str, Any]:
@@ -238,8 +239,7 @@ def growth() -> None:
         cuts = cuts_of(model, places)
 
         def ours(model: Any = model, batches: Any = batches, places: Any = places) -> None:
-            al.run(model, batches, [al.AttentionAUCROC()], resamples=0, **QUIET)
-            al.isolation_sweep(model, batches, places, draws=1, resamples=0, **QUIET)
+            isolate_and_watch(model, batches, places)
 
         def one(weights: Any = weights, batches: Any = batches, cuts: Any = cuts) -> None:
             published_way.attention_and_logits(weights, batches)
