@@ -47,7 +47,13 @@ def file_name(name: str) -> str:
 
 
 def analyse(
-    model: Any, task: str, batches: list[PromptBatch], out: Path, layers: int, draws: int
+    model: Any,
+    task: str,
+    batches: list[PromptBatch],
+    out: Path,
+    layers: int,
+    draws: int,
+    checkpoint: bool = False,
 ) -> Page:
     """All analyses of one task; each result is saved as soon as it is there.
 
@@ -70,7 +76,7 @@ def analyse(
     for name, reason in refused.items():
         say(f"warning: no result for {name}: {reason}", err=True)
     try:
-        results = run(model, batches, metrics, folder=rows / "metrics")
+        results = run(model, batches, metrics, checkpoint=checkpoint, folder=rows / "metrics")
     except RunError as error:  # a metric that these rows cannot give; the others go on
         results = dict(error.results)
         say(f"warning: {error}", err=True)
@@ -86,18 +92,18 @@ def analyse(
     # One figure for all isolations, as in the paper; none of its own for each.
     drawn = dict.fromkeys((f"{task}: isolation, {place}" for place in isolations), None)
     drawn[f"{task}: isolation, {early}"] = plot_isolation(isolations)
-    drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0])
+    drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0], checkpoint)
     table = "\n".join(_table(task, records, isolations))
     say(table)
     return records, drawn, table
 
 
-def _first_prompt(model: Any, batch: PromptBatch) -> Any:
+def _first_prompt(model: Any, batch: PromptBatch, checkpoint: bool) -> Any:
     """The strongest flows of one prompt (the paper's Figure 1)."""
     one = batch.prompt(0)
     return figures.token_arcs(
         [model.tokenizer.decode([token]) for token in one.tokens[0].tolist()],
-        saliency(model, one)[0],
+        saliency(model, one, checkpoint=checkpoint)[0],
         label_positions=one.label_positions[0].tolist(),
         target_position=int(one.target_positions[0]),
         title="Strongest flows of one prompt",

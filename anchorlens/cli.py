@@ -119,6 +119,9 @@ def run(
         list[int] | None, typer.Option(help="Seed of a set of demonstrations; may be repeated.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="For long prompts: less memory, more time.")
+    ] = False,
     out: Out = Path("anchorlens-output"),
     fresh: Fresh = False,
 ) -> None:
@@ -144,13 +147,14 @@ def run(
         "batch_size": batch_size,
         "device": device,
         "dtype": dtype,
+        "checkpoint": checkpoint,
     }
-    page = analyse(loaded, task, batches, out, layers, draws)
+    page = analyse(loaded, task, batches, out, layers, draws, checkpoint)
     _finish([page], settings, out)
 
 
 @app.command()
-@stoppable("the same command starts over")
+@stoppable("the same command goes on from there")
 @together()
 def paper(
     model: Model,
@@ -171,15 +175,19 @@ def paper(
     device: Device = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")] = None,
     out: Out = Path("anchorlens-paper"),
+    fresh: Fresh = False,
 ) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
 
-    After each part numbers.csv and tables.txt hold all that is known: an interruption loses little.
+    After each part numbers.csv and tables.txt hold all that is known, and after an interruption the
+    same command goes on.
     """
     names, numbers_of_seeds = _words(tasks), _seeds(seeds)
     for name in names:
         _check_task(name)
     make_folder(out)
+    if fresh:
+        forget_rows(out / "rows")
     examples = {name: _pools(name, data and data / name) for name in names}
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
     settings: dict[str, Any] = {
@@ -209,6 +217,7 @@ def paper(
         layers=layers,
         draws=draws,
         keep=keep,
+        folder=out / "rows",
     )
     summary = paper_tables(numbers)
     say(summary)
@@ -241,8 +250,8 @@ def main() -> None:
             raise
         reason = str(error).partition("\n")[0]
         typer.echo(
-            f"error: out of memory ({reason}); use a smaller --dtype, another --device or a "
-            "smaller model. What was computed is kept in --out",
+            f"error: out of memory ({reason}); use a smaller --dtype, --checkpoint, another "
+            "--device or a smaller model. What was computed is kept in --out",
             err=True,
         )
         sys.exit(1)

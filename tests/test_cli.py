@@ -60,9 +60,11 @@ def test_run_takes_a_file_and_several_seeds(
     data.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--task", "sentiment", "--data", str(data), "--seed", "1", "--seed", "2"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
+    arguments += ["--checkpoint"]
     assert call(monkeypatch, "run", "--model", str(model_folder), *arguments) == 0
     flows = al.SaliencyFlowsRecord.load(tmp_path / "out/sentiment/saliency_flows.safetensors")
     assert flows.info["demonstration_sets"] == 2
+    assert flows.info["shared_prefix"] == "off: blocks are checkpointed"
     assert len(flows.per_prompt) == 24
 
 
@@ -107,7 +109,7 @@ def test_out_of_memory_is_one_line(
     assert error.startswith(
         "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-    assert "use a smaller --dtype" in error and "more" not in error
+    assert "use a smaller --dtype, --checkpoint" in error and "more" not in error
 
 
 def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:

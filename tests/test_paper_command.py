@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from test_cli import call
 
 import anchorlens as al
 from anchorlens import cli
+from anchorlens.errors import MetricError
 from anchorlens.experiments.paper_parts import Number, Setting
 
 QUICK = ["--queries", "11", "--seeds", "1", "--layers", "1", "--draws", "1"]
@@ -53,25 +55,56 @@ def quick(setting: Setting) -> Iterator[Number]:
     yield Number("Mine", "a", "b", 0.5)
 
 
-def stopped(setting: Setting) -> Iterator[Number]:
-    yield Number("Lost", "a", "b", 0.5)
-    raise KeyboardInterrupt
-
-
-def test_what_was_done_before_an_interruption_is_kept(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path
+@pytest.mark.filterwarnings("ignore:.*second. not yet")
+def test_goes_on_after_an_interruption(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(cli, "PAPER_PARTS", (quick, stopped))
-    arguments = ["--tasks", "sentiment", "--out", str(tmp_path), *QUICK]
-    assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) != 0
+    calls: list[str] = []
+
+    def first(setting: Setting) -> Iterator[Number]:
+        calls.append("first")
+        warnings.warn("mind this", stacklevel=2)
+        yield Number("Mine", "a", "b", 1 / 3)
+        yield Number("Mine", "a", "c", float("nan"), layer=2)
+
+    def second(setting: Setting) -> Iterator[Number]:
+        yield Number("Second", "a", "b", 0.5)
+        calls.append("second")
+        if calls.count("second") == 1:
+            raise KeyboardInterrupt
+        if calls.count("second") == 2:
+            raise MetricError("not yet")
+
+    monkeypatch.setattr(cli, "PAPER_PARTS", (first, second))
+    arguments = ["--model", str(model_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
+    arguments += QUICK
+    with pytest.warns(UserWarning, match="sentiment, seed 1, first: mind this"):
+        assert call(monkeypatch, "paper", *arguments) == 130
     numbers = pd.read_csv(tmp_path / "numbers.csv")
-    assert numbers.part.tolist() == ["Mine"]
+    assert numbers.part.tolist() == ["Mine", "Mine"]
     assert "Mine" in (tmp_path / "tables.txt").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "numbers.csv",
-        "settings.json",
-        "tables.txt",
-    ]
+    for calls_then, parts_then in (
+        (["first", "second", "second"], ["Mine", "Mine", "Second"]),  # fails: computed once more
+        (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
+        (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
+    ):
+        with pytest.warns(UserWarning, match="first: mind this"):
+            assert call(monkeypatch, "paper", *arguments) == 0
+        assert calls == calls_then
+        again = pd.read_csv(tmp_path / "numbers.csv")
+        assert again.part.tolist() == parts_then
+        assert (
+            again.value[0] == pytest.approx(1 / 3, abs=1e-15)
+            and again.value.isna()[1]
+            and again.layer[1] == 2
+        )
+    capsys.readouterr()
+    assert call(monkeypatch, "paper", *arguments, "--draws", "2") == 1
+    error = capsys.readouterr().err
+    assert "rows of another run" in error and "'1 layers, 2 draws'" in error
+    with pytest.warns(UserWarning, match="first: mind this"):
+        assert call(monkeypatch, "paper", *arguments, "--draws", "2", "--fresh") == 0
+    assert calls.count("first") == 2
 
 
 def test_emocontext_runs_where_it_is_named_alone(

@@ -1,18 +1,23 @@
 """The paper's figures and tables for the model at hand, as one long table of numbers."""
 
+import hashlib
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..errors import AnchorlensError, DataError
 from ..hooked import HookedModel, layer_numbers
 from ..metrics.distances import AnchorDistances
 from ..models import ensure_prepared
-from ..processes import is_main, together
+from ..processes import gathered, is_main, main_first, together
+from ..store import Store, fingerprint
 from ..tasks import BUNDLED, TASKS, Example, sample_demonstrations, sample_queries
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
@@ -31,6 +36,7 @@ def paper(
     layers: int = 5,
     draws: int = 10,
     keep: Callable[[pd.DataFrame], Any] = lambda frame: None,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """The paper's figures and tables for a model, over tasks and seeds.
@@ -48,6 +54,8 @@ def paper(
         layers: Layers isolated at each end.
         draws: Random controls of each isolation.
         keep: Called with all numbers so far after each part, in the main process.
+        folder: Keeps the numbers of each part of a task and seed; the same call after an
+            interruption goes on from there. Parts that failed are computed again.
         progress: Show a progress bar.
 
     Returns:
@@ -57,6 +65,7 @@ def paper(
         DataError: There is no such task, or its examples are too few or of other classes, or seeds
             are equal: before anything runs.
         HookError: The model has fewer layers than are to be isolated.
+        StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
         >>> examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
@@ -82,31 +91,82 @@ def paper(
     todo = [(name, setting, part) for name, setting in settings for part in parts]
     if not todo:
         raise DataError("there is nothing to do: expected a task, a seed and a part at least")
+    store = None
+    if folder is not None:
+        expected = fingerprint(model, (), _said(todo))
+        store = main_first(lambda: Store.open(folder, expected))
+    stored = gathered(
+        "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
+    )[0]
     numbers: list[Number] = []
     bar = tqdm(todo, disable=not (progress and is_main()))
-    for name, setting, part in bar:
+    for k, (name, setting, part) in enumerate(bar):
         what = f"{name}, seed {setting.seed}, {_title(part)}"
         bar.set_description(what)
-        with warnings.catch_warnings(record=True) as caught:
-            for number in _all_that_come(part, setting):
-                numbers.append(number._replace(task=name, seed=setting.seed))
-        if caught:
+        rows = stored[k]
+        done = _computed(part, setting) if rows is None else _Done.of(rows)
+        numbers += [one._replace(task=name, seed=setting.seed) for one in done.numbers]
+        if done.warnings:
             bar.clear()  # a warning has a line of its own
-        for one in caught:
-            warnings.warn(f"{what}: {one.message}", one.category, stacklevel=3)
+        for warning in done.warnings:
+            warnings.warn(f"{what}: {warning}", stacklevel=3)
         with together():
             if is_main():
+                if store and rows is None and not done.failed:
+                    store.write(k, done.rows())
                 keep(_frame(numbers))
     return _frame(numbers)
 
 
-def _all_that_come(part: Part, setting: Setting) -> Iterator[Number]:
+class _Done(NamedTuple):
+    """What came of a part of a task and seed."""
+
+    numbers: list[Number]
+    warnings: list[str]
+    failed: bool
+
+    def rows(self) -> dict[str, Tensor]:
+        """As a store keeps them: text, because most of a number says what it is of."""
+        text = json.dumps(self[:2]).encode()
+        return {"numbers": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor]) -> "_Done":
+        numbers, said = json.loads(bytes(rows["numbers"].tolist()))
+        return cls([Number(*one) for one in numbers], said, failed=False)
+
+
+def _computed(part: Part, setting: Setting) -> _Done:
     """The numbers of a part, up to where it fails: that is a warning, as the others go on."""
-    try:
-        with together():
-            yield from part(setting)
-    except (AnchorlensError, torch.OutOfMemoryError) as error:
-        warnings.warn(str(error), stacklevel=2)
+    numbers: list[Number] = []
+    failed = False
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            with together():
+                for number in part(setting):
+                    numbers.append(number)
+        except (AnchorlensError, torch.OutOfMemoryError) as error:
+            failed = True
+            warnings.warn(str(error), stacklevel=2)
+    return _Done(numbers, [str(one.message) for one in caught], failed)
+
+
+def _said(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
+    """What the stored numbers are of."""
+    texts = hashlib.sha256()
+    for name, setting, _ in todo:
+        own = {key: value for key, value in vars(setting).items() if key != "model"}
+        texts.update(f"{name} {own}".encode())
+    parts = dict.fromkeys(_title(part) for _, _, part in todo)
+    _, setting, _ = todo[0]
+    return {
+        "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),
+        "seeds": ", ".join(dict.fromkeys(str(one.seed) for _, one, _ in todo)),
+        "parts": ", ".join(parts),
+        "isolated": f"{setting.layers} layers, {setting.draws} draws",
+        "queries": str(len(setting.queries)),
+        "examples": texts.hexdigest(),
+    }
 
 
 def _frame(numbers: Sequence[Number]) -> pd.DataFrame:

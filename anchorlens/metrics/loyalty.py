@@ -119,7 +119,7 @@ def loyalty(
         top: Number of most likely next tokens to compare.
 
     Raises:
-        MetricError: The two runs have different shapes, or fewer tokens than ``top``.
+        MetricError: The two runs have different shapes, no prompt, or fewer tokens than ``top``.
 
     Examples:
         >>> same = torch.eye(3, 8)
