@@ -23,9 +23,11 @@ from anchorlens.experiments.compression import contexts
 from anchorlens.forward import run_pass
 from anchorlens.metrics.metric import possible
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:in layers", "ignore:some pairs of classes have no prompts", "ignore:in .* of .* sets"
-)
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
+    pytest.mark.filterwarnings("ignore:in .* of .* sets"),
+]
 # TransformerLens 3.9 runs these from no cache.
 NO_CACHE = {"3.9": ("MPT", "Falcon (ALiBi)")}.get(LINE, ())
 # Where the query's distance to a key follows the key's place in the cache, or chunks follow it.

@@ -14,6 +14,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import anchorlens as al
 from anchorlens import cli
 
+pytestmark = pytest.mark.without_jaxtyping
+
 QUICK = ["--queries", "12", "--layers", "2", "--draws", "2"]
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 pytestmark = [
+    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
 ]

@@ -33,6 +33,8 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.hooked import scores_name
 
+pytestmark = pytest.mark.without_jaxtyping
+
 # What is said of a model that is refused, by the package or by TransformerLens itself.
 REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"
 LINE = ".".join(version("transformer-lens").split(".")[:2])

@@ -22,7 +22,10 @@ SEEDS = (3, 4)
 QUICK: dict[str, Any] = {"queries": 12, "layers": 1, "draws": 2, "progress": False}
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
-pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
+]
 over_seeds = pytest.mark.parametrize("seed", SEEDS)
 
 

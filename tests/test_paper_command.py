@@ -17,6 +17,8 @@ from anchorlens import cli
 from anchorlens.errors import MetricError
 from anchorlens.experiments.paper_parts import Number, Setting
 
+pytestmark = pytest.mark.without_jaxtyping
+
 QUICK = ["--queries", "11", "--seeds", "1", "--layers", "1", "--draws", "1"]
 
 

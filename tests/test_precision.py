@@ -13,6 +13,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.forward import run_pass
 
+pytestmark = pytest.mark.without_jaxtyping
+
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),
     "Llama": (tiny_llama, "sentencepiece_like"),
