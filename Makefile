@@ -37,7 +37,7 @@ help:
 	@echo 'make test-oldest  the tests again on transformer-lens 3.9, with its HookedTransformer as well'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
-	@echo 'make bench        speed against one prompt at a time and the floor, on the offline weights'
+	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
 	@echo 'make architectures  docs/architectures.md from the tests of every architecture'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
@@ -67,6 +67,8 @@ docs: $(VENV)/.stamp-docs
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
+	$(BIN)/python tests/benchmarks/long_prompts.py --length 2048 --repeats 1
+	$(BIN)/python tests/benchmarks/processes.py
 
 # Both lines of TransformerLens.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp

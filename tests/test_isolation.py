@@ -222,4 +222,5 @@ def test_metrics_that_cannot_watch(
 def test_the_figure(gpt2: Any) -> None:
     record = al.isolation_loyalty(gpt2, questions(gpt2, 4), 0, draws=2, progress=False)
     assert len(record.plot().data) == 2
-    assert len(al.plot_isolation({"first": record, "last": record}).data) == 4
+    beside = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
+    assert len(al.plot_isolation({"first": record, "last": record} | beside).data) == 4

@@ -259,11 +259,12 @@ def isolation_sweep(
     return results_of(metrics, rows, failures, info=watched, resamples=resamples, known=records)
 
 
-def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
+def plot_isolation(records: Mapping[str, Record]) -> Any:
     """Loyalties of several isolations side by side, each with its control (the paper's Figure 4).
 
     Args:
-        records: Records by what was isolated where ("first 5 layers", "last 5 layers").
+        records: Records by what was isolated where ("first 5 layers", "last 5 layers"); those of
+            metrics beside them, as of a sweep, are left out.
 
     Returns:
         A plotly figure; bars of label words have their 95 % intervals, those of random words the
@@ -275,6 +276,8 @@ def plot_isolation(records: Mapping[str, IsolationRecord]) -> Any:
     """
     series, values, low, high = [], [], [], []
     for name, record in records.items():
+        if not isinstance(record, IsolationRecord):
+            continue
         controls = torch.stack([record.random_label_loyalty, record.random_word_loyalty])
         own = torch.stack([record.label_loyalty, record.word_loyalty])
         bounds = [record.intervals.get(f"{kind}_loyalty") for kind in ("label", "word")]

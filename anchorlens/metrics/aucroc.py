@@ -150,11 +150,12 @@ def aucroc(
         return auc(kept[..., 1], predicted == present[1])
     total = kept.sum(-1, keepdim=True)
     shares = torch.where(total > 0, kept / total, 1 / len(present))
+    of_class = [shares[:, predicted == one].movedim(-1, 1) for one in present]
     values = []
     for a, b in combinations(range(len(present)), 2):
-        pair = (predicted == present[a]) | (predicted == present[b])
-        for one in (a, b):
-            values.append(auc(shares[:, pair, one], predicted[pair] == present[one]))
+        # Both classes' shares at once: that of b is to be larger where b is predicted.
+        above = chance_above(of_class[a][:, [a, b]], of_class[b][:, [a, b]])
+        values += [above[:, 0], 1 - above[:, 1]]
     return torch.stack(values).mean(0)
 
 
@@ -167,11 +168,17 @@ def auc(
     """
     if positive.all() or not positive.any():
         return scores.new_full(scores.shape[:1], torch.nan)
-    negatives = scores[:, ~positive].sort(-1).values.contiguous()
-    positives = scores[:, positive].contiguous()
-    below = torch.searchsorted(negatives, positives, side="left")
-    not_above = torch.searchsorted(negatives, positives, side="right")
-    return (below + not_above).double().mean(-1) / (2 * negatives.shape[1])
+    return chance_above(scores[:, positive], scores[:, ~positive])
+
+
+def chance_above(
+    positives: Float[Tensor, "*series positive"], negatives: Float[Tensor, "*series negative"]
+) -> Float[Tensor, " *series"]:
+    """Chance that one of ``positives`` is above one of ``negatives``; equal ones count half."""
+    ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
+    below = torch.searchsorted(ordered, values, side="left")
+    not_above = torch.searchsorted(ordered, values, side="right")
+    return (below + not_above).double().mean(-1) / (2 * negatives.shape[-1])
 
 
 def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:
