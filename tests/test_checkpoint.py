@@ -21,7 +21,10 @@ from anchorlens.forward import run_pass, undisturbed
 from anchorlens.hooked import Hook, pattern_name
 from anchorlens.metrics import products
 
-pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in 1 of 1 sets"),
+]
 METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
     al.SaliencyFlows(absolute_per_head=True, name="absolute"),

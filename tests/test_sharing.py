@@ -16,9 +16,11 @@ from anchorlens.hooked import pattern_name, proven
 from anchorlens.metrics.metric import Observation
 from anchorlens.sharing import shared_passes
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:some pairs of classes have no prompts", "ignore:in .* of .* sets", "ignore:in layers"
-)
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),
+    pytest.mark.filterwarnings("ignore:in .* of .* sets"),
+]
 METRICS: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(3), al.Accuracy()]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 

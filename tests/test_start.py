@@ -14,6 +14,8 @@ from anchorlens.experiments import isolation
 from anchorlens.forward import run_pass
 from anchorlens.start import Start, kept_starts, started
 
+pytestmark = pytest.mark.without_jaxtyping
+
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 

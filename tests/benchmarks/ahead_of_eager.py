@@ -54,7 +54,7 @@ def main() -> None:
         queries = [one for one in test if one not in demos][:count]
         return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, batch_size=size)
 
-    many, long = batches_of(1, 64, 16), batches_of(8, 8, 4)
+    many, long = batches_of(1, 16, 16), batches_of(8, 2, 2)
     passes = shared_passes(model, many)
     measured: tuple[tuple[str, Any, Callable[..., None]], ...] = (
         ("queries behind shared demonstrations", many, queries_behind_demonstrations),
