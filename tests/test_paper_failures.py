@@ -1,6 +1,8 @@
 """What fails in the paper's parts is said, and the others go on; mistakes are said at once."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,7 +12,7 @@ from conftest import boot, tiny_gpt2
 from test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
 
 import anchorlens as al
-from anchorlens.errors import DataError, HookError, MetricError
+from anchorlens.errors import DataError, HookError, MetricError, StoreError
 from anchorlens.experiments.paper_parts import Number, Setting, figure_4, figures_3_5_6
 
 pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
@@ -50,6 +52,23 @@ def test_a_part_that_fails_is_a_warning_and_the_others_go_on(model: Any) -> None
     ]
     assert [len(frame) for frame in kept] == [1, 2, 2, 3, 4, 4]
     assert numbers.equals(kept[-1])
+
+
+@dataclass(frozen=True)
+class Scaled:
+    factor: float
+
+    def __call__(self, setting: Setting) -> Iterator[Number]:
+        yield Number("Scaled", "a", "b", self.factor)
+
+
+def test_parts_with_other_options_are_another_run(model: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"seeds": [1], "folder": tmp_path, **QUICK}
+    al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
+    with pytest.raises(StoreError, match=r"parts: stored 'Scaled\(factor=2.0\)'"):
+        al.paper(model, EMOTIONS, parts=[Scaled(3.0)], **options)
+    again = al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
+    assert again.value.tolist() == [2.0]
 
 
 def test_nothing_at_all_is_an_empty_table(model: Any) -> None:

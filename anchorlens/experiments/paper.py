@@ -157,7 +157,8 @@ def _said(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
     for name, setting, _ in todo:
         own = {key: value for key, value in vars(setting).items() if key != "model"}
         texts.update(f"{name} {own}".encode())
-    parts = dict.fromkeys(_title(part) for _, _, part in todo)
+    # With their options, which a title leaves out.
+    parts = dict.fromkeys(repr(part) for _, _, part in todo)
     _, setting, _ = todo[0]
     return {
         "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),
