@@ -58,8 +58,8 @@ def isolated_logits(
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-def mean_flows(weights: Any, batches: Sequence[al.PromptBatch], **options: Any) -> Tensor:
-    """Mean flows [layer, flow], with the logits of all positions as the published code has them."""
+def flows(weights: Any, batches: Sequence[al.PromptBatch], **options: Any) -> Tensor:
+    """Flows [prompt, layer, flow], with the logits of all positions as in the published code."""
     of_prompts = []
     for prompt in prompts_of(batches):
         embedded = weights.get_input_embeddings()(prompt.tokens).detach().requires_grad_()
@@ -80,7 +80,7 @@ def mean_flows(weights: Any, batches: Sequence[al.PromptBatch], **options: Any) 
             saliency = (attention.detach() * attention.grad)[0].sum(0).abs()
             layers.append(torch.stack([saliency[kind].mean() for kind in kinds]))
         of_prompts.append(torch.stack(layers))
-    return torch.stack(of_prompts).mean(0)
+    return torch.stack(of_prompts)
 
 
 def flow_edges(prompt: plain.Prompt) -> list[Tensor]:

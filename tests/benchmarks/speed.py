@@ -2,17 +2,19 @@
 
     PYTHONPATH=tests python tests/benchmarks/speed.py --model M --train F --test F
 
-Each table is of one run: the ways take turns, and the median of the turns counts; largest
-differences say that they give the same numbers. *One prompt at a time* is the procedure of
+Each table is of one run in turns, because a machine's speed drifts: in every turn the fast ways do
+the whole work and the slow ones their part of it. Largest differences say that they give the
+same numbers. *One prompt at a time* is the procedure of
 the paper's published code in plain transformers (``published_way.py``). *Naive TransformerLens*
 runs each prompt with ``run_with_hooks`` and takes the last of all logits. The *floor* is plain
 transformers over the tokens that are needed at all, in batches, with target positions' logits only.
 """
 
 import argparse
-import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import published_way
@@ -27,19 +29,31 @@ from anchorlens.models import read_weights
 from anchorlens.passes import Passes
 from anchorlens.sharing import shared_passes
 
+Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}
 DRAW = 0
+NAIVE = 3  # prompts of each batch, because it takes so long
 
 
-def in_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each way."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, work in ways.items():
+def in_turns(
+    whole: Mapping[str, Callable[[], Any]],
+    parts: Mapping[str, Callable[[Batches], Any]],
+    batches: Batches,
+    turns: int,
+) -> dict[str, float]:
+    """Seconds of each way for all batches: the mean of its turns, or the sum of its parts."""
+    turns = min(turns, len(batches))
+    spent = dict.fromkeys([*whole, *parts], 0.0)
+    for turn in range(turns):
+        part = batches[turn::turns]
+        work = dict(whole) | {name: partial(way, part) for name, way in parts.items()}
+        for name, do in work.items():
             begin = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
+            do()
+            spent[name] += (time.perf_counter() - begin) / (turns if name in whole else 1)
+        so_far = ", ".join(f"{name} {value:.1f}" for name, value in spent.items())
+        print(f"turn {turn + 1} of {turns}: {so_far}", file=sys.stderr, flush=True)
+    return spent
 
 
 def say(title: str, seconds: Mapping[str, float], ours: str, off: str) -> None:
@@ -53,67 +67,71 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def isolation(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """AUCROC, and loyalty with words isolated in the first and last 5 layers, with a control."""
     places = al.first_and_last(model, [5])
     cuts = cuts_of(model, places)
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
+    passes: list[Any] = []  # rows for AUCROC, clean logits and isolated ones, part by part
 
     def ours() -> None:
-        records = isolate_and_watch(model, batches, places)
-        words = {f"{name}/None": records[name].word_loyalty for name in places}
-        drawn = {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in places}
-        found["ours"] = records["attention_aucroc"].aucroc, words | drawn
+        records.update(isolate_and_watch(model, batches, places))
 
-    def one() -> None:
-        rows, clean = published_way.attention_and_logits(weights, batches)
-        cut = published_way.isolated_logits(weights, batches, cuts)
-        ids = batches[0].label_token_ids
-        words = {name: al.loyalty(clean, logits, ids).word_loyalty for name, logits in cut.items()}
-        found["one"] = al.AttentionAUCROC().result(rows).aucroc, words
+    def one(part: Batches) -> None:
+        rows, clean = published_way.attention_and_logits(weights, part)
+        passes.append((rows, clean, published_way.isolated_logits(weights, part, cuts)))
 
-    def naive() -> None:
-        for batch in batches[:1]:  # of many, because it takes so long
-            for row in range(len(batch)):
-                prompt = batch.prompt(row)
-                hooks: list[Any] = [[]]
-                hooks += [
-                    al.isolate_labels(model, prompt, layers)
-                    if draw is None
-                    else al.isolate_random(model, prompt, layers, draw)
-                    for layers, draw in cuts.values()
-                ]
-                with torch.no_grad():
-                    for change in hooks:
-                        model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
+    def naive(part: Batches) -> None:
+        for prompt in (batch.prompt(row) for batch in part for row in range(NAIVE)):
+            hooks: list[Any] = [[]]
+            hooks += [
+                al.isolate_labels(model, prompt, layers)
+                if draw is None
+                else al.isolate_random(model, prompt, layers, draw)
+                for layers, draw in cuts.values()
+            ]
+            with torch.no_grad():
+                for change in hooks:
+                    model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
 
-    passes = shared_passes(model, batches)  # its trial is no part of the floor
+    ready = shared_passes(model, batches)  # its trial is no part of the floor
 
     def floor() -> None:
         for _ in range(1 + len(cuts)):
-            queries_behind_demonstrations(weights, passes, batches)
+            queries_behind_demonstrations(weights, ready, batches)
 
-    slow = "naive TransformerLens, without AUCROC (the first batch, times their number)"
-    ways = {
-        "anchorlens": ours,
-        "one prompt at a time, target logits only": one,
-        slow: naive,
-        "floor: plain passes of all settings over the same tokens": floor,
-    }
-    seconds = in_turns(ways, repeats)
-    seconds[slow] *= len(batches)
-    (ours_auc, ours_words), (auc, words) = found["ours"], found["one"]
-    apart = max(float((ours_words[name] - words[name]).abs()) for name in words)
+    slow = f"naive TransformerLens, without AUCROC ({NAIVE} prompts of each batch)"
+    whole = {"anchorlens": ours, "floor: plain passes of all settings over the same tokens": floor}
+    parts = {"one prompt at a time, target logits only": one, slow: naive}
+    seconds = in_turns(whole, parts, batches, turns)
+    seconds[slow] *= sum(map(len, batches)) / (NAIVE * len(batches))
+    auc, words = numbers_of(passes, batches[0].label_token_ids)
+    found = {f"{name}/None": records[name].word_loyalty for name in places}
+    found |= {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in places}
+    off_auc = float((records["attention_aucroc"].aucroc - auc).abs().max())
+    off_words = max(float((found[name] - words[name]).abs()) for name in words)
     say(
         f"AUCROC and loyalty, first and last 5 layers with a control, {prompts(batches)}",
         seconds,
         "anchorlens",
-        f"AUCROC differs by {float((ours_auc - auc).abs().max()):.1e}, word loyalty by {apart:.1e}",
+        f"AUCROC differs by {off_auc:.1e}, word loyalty by {off_words:.1e}",
     )
 
 
+def numbers_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """AUCROC and word loyalties of the passes that went one prompt at a time."""
+    rows, clean, cut = zip(*passes, strict=True)
+    joined = {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+    of_all = {name: torch.cat([part[name] for part in cut]) for name in cut[0]}
+    words = {
+        name: al.loyalty(torch.cat(clean), logits, ids).word_loyalty
+        for name, logits in of_all.items()
+    }
+    return al.AttentionAUCROC().result(joined).aucroc, words
+
+
 def isolate_and_watch(
-    model: Any, batches: Sequence[al.PromptBatch], places: Mapping[str, al.Where]
+    model: Any, batches: Batches, places: Mapping[str, al.Where]
 ) -> dict[str, Any]:
     """Everything of the first table in one call."""
     metrics = [al.AttentionAUCROC()]
@@ -127,9 +145,7 @@ def cuts_of(model: Any, places: Mapping[str, al.Where]) -> dict[str, Any]:
     return {f"{name}/{draw}": (numbers[name], draw) for name in places for draw in (None, DRAW)}
 
 
-def queries_behind_demonstrations(
-    weights: Any, passes: Passes, batches: Sequence[al.PromptBatch]
-) -> None:
+def queries_behind_demonstrations(weights: Any, passes: Passes, batches: Batches) -> None:
     """The demonstrations once, then the queries in batches from their keys and values."""
     keys: dict[int, Any] = {}
     with torch.no_grad():
@@ -155,33 +171,32 @@ def queries_behind_demonstrations(
             weights.get_output_embeddings()(hidden[rows, ready.target_positions - start])
 
 
-def flows(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """Saliency flows of all layers."""
     found: dict[str, Tensor] = {}
+    one: list[Tensor] = []
 
     def ours() -> None:
         results = al.run(model, batches, [al.SaliencyFlows()], resamples=0, **QUIET)
         found["ours"] = results["saliency_flows"].flows
 
-    def one(**options: Any) -> Callable[[], None]:
-        def work() -> None:
-            found["one"] = published_way.mean_flows(weights, batches, **options).double()
-
-        return work
-
-    ways = {
+    whole = {
         "anchorlens": ours,
-        "one prompt at a time": one(),
-        "one prompt at a time, target logits only": one(logits_to_keep=1),
         "floor: plain frozen forward and backward": lambda: plain_transformers(weights, batches),
     }
-    seconds = in_turns(ways, repeats)
-    off = difference(found["ours"], found["one"])
+    parts: dict[str, Callable[[Batches], Any]] = {
+        "one prompt at a time": lambda part: one.append(published_way.flows(weights, part)),
+        "one prompt at a time, target logits only": partial(
+            published_way.flows, weights, logits_to_keep=1
+        ),
+    }
+    seconds = in_turns(whole, parts, batches, turns)
+    off = difference(found["ours"], torch.cat(one).double().mean(0))
     title = f"Saliency flows of all layers, {prompts(batches)}"
     say(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
 
 
-def whole_run(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repeats: int) -> None:
+def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """al.run with AUCROC and accuracy, as a user calls it, against plain passes."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
     passes = shared_passes(model, batches)
@@ -190,12 +205,12 @@ def whole_run(weights: Any, model: Any, batches: Sequence[al.PromptBatch], repea
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
         "floor: plain passes": lambda: queries_behind_demonstrations(weights, passes, batches),
     }
-    seconds = in_turns(ways, repeats)
+    seconds = in_turns(ways, {}, batches, turns)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"
     say(title, seconds, next(iter(ways)), "")
 
 
-def prompts(batches: Sequence[al.PromptBatch]) -> str:
+def prompts(batches: Batches) -> str:
     count, length = sum(map(len, batches)), max(batch.tokens.shape[1] for batch in batches)
     return f"{count} prompts of up to {length} tokens in batches of {len(batches[0])}"
 
@@ -233,14 +248,12 @@ def growth() -> None:
         places = al.first_and_last(model, [5])
         cuts = cuts_of(model, places)
 
-        def ours(model: Any = model, batches: Any = batches, places: Any = places) -> None:
-            isolate_and_watch(model, batches, places)
+        def one(part: Batches, weights: Any = weights, cuts: Any = cuts) -> None:
+            published_way.attention_and_logits(weights, part)
+            published_way.isolated_logits(weights, part, cuts)
 
-        def one(weights: Any = weights, batches: Any = batches, cuts: Any = cuts) -> None:
-            published_way.attention_and_logits(weights, batches)
-            published_way.isolated_logits(weights, batches, cuts)
-
-        seconds = in_turns({"ours": ours, "one": one}, 1)
+        ours = partial(isolate_and_watch, model, batches, places)
+        seconds = in_turns({"ours": ours}, {"one": one}, batches, 1)
         length = max(batch.tokens.shape[1] for batch in batches)
         print(
             f"| {size['layers']} | {size['classes']} | {size['shots']} | {length} | "
@@ -256,7 +269,7 @@ def main() -> None:
     parser.add_argument("--test", default="questions", help="examples for queries (TREC)")
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=25)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=4)
     options = parser.parse_args()
     weights, _ = read_weights(options.model, None, torch.float32)
     weights = weights.eval().requires_grad_(False)
@@ -269,9 +282,9 @@ def main() -> None:
         return al.build_prompts(model.tokenizer, task, demos, queries[:count], batch_size=size)
 
     many = batches(options.queries, options.batch_size)
-    isolation(weights, model, many, options.repeats)
-    whole_run(weights, model, many, options.repeats)
-    flows(weights, model, batches(64, 8), options.repeats)
+    isolation(weights, model, many, options.turns)
+    whole_run(weights, model, many, options.turns)
+    flows(weights, model, batches(64, 8), options.turns)
     growth()
 
 
