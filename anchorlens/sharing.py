@@ -74,10 +74,11 @@ def _tried(
             return whole_passes(model, why)
     first = next(one for one in batches if only_set(one) in lengths)
     few = _two_of(first).to(device_of(model))
-    trials = [partial(_compare_logits, passes, (no_hooks, *changes))]
+    ways = [no_hooks, *changes]
+    trials = []
     if loss is not None and any(metric.needs_gradient for metric in metrics):
-        change = changes[0] if changes else no_hooks
-        trials.append(partial(_compare_saliency, passes, change, loss))
+        trials.append(partial(_compare_saliency, passes, ways.pop(), loss))
+    trials.append(partial(_compare_logits, passes, ways))
     with undisturbed(model):
         for trial in trials:
             if why := of_what_fits(few, trial):
@@ -113,21 +114,19 @@ def _two_of(batch: PromptBatch) -> PromptBatch:
 
 def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: PromptBatch) -> str:
     """Why logits cannot come from shared demonstrations; empty where they can."""
-    largest = 0.0
     for change in changes:
         expected = run_pass(passes.model, batch, hooks=change(batch))
         try:
             found = passes.logits(passes.ready(batch), change)
         except Exception as error:  # a cache that an architecture cannot take fails anyhow
             return f"no run from a key-value cache ({_reason(error)})"
-        largest = max(largest, logit_difference(found, expected))
-    if largest <= TOLERANCE:
-        return ""
-    return f"logits differ by {largest:.1e} of the largest from those of whole prompts"
+        if why := _other_logits(found, expected):
+            return why
+    return ""
 
 
 def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: PromptBatch) -> str:
-    """Why A * dL/dA cannot come from shared demonstrations; empty where it can."""
+    """Why logits or A * dL/dA cannot come from shared demonstrations; empty where they can."""
     model, few = passes.model, passes.ready(batch)
     whole: dict[int, Tensor] = {}
     upper: dict[int, Tensor] = {}
@@ -141,12 +140,14 @@ def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: P
         return {"observers": hooks, "backward_hooks": backward_hooks}
 
     at_once = replace(few, first_query=0)
-    run_pass(model, at_once, hooks=change(at_once), loss=loss, **kept_in(whole))
+    logits = run_pass(model, at_once, hooks=change(at_once), loss=loss, **kept_in(whole))
     try:
         prefix = passes.prefix(few, change, **kept_in(upper))
-        run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
-    except Exception as error:  # an operation whose backward takes one gradient only
+        shared = run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
+    except Exception as error:  # an operation whose backward takes one gradient only, or no cache
         return f"no shared gradients ({_reason(error)})"
+    if why := _other_logits(shared, logits):
+        return why
     largest = 0.0
     for layer, expected in whole.items():
         above, below = expected.tensor_split([few.first_query], dim=2)
@@ -159,6 +160,14 @@ def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: P
     if largest <= SALIENCY_TOLERANCE:
         return ""
     return f"saliencies differ by {largest:.1e} of the largest from those of whole prompts"
+
+
+def _other_logits(found: Tensor, expected: Tensor) -> str:
+    """How far logits are from those of whole prompts; empty where that is rounding."""
+    difference = logit_difference(found, expected)
+    if difference <= TOLERANCE:
+        return ""
+    return f"logits differ by {difference:.1e} of the largest from those of whole prompts"
 
 
 def _compare_starts(

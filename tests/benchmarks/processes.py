@@ -30,8 +30,8 @@ WAYS = {
 
 
 def in_process(model: Any, batches: list[al.PromptBatch], threads: int, path: Path) -> None:
-    torch.set_num_threads(threads)
     state = PartialState(cpu=True)
+    torch.set_num_threads(threads)  # behind the state, which sets them to all cores
 
     def flows(prompts: list[al.PromptBatch]) -> torch.Tensor:
         results = al.run(model, prompts, [al.SaliencyFlows()], resamples=0, progress=False)
@@ -56,7 +56,8 @@ def main() -> None:
     torch.set_num_threads(1)  # forks of a process whose threads have worked may hang
     torch.manual_seed(0)
     tokenizer = byte_level_tokenizer()
-    weights = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer))).eval()
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
+    weights = GPT2LMHeadModel(config).eval()
     weights.config.architectures = ["GPT2LMHeadModel"]
     model = al.load_model(weights, tokenizer=tokenizer)
     examples = al.load_examples("questions")
