@@ -45,14 +45,7 @@ class Checkpoints:
     def _look(self, look: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
         if self.running_first:
             return None
-        if not self.running_again:
-            return look(tensor, hook=hook)
-        if look(tensor.detach(), hook=hook) is not None:
-            raise HookError(
-                f"a hook that looks must return None, but the one on {hook.name} returned "
-                "something; give hooks that change the run as interventions (hooks=...)"
-            )
-        return None
+        return look(tensor.detach() if self.running_again else tensor, hook=hook)
 
     def require_all(self, model: HookedModel) -> None:
         """Refuse what was not seen exactly once."""

@@ -18,8 +18,11 @@ from .hooked import (
     Hook,
     HookedModel,
     HookFunction,
+    has_sinks,
+    looking,
     refuse_folded_value_biases,
     require_prepared,
+    rotary_switch,
     scores_name,
 )
 from .losses import Loss, require_one_a_prompt
@@ -71,36 +74,40 @@ def run_pass(
             "checkpoint=True is for the gradient through whole prompts; there is "
             f"{'no loss' if loss is None else 'a prefix'} here, so leave it out"
         )
-    if loss is not None or _has_sinks(model):
+    if loss is not None or has_sinks(model):
         refuse_folded_value_biases(model)
     check_fits(model, batch)
     _check_begins(batch, prefix)
     leaves, graph = list(into), prefix.graph if loss is not None and prefix is not None else None
     if graph is not None:
         assert prefix is not None
-        prefix = prefix.for_each(len(batch))
+        with torch.inference_mode(False):  # as below
+            prefix = prefix.for_each(len(batch))
         leaves += [*prefix.keys, *prefix.values]
     needs_leaf = loss is not None and not leaves
     own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     checkpoints = Checkpoints() if checkpoint else None
-    looks = observers if checkpoints is None else checkpoints.observers(observers)
-    inputs = _inputs(model, batch, prefix)
-    if checkpoint and hasattr(model, "original_model"):
-        inputs["use_cache"] = False  # a block that runs again would put its keys in twice
+    looks = looking(observers)
+    looks = looks if checkpoints is None else checkpoints.observers(looks)
+    losses = None
     # inference_mode outside would make tensors that autograd refuses.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=list(backward_hooks)),
+        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=looking(backward_hooks)),
     ):
+        inputs = _inputs(model, batch, prefix)
+        if checkpoint and hasattr(model, "original_model"):
+            inputs["use_cache"] = False  # a block that runs again would put its keys in twice
         outputs = model(batch.tokens[:, batch.first_query :], **inputs)
         logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if loss is not None:
-            _backward(loss(logits, batch), batch, leaves)
+            losses = loss(logits, batch)
+            _backward(losses, batch, leaves)
             if graph is not None:
                 graph.hand_over(leaves[len(into) :])
     if checkpoints is not None:
@@ -112,6 +119,11 @@ def run_pass(
             "the model's logits are not finite (NaN or infinite) at the target position, and so is "
             f"what {_first_not_finite(model, batch, hooks, prefix)} gives out; try "
             "dtype=torch.float32, and check the hooks that act there"
+        )
+    if losses is not None and not losses.isfinite().all():
+        raise MetricError(
+            "the loss is not finite (NaN or infinite) for some prompts, though their logits are; "
+            "gradients of it say nothing"
         )
     return logits
 
@@ -150,7 +162,7 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        model.hooks(fwd_hooks=[*own, *hooks, *observers, *last]),
+        model.hooks(fwd_hooks=[*own, *hooks, *looking(observers), *last]),
     ):
         model(batch.tokens, **inputs_after(model, batch, cache))
     return prefix_of(cache, batch.attention_mask, points)
@@ -200,6 +212,14 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "fewer or shorter demonstrations, or build_prompts(..., max_length=..., "
             "drop_too_long=True)"
         )
+    switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
+    if switch is not None and shortest <= switch < longest:
+        raise PromptError(
+            f"prompts of {shortest} and {longest} tokens are in one batch, but where one is longer "
+            f"than {switch} this model turns the positions of all in another way (longrope), so "
+            "that a prompt's numbers would depend on its batch; use batch_size=1, or "
+            "build_prompts(..., max_length=..., drop_too_long=True)"
+        )
     largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
     if largest >= vocabulary_of(model):
         raise PromptError(
@@ -227,6 +247,11 @@ def _backward(
     losses: Float[Tensor, " batch"], batch: PromptBatch, leaves: Sequence[Tensor]
 ) -> None:
     require_one_a_prompt(losses, batch)
+    if not losses.requires_grad:
+        raise MetricError(
+            "a loss must be computed from the logits by what torch differentiates; got one without "
+            "a graph (detached, of numpy, or the same whatever the logits are)"
+        )
     # Into the leaf alone: what else requires a gradient, in a hook say, is the user's own.
     losses.sum().backward(inputs=list(leaves))
 
@@ -276,12 +301,6 @@ def _point_hook(
         points.append((tensor, take))
 
     return name, keep  # type: ignore[return-value]
-
-
-def _has_sinks(model: HookedModel) -> bool:
-    """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
-    assert isinstance(model, torch.nn.Module)
-    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:

@@ -1,7 +1,9 @@
 """What a hooked model is to this package: hook points, layers, heads, and whether they act."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import index
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -42,10 +44,12 @@ class BatchHook:
     Attributes:
         act: The hook.
         edges: What it cuts; None where it acts on the target's rows alone.
+        heads: Where it cuts them; None for all heads.
     """
 
     act: HookFunction
     edges: Bool[Tensor, "batch query key"] | None = None
+    heads: tuple[int, ...] | None = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         return self.act(tensor, hook)
@@ -100,7 +104,10 @@ def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
 
 def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
     """What was chosen of ``count`` layers or heads, as numbers from 0."""
-    numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+    try:
+        numbers = [index(one) for one in (chosen if isinstance(chosen, Iterable) else [chosen])]
+    except TypeError as error:
+        raise HookError(f"{kind}s must be whole numbers; got {chosen!r}") from error
     wrong = [number for number in numbers if not -count <= number < count]
     if wrong or not numbers:
         raise HookError(
@@ -108,6 +115,31 @@ def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
             f"got {wrong or 'none'}"
         )
     return sorted({number % count for number in numbers})
+
+
+def looking(hooks: Sequence[Hook]) -> list[Hook]:
+    """The same hooks, of which none may change what the others see."""
+
+    def look(act: Callable[..., Any], tensor: Tensor, hook: Any) -> None:
+        if act(tensor, hook=hook) is not None:
+            raise HookError(
+                f"a hook that looks must return None, but the one on {hook.name} returned "
+                "something; give hooks that change the run as interventions (hooks=...)"
+            )
+
+    return [(name, partial(look, act)) for name, act in hooks]
+
+
+def has_sinks(model: Any) -> bool:
+    """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
+
+
+def rotary_switch(model: Any) -> int | None:
+    """Tokens above which a model turns all queries and keys of a batch otherwise (longrope)."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
 
 
 def require_prepared(model: HookedModel) -> None:

@@ -308,8 +308,9 @@ def _isolate_in_batch(
             )
         cut &= ~edge_sets.from_first(batch)
     first = batch.first_query
-    hooks = block_edges(model, cut, layers, heads, renormalize=renormalize, first_query=first)
-    return [(name, BatchHook(act, cut)) for name, act in hooks]
+    own = None if heads is None else tuple(numbers_of("head", heads, model.cfg.n_heads))
+    hooks = block_edges(model, cut, layers, own, renormalize=renormalize, first_query=first)
+    return [(name, BatchHook(act, cut, own)) for name, act in hooks]
 
 
 def _blocking_hooks(

@@ -105,6 +105,14 @@ def half_of(batch: PromptBatch) -> int:
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows that all parts have, one part after the other."""
-    names = [name for name in parts[0] if all(name in rows for rows in parts)]
-    return {name: torch.cat([rows[name] for rows in parts]) for name in names}
+    """One part after the other; without any row of a metric whose rows are not alike in all."""
+    shapes = [{name: values.shape[1:] for name, values in rows.items()} for rows in parts]
+    names = dict.fromkeys(name for rows in parts for name in rows)
+    other = {name for name in names if any(of.get(name) != shapes[0].get(name) for of in shapes)}
+    unlike = {_metric(name) for name in other}
+    whole = [name for name in names if _metric(name) not in unlike]
+    return {name: torch.cat([rows[name] for rows in parts]) for name in whole}
+
+
+def _metric(name: str) -> str:
+    return name.partition("/")[0]

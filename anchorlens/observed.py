@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .errors import AnchorlensError, MetricError, RunError
+from .errors import AnchorlensError, HookError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
 from .losses import Loss, require_one_a_prompt
+from .memory import is_out_of_memory
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks
 from .prefix import Prefix
@@ -27,6 +28,8 @@ def check_metrics(
     loss: Loss | None,
 ) -> None:
     """Everything that can be refused before the model runs."""
+    if not isinstance(metrics, Sequence):
+        raise MetricError(f"expected a list of metrics; got a {type(metrics).__name__}")
     # A class has the attributes of its instances, so that the protocol alone does not refuse it.
     wrong = [one for one in metrics if isinstance(one, type) or not isinstance(one, Metric)]
     if wrong:
@@ -37,6 +40,8 @@ def check_metrics(
     names = [metric.name for metric in metrics]
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
+    if any(not name or "/" in name for name in names):
+        raise MetricError(f'a metric needs a name without "/"; got {names}')
     gradient = [metric.name for metric in metrics if metric.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
@@ -55,9 +60,27 @@ def check_metrics(
             zeros = torch.zeros(len(batch), vocabulary_of(model), device=device)
             require_one_a_prompt(loss(zeros, batch), batch)
         if hooks is not None:
-            hooks(batch)
+            check_hooks(model, hooks, batch)
         for metric in metrics:
             metric.observe(model, batch)
+
+
+def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> None:
+    """Refuse what is no function of the batch to hooks that the model has."""
+    if not callable(hooks):
+        raise HookError(
+            "hooks is a function of the batch to hooks, hooks=lambda batch: [...]; "
+            f"got a {type(hooks).__name__}"
+        )
+    found = hooks(batch)
+    if not isinstance(found, Sequence) or not all(
+        isinstance(one, tuple) and len(one) == 2 for one in found
+    ):
+        raise HookError(f"hooks must return a list of (hook point, function); got {found!r}")
+    points = model.hook_dict
+    # One line of TransformerLens skips a name that does not exist in silence.
+    if unknown := [name for name, _ in found if isinstance(name, str) and name not in points]:
+        raise HookError(f"the model has no hook point {unknown[0]!r}; see model.hook_dict")
 
 
 def observed_rows(
@@ -72,7 +95,8 @@ def observed_rows(
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
     """Rows of every metric for a ready batch, and the logits of the pass that they watched.
 
-    A metric that fails is set aside in ``failures``, so that the others go on.
+    A metric that fails is set aside in ``failures``, so that the others go on, whatever it raised
+    but for want of memory: fewer prompts may do.
     """
     model, changes = passes.model, hooks or no_hooks
     clean = None if hooks is None else passes.logits(batch)
@@ -88,17 +112,16 @@ def observed_rows(
         prefix=prefix,
         checkpoint=checkpoint,
     )
-    rows: dict[str, Tensor] = {}
+    # Tells a resumed run of other hooks or weights, where the rows of metrics would not.
+    rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
     for metric, observation, before in zip(metrics, observations, shared, strict=True):
         try:
-            same = {
-                name: values.expand(len(batch), *values.shape[1:])
-                for name, values in before.rows(logits[:0], None).items()
-            }
-            own = same | observation.rows(logits, clean)
-            _check_rows(metric.name, own, len(batch))
-        except MetricError as error:
-            failures.setdefault(metric.name, error)
+            own = _rows(before.rows(logits[:0], None), len(batch), alike=True)
+            own |= _rows(observation.rows(logits, clean), len(batch))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failures.setdefault(metric.name, _failure(error))
             continue
         # Detached, or a metric that forgot to would keep the graph of every batch.
         rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
@@ -121,21 +144,25 @@ def results_of(
     """
     reasons = _first_failures(gathered("failures", {k: str(v) for k, v in failures.items()}))
     results = dict(known or {})
+    cause: Exception | None = None
     for metric in metrics:
         start = f"{metric.name}/"
         own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
         if not own:
-            reasons.setdefault(metric.name, "it has no rows of some stored batch")
+            reasons.setdefault(
+                metric.name, "its rows are missing in some batch, or not of one shape in all"
+            )
             continue
         try:
             results[metric.name] = with_intervals(
                 metric.result, own, resamples=resamples, info=info
             )
-        except AnchorlensError as error:
-            reasons[metric.name] = str(error)
+        except Exception as error:
+            reasons.setdefault(metric.name, str(_failure(error)))
+            cause = error
     if reasons:
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise RunError(f"no result for {said}", results)
+        raise RunError(f"no result for {said}", results) from cause
     return results
 
 
@@ -163,13 +190,27 @@ def _demonstrations(
     return passes.once(batch, "observed", look)
 
 
-def _check_rows(metric: str, rows: Rows, count: int) -> None:
-    for name, values in rows.items():
-        if len(values) != count:
+def _rows(found: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
+    """What a metric gave for ``count`` prompts, or once for all where they may be alike."""
+    if not isinstance(found, Mapping):
+        raise MetricError(f"rows must be a dict of tensors; got a {type(found).__name__}")
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.ndim == 0:
+            said = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
+            raise MetricError(f"row {name!r} must be a tensor with an entry a prompt; got {said}")
+        if len(values) != count and not (alike and len(values) == 1):
             raise MetricError(
-                f"{metric}: row {name!r} must have one entry a prompt, {count}; got the shape "
+                f"row {name!r} must have one entry a prompt, {count}; got the shape "
                 f"{tuple(values.shape)}"
             )
+    return {name: values.expand(count, *values.shape[1:]) for name, values in found.items()}
+
+
+def _failure(error: Exception) -> AnchorlensError:
+    """What is said of a metric that failed; of a foreign error its kind too."""
+    if isinstance(error, AnchorlensError):
+        return error
+    return MetricError(f"{type(error).__name__}: {error}")
 
 
 def _first_failures(of_processes: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -82,7 +82,10 @@ class Passes:
                 backward_hooks=backward_hooks,
             )
 
-        return run() if observers or backward_hooks else self.once(batch, hooks, run)
+        if observers or backward_hooks:
+            return run()
+        # By identity, as what a user wrote need not have a hash; kept beside, so that it lives on.
+        return self.once(batch, id(hooks), lambda: (hooks, run()))[1]
 
     def logits(
         self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None

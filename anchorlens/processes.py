@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -91,7 +91,10 @@ def together() -> Iterator[None]:
         if not hasattr(error, "_told"):  # in a block within this one
             error._told = True  # type: ignore[attr-defined]
             line = _line()
-            line.store.set(line.alarm, "")
+            with suppress(
+                RuntimeError
+            ):  # with nobody there to hear it the error is raised all the same
+                line.store.set(line.alarm, "")
             _exchange("failure", None, error)
         raise
     gathered("end of a block", None)
@@ -102,7 +105,8 @@ def failed_elsewhere() -> bool:
     if alone():
         return False
     line = _line()
-    return bool(line.store.check([line.alarm]))
+    with _connected():
+        return bool(line.store.check([line.alarm]))
 
 
 def same_everywhere(what: Mapping[str, str]) -> None:
@@ -215,13 +219,12 @@ def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
     failure = None if error is None else f"{type(error).__name__}: {error}"
     found: list[Any] = [None] * state.num_processes
     try:
-        distributed.all_gather_object(found, (what, value, failure), group=line.group)
-    except RuntimeError as closed:
-        if error is not None:
-            return []  # it is raised all the same
-        raise ProcessError(
-            f"the connection to another process is lost; it says itself why it ended ({closed})"
-        ) from closed
+        with _connected():
+            distributed.all_gather_object(found, (what, value, failure), group=line.group)
+    except ProcessError:
+        if error is None:
+            raise
+        return []  # it is raised all the same
     line.exchanges += 1
     failures = [(number, why) for number, (_, _, why) in enumerate(found) if why is not None]
     if error is None and failures:
@@ -233,6 +236,16 @@ def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
             f"all processes must make the same calls in the same order; they are at {places}"
         )
     return [value for _, value, _ in found]
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as closed:
+        raise ProcessError(
+            f"the connection to another process is lost; it says itself why it ended ({closed})"
+        ) from closed
 
 
 def _state() -> Any:

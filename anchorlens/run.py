@@ -10,11 +10,12 @@ from torch import Tensor
 from .batch import PromptBatch
 from .collect import check_batches, check_same_call, collect, describe
 from .errors import AnchorlensError, MetricError
+from .forward import device_of
 from .hooked import HookedModel
 from .losses import Loss, label_cross_entropy
 from .metrics.metric import Metric
 from .models import ensure_prepared
-from .observed import check_metrics, observed_rows, results_of
+from .observed import check_hooks, check_metrics, observed_rows, results_of
 from .passes import HooksOfBatch, no_hooks, whole_passes
 from .processes import main_first, together
 from .sharing import shared_passes
@@ -94,6 +95,7 @@ def run(
         "metrics": ", ".join(map(repr, metrics)),
         "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
         "hooks": "none" if hooks is None else "some",
+        "checkpoint": str(checkpoint),
     }
     check_same_call(model, batches, settings | {"folder": str(folder)})
     store = None
@@ -113,7 +115,8 @@ def run(
         options: dict[str, Any] = {"hooks": hooks, "loss": loss, "checkpoint": checkpoint}
         return observed_rows(passes, ready, metrics, failures, **options)[0]
 
-    rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
+    needed = [f"{metric.name}/" for metric in metrics]
+    rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"shared_prefix": passes.said}
     return results_of(metrics, rows, failures, info=info, resamples=resamples)
 
@@ -144,6 +147,8 @@ def target_logits(
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
     change = hooks or no_hooks
+    for batch in batches:
+        check_hooks(model, change, batch.to(device_of(model)))
     check_same_call(model, batches, {"hooks": "none" if hooks is None else "some"})
     passes = shared_passes(model, batches, [change])
 

@@ -72,8 +72,10 @@ def _tried(
     for change in changes:
         if why := _why_not_in_parts(passes, batches, change):
             return whole_passes(model, why)
-    first = next(one for one in batches if only_set(one) in lengths)
-    few = _two_of(first).to(device_of(model))
+    # With the longest prompt: rotary embeddings may change with the length.
+    sharing = [one for one in batches if only_set(one) in lengths]
+    longest = max(sharing, key=lambda one: int(one.attention_mask.sum(1).max()))
+    few = _two_of(longest).to(device_of(model))
     ways = [no_hooks, *changes]
     trials = []
     if loss is not None and any(metric.needs_gradient for metric in metrics):
@@ -210,7 +212,7 @@ def _why_not_in_parts(
     passes: Passes, batches: Sequence[PromptBatch], change: HooksOfBatch
 ) -> str | None:
     """What keeps hooks from acting in shared demonstrations once for all prompts, if anything."""
-    once: dict[int | None, list[tuple[str, Tensor]]] = {}
+    once: dict[int | None, list[tuple[Any, Tensor]]] = {}
     for batch in batches:
         ready = passes.ready(batch)
         hooks = change(replace(ready, first_query=0))
@@ -225,7 +227,7 @@ def _why_not_in_parts(
             except Exception as error:  # of a function of the user's, which expects whole prompts
                 return f"hooks do not act on demonstrations alone ({_first_line(error)})"
         ours, theirs = _cuts(hooks), once[name]
-        if [point for point, _ in ours] != [point for point, _ in theirs] or any(
+        if [place for place, _ in ours] != [place for place, _ in theirs] or any(
             (a[:, shared, shared] != b[:, shared, shared]).any()
             for (_, a), (_, b) in zip(ours, theirs, strict=True)
         ):
@@ -233,9 +235,10 @@ def _why_not_in_parts(
     return None
 
 
-def _cuts(hooks: Sequence[Hook]) -> list[tuple[str, Tensor]]:
+def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, Tensor]]:
+    """Hook point and heads, and the edges that are cut there."""
     return [
-        (point, act.edges)
+        ((point, act.heads), act.edges)
         for point, act in hooks
         if isinstance(act, BatchHook) and act.edges is not None
     ]

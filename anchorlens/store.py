@@ -27,6 +27,8 @@ PACKAGES = ("anchorlens", "transformer-lens", "transformers", "torch")
 
 # Where an object without a repr of its own lies in memory says nothing about what it is.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# Of a configuration, where it was loaded from and to; the rest decides the numbers.
+_ELSEWHERE = ("_name_or_path", "device", "dtype", "torch_dtype", "seed")
 _OURS = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
 
@@ -61,13 +63,22 @@ def fingerprint(model: Any, batches: Sequence[PromptBatch], settings: Mapping[st
 
 
 def identity(model: Any) -> dict[str, str]:
-    """What tells one model from another: its name and some of every weight, as they are stored."""
+    """What tells one model from another: name, configuration, and some of every stored weight."""
     weights = hashlib.sha256()
     for parameter in model.parameters():
         values = torch.atleast_1d(parameter.detach())
         few = values[_some_places(values.shape)].float().cpu()
         weights.update(few.numpy().tobytes())
-    return {"model": str(model.cfg.model_name), "weights": weights.hexdigest()}
+    original = getattr(model, "original_model", None)  # none in a HookedTransformer
+    config = vars(model.cfg) if original is None else original.config.to_dict()
+    said = {name: one for name, one in config.items() if name not in _ELSEWHERE}
+    return {
+        "model": str(model.cfg.model_name),
+        "configuration": hashlib.sha256(
+            _ADDRESS.sub("", json.dumps(said, sort_keys=True, default=str)).encode()
+        ).hexdigest(),
+        "weights": weights.hexdigest(),
+    }
 
 
 @cache
@@ -127,6 +138,8 @@ class Store:
             kept = _read(rows)
             if kept is not None:
                 store._refuse_another(kept.run, rows)
+        if _is_of_others(path):
+            raise StoreError(f"{path} is not of anchorlens; use another folder for rows")
         if os.path.exists(path):
             warnings.warn(f"{path} is damaged; it is written anew", stacklevel=2)
         write_whole(path, _bytes_of_run(store.run))
@@ -194,8 +207,15 @@ def forget_rows(folder: str | Path) -> None:
         >>> results = al.run(model, batches, [al.Accuracy()], folder=rows, progress=False)
     """
     for path in Path(folder).glob("*"):
-        if _OURS.fullmatch(path.name) and path.is_file():
-            path.unlink(missing_ok=True)
+        if not _OURS.fullmatch(path.name) or not path.is_file():
+            continue
+        if path.name != "run.json" or not _is_of_others(path):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"{path} cannot be deleted: {error.strerror}; use another folder"
+                ) from error
 
 
 def same_rows(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> bool:
@@ -239,6 +259,15 @@ def _read(path: Path) -> _Kept | None:
 def _bytes_of_run(run: Mapping[str, str]) -> bytes:
     digest = hashlib.sha256(json.dumps(dict(run)).encode()).hexdigest()
     return json.dumps({**run, "digest": digest}, indent=1).encode()
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether a file is JSON in good order, but nothing that was written here."""
+    try:
+        found = json.loads(path.read_bytes())
+        return isinstance(found, dict) and "digest" not in found
+    except (OSError, ValueError):
+        return False
 
 
 def _run_of(path: Path) -> dict[str, str] | None:

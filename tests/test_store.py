@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import RunError, StoreError
+from anchorlens.errors import StoreError
 from anchorlens.store import Store, forget_rows, same_rows, versions
 
 
@@ -122,15 +122,43 @@ def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> 
     assert metric.seen == [1] * 2
 
 
-def test_a_metric_without_rows_of_a_stored_batch_is_said(gpt2: Any, tmp_path: Path) -> None:
-    """As one leaves them that failed in a later batch before the run was interrupted."""
-    run(gpt2, Logits(), tmp_path)
+def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    """As one leaves them that failed there, and is mended."""
+    expected = run(gpt2, Logits(), tmp_path)
     store = stored_run(tmp_path)
     rows = store.read(3) or {}
-    store.write(3, {name: rows[name] for name in rows if name.startswith("saliency_flows/")})
-    with pytest.raises(RunError, match="logits: it has no rows of some stored batch") as caught:
+    store.write(3, {name: rows[name] for name in rows if not name.startswith("logits/")})
+    found = run(gpt2, Logits(), tmp_path)
+    assert torch.equal(found["logits"].logits, expected["logits"].logits)
+    assert "logits/logits" in (store.read(3) or {})
+
+
+def test_a_folder_with_a_run_file_of_others_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"my": "experiment"}')
+    with pytest.raises(StoreError, match="not of anchorlens; use another folder"):
         run(gpt2, Logits(), tmp_path)
-    assert "saliency_flows" in caught.value.results
+    al.forget_rows(tmp_path)
+    assert path.read_text() == '{"my": "experiment"}'
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], None])
+def test_other_hooks_are_caught_without_the_first_batch(
+    gpt2: Any, tmp_path: Path, damage: Any
+) -> None:
+    """By the first that is there, whatever the metrics keep of it."""
+    run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=isolated(gpt2, [0]))
+    path = tmp_path / "rows-00000.safetensors"
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    before = sorted(one.name for one in tmp_path.iterdir())
+    with pytest.raises(StoreError, match="batch 1 gives other numbers"):
+        run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=isolated(gpt2, [1]))
+    assert sorted(one.name for one in tmp_path.iterdir()) == before
 
 
 def other_weights(model: Any) -> Any:
@@ -225,7 +253,7 @@ def test_a_metric_without_a_repr_is_the_same_in_another_process(gpt2: Any, tmp_p
 
 def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) -> None:
     run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [0]))
-    with pytest.raises(StoreError, match=r"first batch gives other numbers .* hooks, loss or"):
+    with pytest.raises(StoreError, match=r"batch 0 gives other numbers .* hooks, loss or"):
         run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [2]))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import figures
 from ..batch import PromptBatch
 from ..collect import check_batches, check_same_call, collect, describe
-from ..errors import AnchorlensError, HookError
+from ..errors import AnchorlensError, HookError, MetricError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows, next_tokens
@@ -182,13 +182,17 @@ def isolation_sweep(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
+    if not isinstance(places, Mapping) or not all(
+        isinstance(where, Where) for where in places.values()
+    ):
+        raise HookError(f"places are {{name: al.Where(layers)}}; got {places!r}")
     if not places:
         raise HookError("there is no place to isolate in; give {name: al.Where(layers)}")
     check_metrics(model, batches, metrics, hooks=None, loss=None)
     if both := places.keys() & {metric.name for metric in metrics}:
         raise HookError(f"a place and a metric have one name: {', '.join(both)}; rename the place")
-    if draws < 1:
-        raise HookError(f"the random control needs at least one draw; got {draws}")
+    if not isinstance(draws, int) or draws < 1:
+        raise HookError(f"the random control needs at least one draw; got {draws!r}")
     options: dict[str, Any] = {"whole_words": whole_words, "renormalize": renormalize}
 
     def labels(where: Where) -> HooksOfBatch:
@@ -238,19 +242,20 @@ def isolation_sweep(
             isolated = loyalty_with(change, start)
             drawn = [loyalty_with(one, start) for one in controls]
             for name, values in isolated.items():
-                rows[f"{place}/{name}"] = values
-                rows[f"{place}/random_{name}"] = torch.stack([one[name] for one in drawn], 1)
+                rows[f"/{place}/{name}"] = values
+                rows[f"/{place}/random_{name}"] = torch.stack([one[name] for one in drawn], 1)
         return rows
 
     store = None
     if folder is not None:
         expected = fingerprint(model, batches, settings)
         store = main_first(lambda: Store.open(folder, expected))
-    rows = collect(model, batches, rows_of_batch, store=store, progress=progress)
+    needed = [f"{metric.name}/" for metric in metrics]
+    rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
     records: dict[str, Record] = {}
     for place, (name, own) in enumerate(acting.items()):
-        start = f"{place}/"
+        start = f"/{place}/"  # unlike the rows of metrics, whose names have no "/"
         of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
         first = own["layers"][0]
         own = own | {"skipped_layers": refused.get(first, first)}
@@ -266,6 +271,9 @@ def plot_isolation(records: Mapping[str, Record]) -> Any:
         records: Records by what was isolated where ("first 5 layers", "last 5 layers"); those of
             metrics beside them, as of a sweep, are left out.
 
+    Raises:
+        MetricError: None is the record of an isolation.
+
     Returns:
         A plotly figure; bars of label words have their 95 % intervals, those of random words the
         range of their draws.
@@ -275,9 +283,10 @@ def plot_isolation(records: Mapping[str, Record]) -> Any:
         >>> figure = al.plot_isolation({"first 5 layers": result})
     """
     series, values, low, high = [], [], [], []
-    for name, record in records.items():
-        if not isinstance(record, IsolationRecord):
-            continue
+    isolated = {k: one for k, one in records.items() if isinstance(one, IsolationRecord)}
+    if not isolated:
+        raise MetricError("there is no IsolationRecord to plot; give those of isolation_sweep")
+    for name, record in isolated.items():
         controls = torch.stack([record.random_label_loyalty, record.random_word_loyalty])
         own = torch.stack([record.label_loyalty, record.word_loyalty])
         bounds = [record.intervals.get(f"{kind}_loyalty") for kind in ("label", "word")]

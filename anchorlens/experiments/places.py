@@ -1,6 +1,6 @@
 """Where an isolation acts: layers and heads, and the usual series of them for a sweep."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import HookError
@@ -20,6 +20,12 @@ class Where:
     layers: Iterable[int] | int
     heads: Iterable[int] | int | None = None
     keep_bos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads"):  # read several times
+            chosen = getattr(self, name)
+            if isinstance(chosen, Iterator):
+                object.__setattr__(self, name, tuple(chosen))
 
 
 def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Where]:

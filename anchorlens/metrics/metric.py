@@ -50,7 +50,8 @@ class Metric(Protocol):
     gradients of that batch's prompts. Its rows, asked for after each batch with logits of no token,
     are of that batch's prompts, or of one where they are the same for all. :meth:`observe` sees
     queries from ``batch.first_query`` on, over all keys; where ``first_query`` is 0 it sees whole
-    prompts as ever. Without the method whole prompts run.
+    prompts as ever, and gives the rows of demonstrations itself: both can happen in one run, and
+    each batch must have the same rows. Without the method whole prompts run.
     """
 
     @property

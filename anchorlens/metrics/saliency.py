@@ -88,9 +88,12 @@ class SaliencyFlows:
         sums = _Sums(chosen[:, :, batch.first_query :], self.absolute_per_head)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            own = {"sums": sums.merged(model), "head_sums": sums.by_head(model)}
+            # In every batch, as some may run whole prompts and others behind shared ones.
+            shared = {f"shared_{name}": torch.zeros_like(one) for name, one in own.items()}
             return {
-                "sums": sums.merged(model),
-                "head_sums": sums.by_head(model),
+                **own,
+                **({} if batch.first_query else shared),
                 "counts": counts,
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
