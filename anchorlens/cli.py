@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
 from .files import write_whole
+from .hooked import layer_numbers
 from .memory import is_out_of_memory
 from .models import load_model
 from .processes import is_main, join_launched, together
@@ -90,8 +91,8 @@ def demo(
     settings |= {"shots": 1, "seed": [42], "isolated_layers": layers, "random_draws": draws}
     pages = []
     for task in ("questions", "sentiment"):
-        _forget(out, task, fresh)
         batches = _batches(loaded, task, None, 1, queries, [42], batch_size=8)
+        _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
         pages.append(analyse(loaded, task, batches, out, layers, draws))
     _finish(pages, settings, out)
 
@@ -130,11 +131,13 @@ def run(
     What each batch gave is kept in --out, and after an interruption the same command goes on.
     """
     seeds = seed or [42]
+    if len(set(seeds)) < len(seeds):
+        raise DataError(f"each --seed counts its prompts, so that they must differ; got {seeds}")
     _check_task(task)
     make_folder(out)
-    _forget(out, task, fresh)
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
     batches = _batches(loaded, task, data, shots, queries, seeds, batch_size)
+    _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
     settings = {
         "model": model,
         "task": task,
@@ -186,10 +189,9 @@ def paper(
     for name in names:
         _check_task(name)
     make_folder(out)
-    if fresh:
-        forget_rows(out / "rows")
     examples = {name: _pools(name, data and data / name) for name in names}
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
+    _forget(loaded, layers, [out / "rows"] if fresh else ())
     settings: dict[str, Any] = {
         "model": model,
         "tasks": names,
@@ -202,9 +204,9 @@ def paper(
         "device": device,
         "dtype": dtype,
     }
-    settings = _kept(settings, out)
 
     def keep(numbers: DataFrame) -> None:
+        _kept(settings, out)
         write_whole(out / "numbers.csv", numbers.to_csv(index=False).encode())
         write_whole(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
 
@@ -225,7 +227,7 @@ def paper(
         {},
         out,
         title=f"The figures and tables of 'Label Words are Anchors' for {model}",
-        settings={name: value for name, value in settings.items() if value is not None},
+        settings={name: one for name, one in _kept(settings, out).items() if one is not None},
         figures=paper_figures(numbers),
         summary=summary,
     )
@@ -251,14 +253,16 @@ def main() -> None:
         reason = str(error).partition("\n")[0]
         typer.echo(
             f"error: out of memory ({reason}); use a smaller --dtype, --checkpoint, another "
-            "--device or a smaller model. What was computed is kept in --out",
+            "--device or a smaller model, with --fresh or another --out. What was computed is kept",
             err=True,
         )
         sys.exit(1)
 
 
-def _forget(out: Path, task: str, fresh: bool) -> None:
-    for folder in kept_rows(out, task).glob("*") if fresh else ():
+def _forget(model: Any, layers: int, folders: Iterable[Path]) -> None:
+    """Start over, once the model, the prompts and the layers are there."""
+    layer_numbers(model, range(layers))
+    for folder in folders:
         forget_rows(folder)
 
 

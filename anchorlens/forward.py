@@ -153,7 +153,6 @@ def run_prefix(
         ModelError: The model was not prepared, or takes no key-value cache.
     """
     require_prepared(model)
-    cache = cache_of(model, len(batch))
     narrowed = all(_stands_in_a_block(name) for name, _ in (*observers, *backward_hooks))
     points: list[tuple[Tensor, HookFunction]] = []
     own = _padding_hooks(model, batch) + ([_leaf_hook([])] if backward_hooks else [])
@@ -164,8 +163,9 @@ def run_prefix(
         torch.set_grad_enabled(bool(backward_hooks)),
         model.hooks(fwd_hooks=[*own, *hooks, *looking(observers), *last]),
     ):
+        cache = cache_of(model, len(batch))
         model(batch.tokens, **inputs_after(model, batch, cache))
-    return prefix_of(cache, batch.attention_mask, points)
+        return prefix_of(cache, batch.attention_mask, points)
 
 
 @contextmanager

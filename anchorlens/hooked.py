@@ -112,7 +112,7 @@ def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
     if wrong or not numbers:
         raise HookError(
             f"{kind}s must be numbers from 0 to {count - 1}, or -{count} to -1 from the end; "
-            f"got {wrong or 'none'}"
+            f"got {wrong[:3] or 'none'}" + f" and {len(wrong) - 3} more" * (len(wrong) > 3)
         )
     return sorted({number % count for number in numbers})
 

@@ -12,7 +12,6 @@ from .errors import AnchorlensError, HookError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
 from .losses import Loss, require_one_a_prompt
-from .memory import is_out_of_memory
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks
 from .prefix import Prefix
@@ -95,8 +94,8 @@ def observed_rows(
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
     """Rows of every metric for a ready batch, and the logits of the pass that they watched.
 
-    A metric that fails is set aside in ``failures``, so that the others go on, whatever it raised
-    but for want of memory: fewer prompts may do.
+    A metric that fails is set aside in ``failures``, so that the others go on. An error of another
+    kind is a mistake in its code, which is better seen at once.
     """
     model, changes = passes.model, hooks or no_hooks
     clean = None if hooks is None else passes.logits(batch)
@@ -118,10 +117,8 @@ def observed_rows(
         try:
             own = _rows(before.rows(logits[:0], None), len(batch), alike=True)
             own |= _rows(observation.rows(logits, clean), len(batch))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            failures.setdefault(metric.name, _failure(error))
+        except AnchorlensError as error:
+            failures.setdefault(metric.name, error)
             continue
         # Detached, or a metric that forgot to would keep the graph of every batch.
         rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
@@ -157,8 +154,10 @@ def results_of(
             results[metric.name] = with_intervals(
                 metric.result, own, resamples=resamples, info=info
             )
-        except Exception as error:
-            reasons.setdefault(metric.name, str(_failure(error)))
+        except AnchorlensError as error:
+            reasons.setdefault(metric.name, str(error))
+        except Exception as error:  # all passes are made, and the others' results must not be lost
+            reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
             cause = error
     if reasons:
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -204,13 +203,6 @@ def _rows(found: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
                 f"{tuple(values.shape)}"
             )
     return {name: values.expand(count, *values.shape[1:]) for name, values in found.items()}
-
-
-def _failure(error: Exception) -> AnchorlensError:
-    """What is said of a metric that failed; of a foreign error its kind too."""
-    if isinstance(error, AnchorlensError):
-        return error
-    return MetricError(f"{type(error).__name__}: {error}")
 
 
 def _first_failures(of_processes: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from .errors import ProcessError
 T = TypeVar("T")
 
 # A process waits for the slowest: one that resumes may have its part on disk already, while
-# another computes for days. One that died is noticed at once, by its closed connection.
+# another computes for days. One that died is noticed at the next exchange, by its connection.
 PATIENCE = timedelta(days=30)
 
 

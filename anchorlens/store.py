@@ -40,8 +40,8 @@ def versions() -> dict[str, str]:
 def fingerprint(model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, str]) -> Any:
     """What must be equal for stored rows to be those of this run.
 
-    Hooks are functions and cannot be told apart by what they say, nor can all of a model's
-    configuration, so that a resumed run computes its first batch again besides (see ``run``).
+    Hooks are functions and cannot be told apart by what they say, so that a resumed run computes
+    the first batch that is stored again besides (see ``collect``).
     """
     prompts = hashlib.sha256()
     for batch in batches:

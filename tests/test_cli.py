@@ -91,6 +91,11 @@ def test_another_run_in_the_same_folder_asks_for_fresh(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {mine.parent / 'metrics'} holds the rows of another run; use")
     assert "--fresh" in error and "prompts: stored" in error
+    # What is refused forgets nothing.
+    assert call(monkeypatch, "run", *arguments, "--fresh", "--layers", "99") == 1
+    assert "got [6, 7, 8] and 90 more" in capsys.readouterr().err
+    assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
+    assert "must differ; got [7, 7]" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
     assert call(monkeypatch, "run", *arguments, "--seed", "7", "--fresh") == 0
     after = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}

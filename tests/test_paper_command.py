@@ -101,7 +101,10 @@ def test_goes_on_after_an_interruption(
             and again.layer[1] == 2
         )
     capsys.readouterr()
+    settings = (tmp_path / "settings.json").read_text()
+    assert call(monkeypatch, "paper", *arguments, "--layers", "99", "--fresh") == 1
     assert call(monkeypatch, "paper", *arguments, "--draws", "2") == 1
+    assert (tmp_path / "settings.json").read_text() == settings
     error = capsys.readouterr().err
     assert "rows of another run" in error and "'1 layers, 2 draws'" in error
     with pytest.warns(UserWarning, match="first: mind this"):

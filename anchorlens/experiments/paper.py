@@ -98,24 +98,24 @@ def paper(
     stored = gathered(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
     )[0]
-    numbers: list[Number] = []
+    known = [None if rows is None else _Done.of(rows) for rows in stored]
     bar = tqdm(todo, disable=not (progress and is_main()))
     for k, (name, setting, part) in enumerate(bar):
         what = f"{name}, seed {setting.seed}, {_title(part)}"
         bar.set_description(what)
-        rows = stored[k]
-        done = _computed(part, setting) if rows is None else _Done.of(rows)
-        numbers += [one._replace(task=name, seed=setting.seed) for one in done.numbers]
+        fresh = known[k] is None
+        known[k] = done = known[k] or _computed(part, setting)
         if done.warnings:
             bar.clear()  # a warning has a line of its own
         for warning in done.warnings:
             warnings.warn(f"{what}: {warning}", stacklevel=3)
         with together():
             if is_main():
-                if store and rows is None and not done.failed:
+                if store and fresh and not done.failed:
                     store.write(k, done.rows())
-                keep(_frame(numbers))
-    return _frame(numbers)
+                if fresh or k == len(todo) - 1:
+                    keep(_frame(todo, known))
+    return _frame(todo, known)
 
 
 class _Done(NamedTuple):
@@ -170,7 +170,16 @@ def _said(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
     }
 
 
-def _frame(numbers: Sequence[Number]) -> pd.DataFrame:
+def _frame(
+    todo: Sequence[tuple[str, Setting, Part]], known: Sequence[_Done | None]
+) -> pd.DataFrame:
+    """All that is known, in order."""
+    numbers = [
+        one._replace(task=name, seed=setting.seed)
+        for (name, setting, _), done in zip(todo, known, strict=True)
+        if done is not None
+        for one in done.numbers
+    ]
     return pd.DataFrame(numbers, columns=Number._fields)[[*COLUMNS]]
 
 

@@ -27,7 +27,7 @@ def main() -> None:
         ways = {
             attention: lambda a=attention, t=tokens: passes(a, t) for attention in ("eager", "sdpa")
         }
-        say(f"{count} prompts of {length}", in_turns(ways, repeats=3), "eager", "")
+        say(f"{count} prompts of {length}", in_turns(3, ways), "eager", "")
 
 
 if __name__ == "__main__":

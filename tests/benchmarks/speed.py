@@ -36,13 +36,14 @@ NAIVE = 3  # prompts of each batch, because it takes so long
 
 
 def in_turns(
-    whole: Mapping[str, Callable[[], Any]],
-    parts: Mapping[str, Callable[[Batches], Any]],
-    batches: Batches,
     turns: int,
+    whole: Mapping[str, Callable[[], Any]],
+    parts: Mapping[str, Callable[[Batches], Any]] | None = None,
+    batches: Batches = (),
 ) -> dict[str, float]:
     """Seconds of each way for all batches: the mean of its turns, or the sum of its parts."""
-    turns = min(turns, len(batches))
+    parts = parts or {}
+    turns = min(turns, len(batches)) if parts else turns
     spent = dict.fromkeys([*whole, *parts], 0.0)
     for turn in range(turns):
         part = batches[turn::turns]
@@ -103,7 +104,7 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     slow = f"naive TransformerLens, without AUCROC ({NAIVE} prompts of each batch)"
     whole = {"anchorlens": ours, "floor: plain passes of all settings over the same tokens": floor}
     parts = {"one prompt at a time, target logits only": one, slow: naive}
-    seconds = in_turns(whole, parts, batches, turns)
+    seconds = in_turns(turns, whole, parts, batches)
     seconds[slow] *= sum(map(len, batches)) / (NAIVE * len(batches))
     auc, words = numbers_of(passes, batches[0].label_token_ids)
     found = {f"{name}/None": records[name].word_loyalty for name in places}
@@ -190,7 +191,7 @@ def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
             published_way.flows, weights, logits_to_keep=1
         ),
     }
-    seconds = in_turns(whole, parts, batches, turns)
+    seconds = in_turns(turns, whole, parts, batches)
     off = difference(found["ours"], torch.cat(one).double().mean(0))
     title = f"Saliency flows of all layers, {prompts(batches)}"
     say(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
@@ -205,7 +206,7 @@ def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
         "floor: plain passes": lambda: queries_behind_demonstrations(weights, passes, batches),
     }
-    seconds = in_turns(ways, {}, batches, turns)
+    seconds = in_turns(turns, ways)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"
     say(title, seconds, next(iter(ways)), "")
 
@@ -253,7 +254,7 @@ def growth() -> None:
             published_way.isolated_logits(weights, part, cuts)
 
         ours = partial(isolate_and_watch, model, batches, places)
-        seconds = in_turns({"ours": ours}, {"one": one}, batches, 1)
+        seconds = in_turns(1, {"ours": ours}, {"one": one}, batches)
         length = max(batch.tokens.shape[1] for batch in batches)
         print(
             f"| {size['layers']} | {size['classes']} | {size['shots']} | {length} | "
