@@ -91,9 +91,7 @@ def together() -> Iterator[None]:
         if not hasattr(error, "_told"):  # in a block within this one
             error._told = True  # type: ignore[attr-defined]
             line = _line()
-            with suppress(
-                RuntimeError
-            ):  # with nobody there to hear it the error is raised all the same
+            with suppress(RuntimeError):  # where nobody is there to hear it
                 line.store.set(line.alarm, "")
             _exchange("failure", None, error)
         raise

@@ -27,8 +27,8 @@ PACKAGES = ("anchorlens", "transformer-lens", "transformers", "torch")
 
 # Where an object without a repr of its own lies in memory says nothing about what it is.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Of a configuration, where it was loaded from and to; the rest decides the numbers.
-_ELSEWHERE = ("_name_or_path", "device", "dtype", "torch_dtype", "seed")
+# Of a configuration, where it comes from and goes to; the rest decides the numbers.
+_ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
 _OURS = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
 
