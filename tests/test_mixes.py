@@ -247,14 +247,14 @@ def test_losses_that_say_nothing(gpt2: Any, loss: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        (al.Where(0), "places are {name: al.Where"),
-        ({"a": range(2)}, "places are {name: al.Where"),
-        ({"a": al.Where(1.0)}, "layers must be whole numbers; got 1.0"),  # type: ignore[arg-type]
+        (lambda: al.Where(0), "places are {name: al.Where"),
+        (lambda: {"a": range(2)}, "places are {name: al.Where"),
+        (lambda: {"a": al.Where(1.0)}, "layers must be whole numbers; got 1.0"),  # type: ignore[arg-type]
     ],
 )
 def test_places_of_another_kind(gpt2: Any, places: Any, said: str) -> None:
     with pytest.raises(HookError, match=said):
-        al.isolation_sweep(gpt2, questions(gpt2, 2), places, draws=1, **QUIET)
+        al.isolation_sweep(gpt2, questions(gpt2, 2), places(), draws=1, **QUIET)
 
 
 def test_layers_of_any_kind(gpt2: Any, tmp_path: Any) -> None:
