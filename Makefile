@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
 # Tests that meet TransformerLens through nothing in which the bridges of its lines differ.
 ONE_LINE := appendix architecture aucroc baselines batch cli compression context devices diagnosis \
-	distances docstrings edges examples figures isolation launch load_examples loyalty memory paper \
+	distances docstrings edges examples figures isolation launch load_examples loyalty memory mixes paper \
 	paper_command paper_failures paper_tables precision processes products prompt_errors prompts \
 	published random_control report results reweighting run saliency sharing staying_alive store tasks
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
