@@ -139,6 +139,10 @@ def target_logits(
         hooks: Function of the batch to hooks that change the run.
         progress: Show a progress bar.
 
+    Raises:
+        AnchorlensError: The prompts do not fit the model, or ``hooks`` is no function of the batch
+            to hooks that the model has: before any pass over the prompts.
+
     Examples:
         >>> logits = al.target_logits(model, batches, progress=False)
         >>> float(al.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)

@@ -200,6 +200,10 @@ def forget_rows(folder: str | Path) -> None:
 
     Args:
         folder: One that was given to ``run`` or ``isolation_loyalty``, or that is not there yet.
+            A ``run.json`` that is not of such a run stays too.
+
+    Raises:
+        StoreError: A file cannot be deleted.
 
     Examples:
         >>> rows = folder / "rows"

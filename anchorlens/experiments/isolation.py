@@ -271,12 +271,12 @@ def plot_isolation(records: Mapping[str, Record]) -> Any:
         records: Records by what was isolated where ("first 5 layers", "last 5 layers"); those of
             metrics beside them, as of a sweep, are left out.
 
-    Raises:
-        MetricError: None is the record of an isolation.
-
     Returns:
         A plotly figure; bars of label words have their 95 % intervals, those of random words the
         range of their draws.
+
+    Raises:
+        MetricError: None is the record of an isolation.
 
     Examples:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
