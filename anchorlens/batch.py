@@ -109,7 +109,7 @@ class PromptBatch:
         return replace(self, **rows)
 
     def padded_right(self) -> "PromptBatch":
-        """The same prompts, each beginning in the first column."""
+        """The same prompts, each beginning in the first column; itself where they do already."""
         return self._columns_from(self._ends()[0])
 
     def padded_left(self) -> "PromptBatch":
@@ -131,6 +131,8 @@ class PromptBatch:
         """As many columns as the longest prompt needs, from each row's start; padding wraps."""
         first, ends = self._ends()
         width = int((ends - first).max())
+        if width == self.tokens.shape[1] and not starts.any():
+            return self
         where = torch.arange(width, device=starts.device) + starts[:, None]
         columns = where % self.tokens.shape[1]
         rows: dict[str, Any] = {

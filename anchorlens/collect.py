@@ -13,9 +13,10 @@ from tqdm.auto import tqdm
 
 from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
-from .forward import check_fits, device_of, undisturbed
+from .forward import check_fits, device_of
 from .hooked import HookedModel
 from .memory import PartsThatFit, joined
+from .model_state import undisturbed
 from .processes import (
     alone,
     failed_elsewhere,
@@ -114,6 +115,15 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
+
+
+def as_run(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The batches with their padding on the right, whatever side it was given on.
+
+    Some models count positions by columns (Llama 4 takes the temperature of its attention from
+    them), so that padding on the left would change their numbers.
+    """
+    return [batch.padded_right() for batch in batches]
 
 
 def _stored(store: Store | None, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:

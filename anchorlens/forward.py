@@ -3,8 +3,8 @@
 The only file that runs a model.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from .hooked import (
     HookedModel,
     HookFunction,
     has_sinks,
-    looking,
     refuse_folded_value_biases,
     require_prepared,
     rotary_switch,
@@ -89,15 +88,14 @@ def run_pass(
     narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
     last = [_target_hook(model, batch)] if narrowed else []
     checkpoints = Checkpoints() if checkpoint else None
-    looks = looking(observers)
-    looks = looks if checkpoints is None else checkpoints.observers(looks)
+    looks = observers if checkpoints is None else checkpoints.observers(observers)
     losses = None
     # inference_mode outside would make tensors that autograd refuses.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=looking(backward_hooks)),
+        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=backward_hooks),
     ):
         inputs = _inputs(model, batch, prefix)
         if checkpoint and hasattr(model, "original_model"):
@@ -161,36 +159,11 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        model.hooks(fwd_hooks=[*own, *hooks, *looking(observers), *last]),
+        model.hooks(fwd_hooks=[*own, *hooks, *observers, *last]),
     ):
         cache = cache_of(model, len(batch))
         model(batch.tokens, **inputs_after(model, batch, cache))
         return prefix_of(cache, batch.attention_mask, points)
-
-
-@contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Parameters frozen and dropout off inside; both as they were afterwards, whatever happens."""
-    # One walk over the modules, of which a bridge has thousands; eval() alone would take another.
-    modules = list(model.modules())
-    training = [module for module in modules if module.training]
-    trained = [
-        parameter
-        for module in modules
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad
-    ]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
 
 
 def device_of(model: Any) -> torch.device:
@@ -304,14 +277,15 @@ def _point_hook(
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
-    """Scores of 0 where a row of the attention is padding on the left.
+    """Scores of 0 in the rows of padding.
 
-    Nothing is left to attend to there, nobody attends to it, and a softmax over nothing is NaN
-    where the mask is -inf: in float64 through transformers, and on a processed bridge of
-    transformer-lens 3.9, which hides it from the pattern but not from the gradients.
+    Some of these rows have nothing to attend to: those of padding on the left, and those that a
+    sliding window cuts off from the prompt. A softmax over nothing is NaN where the mask is -inf:
+    in float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides
+    it from the pattern but not from the gradients.
     """
     with torch.inference_mode(False):  # as below: autograd keeps it
-        padding = (batch.attention_mask.cumsum(1) == 0)[:, batch.first_query :]
+        padding = ~batch.attention_mask[:, batch.first_query :]
     if not padding.any():
         return []
 

@@ -7,7 +7,8 @@ from operator import index
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .batch import PromptBatch
@@ -43,11 +44,13 @@ class BatchHook:
 
     Attributes:
         act: The hook.
+        tokens: The tokens of that batch.
         edges: What it cuts; None where it acts on the target's rows alone.
         heads: Where it cuts them; None for all heads.
     """
 
     act: HookFunction
+    tokens: Int[Tensor, "batch position"]
     edges: Bool[Tensor, "batch query key"] | None = None
     heads: tuple[int, ...] | None = None
 
@@ -81,6 +84,13 @@ class Operands:
 # Models whose hooks prepare_model has proven, with each layer's operands, None where they stand at
 # no hook point. Weak, so that nothing keeps a model alive.
 proven: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """Every module once: a bridge does not register all modules of the model that it wraps."""
+    wrapped = getattr(model, "original_model", None)  # none in a HookedTransformer
+    modules = [*model.modules(), *(() if wrapped is None else wrapped.modules())]
+    return list(dict.fromkeys(modules))
 
 
 def pattern_name(layer: int) -> str:
@@ -117,17 +127,60 @@ def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
     return sorted({number % count for number in numbers})
 
 
-def looking(hooks: Sequence[Hook]) -> list[Hook]:
-    """The same hooks, of which none may change what the others see."""
+def read_only(owner: str, hooks: Sequence[Hook]) -> list[Hook]:
+    """The same hooks, which may not change what others see: that is an error with the owner's name.
 
-    def look(act: Callable[..., Any], tensor: Tensor, hook: Any) -> None:
-        if act(tensor, hook=hook) is not None:
+    PyTorch counts the edits of a tensor, but not those of its ``data``.
+    """
+
+    def observe(act: Callable[..., Any], tensor: Tensor, hook: Any) -> None:
+        version = tensor._version
+        try:
+            returned = act(tensor, hook=hook)
+        except RuntimeError as error:  # PyTorch itself refuses edits of some tensors with a graph
+            if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
+                raise
+            raise HookError(edit_of(owner, f"the tensor at {_point_of(hook)}")) from error
+        if returned is not None:
             raise HookError(
-                f"a hook that looks must return None, but the one on {hook.name} returned "
+                f"a hook of {owner} must return None, but the one on {_point_of(hook)} returned "
                 "something; give hooks that change the run as interventions (hooks=...)"
             )
+        if tensor._version != version:
+            raise HookError(edit_of(owner, f"the tensor at {_point_of(hook)}"))
 
-    return [(name, partial(look, act)) for name, act in hooks]
+    return [(name, partial(observe, act)) for name, act in hooks]
+
+
+def compared(owner: str, hooks: Sequence[Hook]) -> list[Hook]:
+    """The same hooks, with each tensor compared before and after: finds edits of its ``data``."""
+
+    def observe(act: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
+        before = tensor.detach().clone()
+        result = act(tensor, hook=hook)
+        if not same_bytes(before, tensor.detach()):
+            raise HookError(edit_of(owner, f"the data of the tensor at {_point_of(hook)}"))
+        return result
+
+    return [(name, partial(observe, act)) for name, act in hooks]
+
+
+def edit_of(owner: str, what: str) -> str:
+    """The message of an edit in place."""
+    return (
+        f"{owner} changed {what} in place, so that the model and the other metrics would go on "
+        "with other numbers; work on a copy (tensor.clone())"
+    )
+
+
+def same_bytes(values: Tensor, others: Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same bytes, NaN included."""
+    pair = (values.contiguous().view(torch.uint8), others.contiguous().view(torch.uint8))
+    return torch.equal(*pair)
+
+
+def _point_of(hook: Any) -> str:
+    return "the gradient of shared demonstrations" if hook is None else str(hook.name)
 
 
 def has_sinks(model: Any) -> bool:

@@ -288,7 +288,7 @@ def reweight_anchors(
     if (batch.target_positions >= batch.tokens.shape[1]).all():
         return []  # the demonstrations alone
     hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
-    return [(name, BatchHook(act)) for name, act in hooks]
+    return [(name, BatchHook(act, batch.tokens)) for name, act in hooks]
 
 
 def _isolate_in_batch(
@@ -310,7 +310,7 @@ def _isolate_in_batch(
     first = batch.first_query
     own = None if heads is None else tuple(numbers_of("head", heads, model.cfg.n_heads))
     hooks = block_edges(model, cut, layers, own, renormalize=renormalize, first_query=first)
-    return [(name, BatchHook(act, cut, own)) for name, act in hooks]
+    return [(name, BatchHook(act, batch.tokens, cut, own)) for name, act in hooks]
 
 
 def _blocking_hooks(

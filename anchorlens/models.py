@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of, undisturbed
+from .forward import device_of
 from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
+from .model_state import undisturbed, without_user_hooks
 from .probe import probe
 from .processes import own_device
 from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
@@ -73,7 +74,8 @@ def load_model(
     vocabulary = len(weights.get_input_embeddings().weight)
     # Before the bridge takes the weights apart.
     expected = _few_logits(weights, vocabulary) if weights.can_generate() else None
-    model = _boot(name, weights, tokenizer)
+    with torch.random.fork_rng(devices=[]):  # modules are made with weights that are drawn first
+        model = _boot(name, weights, tokenizer)
     if expected is not None:
         _refuse_another(name, expected, _few_logits(model, vocabulary))
     return prepare_model(model)
@@ -114,11 +116,12 @@ def prepare_model(model: HookedModel) -> HookedModel:
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
     _refuse_missing_hooks(model)
-    try:
-        proven[model] = _connected(model)
-    except BaseException:
-        restore_model(model)
-        raise
+    with undisturbed(model), without_user_hooks(model):
+        try:
+            proven[model] = _connected(model)
+        except BaseException:
+            restore_model(model)
+            raise
     return model
 
 
@@ -219,7 +222,7 @@ def _install_nothing(*command: Any, **options: Any) -> None:
 
 def _few_logits(model: Any, vocabulary: int) -> Tensor:
     tokens = torch.arange(8, device=device_of(model))[None] % vocabulary
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model), without_user_hooks(model), torch.no_grad():
         outputs = model(tokens, attention_mask=torch.ones_like(tokens))
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits

@@ -1,6 +1,7 @@
 """What metrics see of passes: refused beforehand, rows of each batch, results of all rows."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 from .batch import PromptBatch
 from .errors import AnchorlensError, HookError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
-from .hooked import HookedModel, refuse_folded_value_biases
+from .hooked import (
+    BatchHook,
+    Hook,
+    HookedModel,
+    HookFunction,
+    compared,
+    read_only,
+    refuse_folded_value_biases,
+)
 from .losses import Loss, require_one_a_prompt
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks
@@ -76,117 +85,170 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> 
         isinstance(one, tuple) and len(one) == 2 for one in found
     ):
         raise HookError(f"hooks must return a list of (hook point, function); got {found!r}")
+    elsewhere = [
+        act for _, act in found if isinstance(act, BatchHook) and act.tokens is not batch.tokens
+    ]
+    if not all(torch.equal(act.tokens, batch.tokens) for act in elsewhere):
+        raise HookError(
+            "hooks were made for other prompts than those that run; make them of the batch that "
+            "your function gets: hooks=lambda batch: al.isolate_labels(model, batch, ...)"
+        )
     points = model.hook_dict
     # One line of TransformerLens skips a name that does not exist in silence.
     if unknown := [name for name, _ in found if isinstance(name, str) and name not in points]:
         raise HookError(f"the model has no hook point {unknown[0]!r}; see model.hook_dict")
 
 
-def observed_rows(
-    passes: Passes,
-    batch: PromptBatch,
-    metrics: Sequence[Metric],
-    failures: dict[str, AnchorlensError],
-    *,
-    hooks: HooksOfBatch | None = None,
-    loss: Loss | None = None,
-    checkpoint: bool = False,
-) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
-    """Rows of every metric for a ready batch, and the logits of the pass that they watched.
+def refuse_moved_hooks(
+    given: Sequence[PromptBatch], batches: Sequence[PromptBatch], hooks: HooksOfBatch
+) -> None:
+    """Refuse hooks of the user's own for prompts that were given with padding on the left.
 
-    A metric that fails is set aside in ``failures``, so that the others go on. An error of another
-    kind is a mistake in its code, which is better seen at once.
+    They may act on positions that the user has from the batch as it was given.
     """
-    model, changes = passes.model, hooks or no_hooks
-    clean = None if hooks is None else passes.logits(batch)
-    shared, prefix = _demonstrations(passes, batch, metrics, changes)
-    observations = [metric.observe(model, batch) for metric in metrics]
-    logits = run_pass(
-        model,
-        batch,
-        hooks=changes(batch),
-        observers=[hook for one in observations for hook in one.hooks],
-        backward_hooks=[hook for one in observations for hook in one.backward_hooks],
-        loss=loss if any(metric.needs_gradient for metric in metrics) else None,
-        prefix=prefix,
-        checkpoint=checkpoint,
-    )
-    # Tells a resumed run of other hooks or weights, where the rows of metrics would not.
-    rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
-    for metric, observation, before in zip(metrics, observations, shared, strict=True):
-        try:
-            own = _rows(before.rows(logits[:0], None), len(batch), alike=True)
-            own |= _rows(observation.rows(logits, clean), len(batch))
-        except AnchorlensError as error:
-            failures.setdefault(metric.name, error)
-            continue
-        # Detached, or a metric that forgot to would keep the graph of every batch.
-        rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
-    return rows, logits
-
-
-def results_of(
-    metrics: Sequence[Metric],
-    rows: Rows,
-    failures: Mapping[str, AnchorlensError],
-    *,
-    info: Mapping[str, Any],
-    resamples: int,
-    known: Mapping[str, Record] | None = None,
-) -> dict[str, Any]:
-    """The record of every metric beside those that are known.
-
-    Raises:
-        RunError: A metric has no result; all others are in its ``results``.
-    """
-    reasons = _first_failures(gathered("failures", {k: str(v) for k, v in failures.items()}))
-    results = dict(known or {})
-    cause: Exception | None = None
-    for metric in metrics:
-        start = f"{metric.name}/"
-        own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
-        if not own:
-            reasons.setdefault(
-                metric.name, "its rows are missing in some batch, or not of one shape in all"
-            )
-            continue
-        try:
-            results[metric.name] = with_intervals(
-                metric.result, own, resamples=resamples, info=info
-            )
-        except AnchorlensError as error:
-            reasons.setdefault(metric.name, str(error))
-        except Exception as error:  # all passes are made, and the others' results must not be lost
-            reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
-            cause = error
-    if reasons:
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise RunError(f"no result for {said}", results) from cause
-    return results
-
-
-def _demonstrations(
-    passes: Passes, batch: PromptBatch, metrics: Sequence[Metric], changes: HooksOfBatch
-) -> tuple[Sequence[Observation], Prefix | None]:
-    """What watches shared demonstrations, each metric's, and the prefix that goes on from them."""
-    if not batch.first_query:
-        return [Observation(lambda logits, clean_logits: {}) for _ in metrics], None
-
-    def look() -> tuple[Sequence[Observation], Prefix]:
-        shared = passes.demonstrations(batch)
-        observations: list[Observation] = [
-            metric.observe_demonstrations(passes.model, shared)  # type: ignore[attr-defined]
-            for metric in metrics
-        ]
-        prefix = passes.prefix(
-            batch,
-            changes,
-            observers=[hook for one in observations for hook in one.hooks],
-            backward_hooks=[hook for one in observations for hook in one.backward_hooks],
+    moved = [batch for own, batch in zip(given, batches, strict=True) if batch is not own]
+    if any(not isinstance(act, BatchHook) for batch in moved for _, act in hooks(batch)):
+        raise HookError(
+            "prompts are run with their padding on the right, and these are padded on the left, so "
+            "that hooks of your own could act at other positions than you mean; give "
+            "[batch.padded_right() for batch in batches], and make the hooks of those"
         )
-        return observations, prefix
 
-    return passes.once(batch, "observed", look)
+
+def _is_for(batch: PromptBatch, act: HookFunction) -> bool:
+    """Whether a hook was not made for other prompts; of the user's own nobody knows."""
+    if not isinstance(act, BatchHook) or act.tokens is batch.tokens:
+        return True
+    return torch.equal(act.tokens.to(batch.tokens.device), batch.tokens)
+
+
+@dataclass
+class Watched:
+    """Passes that metrics watch: rows of each batch, and results of all rows.
+
+    A metric that fails is set aside, so that the others go on. An error of another kind is a
+    mistake in its code, which is better seen at once.
+
+    Attributes:
+        passes: How batches are run.
+        metrics: What watches them.
+        hooks: What changes the run; with None nothing does.
+        loss: What is differentiated for metrics with a gradient.
+        checkpoint: See ``run_pass``.
+        failures: Why metrics failed, by name.
+        is_trusted: Whether a batch showed that no metric changes what others see.
+    """
+
+    passes: Passes
+    metrics: Sequence[Metric]
+    hooks: HooksOfBatch | None = None
+    loss: Loss | None = None
+    checkpoint: bool = False
+    failures: dict[str, AnchorlensError] = field(default_factory=dict)
+    is_trusted: bool = False
+
+    def rows(self, batch: PromptBatch) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
+        """Rows of every metric for a ready batch, and the logits of the pass that they watched."""
+        model, changes = self.passes.model, self.hooks or no_hooks
+        clean = None if self.hooks is None else self.passes.logits(batch)
+        shared, prefix = self._demonstrations(batch, changes)
+        observations = [metric.observe(model, batch) for metric in self.metrics]
+        observers, backward_hooks = self._hooks_of(observations)
+        logits = run_pass(
+            model,
+            batch,
+            hooks=changes(batch),
+            observers=observers,
+            backward_hooks=backward_hooks,
+            loss=self.loss if any(metric.needs_gradient for metric in self.metrics) else None,
+            prefix=prefix,
+            checkpoint=self.checkpoint,
+        )
+        # Tells a resumed run of other hooks or weights, where the rows of metrics would not.
+        rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
+        for metric, observation, before in zip(self.metrics, observations, shared, strict=True):
+            # Copies, so that what a metric does to its logits is not what the next one gets.
+            own_clean = None if clean is None else clean.clone()
+            try:
+                own = _rows(before.rows(logits[:0], None), len(batch), alike=True)
+                own |= _rows(observation.rows(logits.clone(), own_clean), len(batch))
+            except AnchorlensError as error:
+                self.failures.setdefault(metric.name, error)
+                continue
+            # Detached, or a metric that forgot to would keep the graph of every batch.
+            rows |= {f"{metric.name}/{name}": values.detach().cpu() for name, values in own.items()}
+        self.is_trusted = True
+        return rows, logits
+
+    def results(
+        self,
+        rows: Rows,
+        *,
+        info: Mapping[str, Any],
+        resamples: int,
+        known: Mapping[str, Record] | None = None,
+    ) -> dict[str, Any]:
+        """The record of every metric beside those that are known.
+
+        Raises:
+            RunError: A metric has no result; all others are in its ``results``.
+        """
+        failures = {name: str(error) for name, error in self.failures.items()}
+        reasons = _first_failures(gathered("failures", failures))
+        results = dict(known or {})
+        cause: Exception | None = None
+        for metric in self.metrics:
+            start = f"{metric.name}/"
+            own = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+            if not own:
+                reasons.setdefault(
+                    metric.name, "its rows are missing in some batch, or not of one shape in all"
+                )
+                continue
+            try:
+                results[metric.name] = with_intervals(
+                    metric.result, own, resamples=resamples, info=info
+                )
+            except AnchorlensError as error:
+                reasons.setdefault(metric.name, str(error))
+            except Exception as error:  # all passes are made: the others' results must not be lost
+                reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
+                cause = error
+        if reasons:
+            said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise RunError(f"no result for {said}", results) from cause
+        return results
+
+    def _hooks_of(self, observations: Sequence[Observation]) -> tuple[list[Hook], list[Hook]]:
+        """Forward and backward hooks of all metrics, which may change nothing that others see."""
+        watch = read_only if self.is_trusted else _read_only_and_compared
+        forward, backward = [], []
+        for metric, observation in zip(self.metrics, observations, strict=True):
+            owner = f"metric {metric.name!r}"
+            forward += watch(owner, observation.hooks)
+            backward += watch(owner, observation.backward_hooks)
+        return forward, backward
+
+    def _demonstrations(
+        self, batch: PromptBatch, changes: HooksOfBatch
+    ) -> tuple[Sequence[Observation], Prefix | None]:
+        """What watches shared demonstrations, each metric's, and the prefix after them."""
+        if not batch.first_query:
+            return [Observation(lambda logits, clean_logits: {}) for _ in self.metrics], None
+
+        def run() -> tuple[Sequence[Observation], Prefix]:
+            shared = self.passes.demonstrations(batch)
+            observations: list[Observation] = [
+                metric.observe_demonstrations(self.passes.model, shared)  # type: ignore[attr-defined]
+                for metric in self.metrics
+            ]
+            return observations, self.passes.prefix(batch, changes, *self._hooks_of(observations))
+
+        return self.passes.once(batch, "observed", run)
+
+
+def _read_only_and_compared(owner: str, hooks: Sequence[Hook]) -> list[Hook]:
+    return compared(owner, read_only(owner, hooks))
 
 
 def _rows(found: Any, count: int, alike: bool = False) -> dict[str, Tensor]:

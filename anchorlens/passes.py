@@ -1,5 +1,6 @@
 """How the passes of a run go: over whole prompts, or behind what prompts share."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -8,14 +9,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
+from .errors import AnchorlensError
 from .forward import run_pass, run_prefix
 from .hooked import Hook, HookedModel
+from .memory import is_out_of_memory
+from .model_state import has_user_hooks
 from .prefix import Prefix
 from .start import Start, started
 
 HooksOfBatch = Callable[[PromptBatch], Sequence[Hook]]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# What architectures raise that cannot do what is tried: a cache or a block in the middle that does
+# not fit them, and operations without a gradient for several prompts at once.
+UNABLE = (AnchorlensError, RuntimeError)
 
 TOLERANCE = 1e-5  # of the largest logit, between a shared and a whole pass
 
@@ -47,7 +57,7 @@ class Passes:
         name = only_set(batch)
         if name is None or name not in self.lengths:
             return batch
-        return replace(batch.padded_right(), first_query=self.lengths[name])
+        return replace(batch, first_query=self.lengths[name])
 
     def demonstrations(self, batch: PromptBatch) -> PromptBatch:
         """What the prompts of a ready batch share, as one prompt."""
@@ -108,15 +118,30 @@ def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch,
         The batch with its ``first_query``, and what goes before it; the batch as it is and None
         where that gives other logits.
     """
+    if has_user_hooks(model):
+        return batch, None
     left = batch.padded_left()
     ready = replace(left, first_query=int(left.target_positions.min()))
     expected = run_pass(model, batch)
     try:
         prefix = run_prefix(model, left.before(ready.first_query))
         found = run_pass(model, ready, prefix=prefix)
-    except Exception:  # a cache that an architecture cannot take fails anyhow
+    except Exception as error:
+        reason_of(error)
         return batch, None
     return (ready, prefix) if logit_difference(found, expected) <= TOLERANCE else (batch, None)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a trial failed, in a line; of an error that no architecture raises the log has it all.
+
+    Out of memory is raised again: it says nothing about the model, and fewer prompts may fit.
+    """
+    if is_out_of_memory(error):
+        raise error
+    if not isinstance(error, UNABLE):
+        _log.warning("a trial failed with an error that was not expected", exc_info=error)
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def logit_difference(found: Tensor, expected: Tensor) -> float:

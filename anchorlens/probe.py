@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of, undisturbed, vocabulary_of
+from .forward import device_of, vocabulary_of
 from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name
+from .model_state import undisturbed
 
 # Where queries and keys may stand, the latest first.
 _QUERY_AND_KEY = (

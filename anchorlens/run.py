@@ -8,14 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .collect import check_batches, check_same_call, collect, describe
-from .errors import AnchorlensError, MetricError
+from .collect import as_run, check_batches, check_same_call, collect, describe
+from .errors import MetricError
 from .forward import device_of
 from .hooked import HookedModel
 from .losses import Loss, label_cross_entropy
 from .metrics.metric import Metric
 from .models import ensure_prepared
-from .observed import check_hooks, check_metrics, observed_rows, results_of
+from .observed import Watched, check_hooks, check_metrics, refuse_moved_hooks
 from .passes import HooksOfBatch, no_hooks, whole_passes
 from .processes import main_first, together
 from .sharing import shared_passes
@@ -51,7 +51,8 @@ def run(
             result are in the order of the queries, of joined calls by set of demonstrations first.
         metrics: The package's or your own.
         hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
-            They act before the metrics look, and a clean pass runs first.
+            They act before the metrics look, and a clean pass runs first. The function gets the
+            batch as it is run, with its padding on the right.
         loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient;
             summed over prompts.
         checkpoint: Activation checkpointing, for prompts too long for the memory: the pass with a
@@ -84,7 +85,9 @@ def run(
     check_batches(model, batches, resamples)
     if not metrics:
         raise MetricError("there are no metrics to compute")
+    given, batches = batches, as_run(batches)
     check_metrics(model, batches, metrics, hooks, loss)
+    refuse_moved_hooks(given, batches, hooks or no_hooks)
     if checkpoint and not any(metric.needs_gradient for metric in metrics):
         raise MetricError(
             "checkpoint=True saves memory of the gradient, but none of "
@@ -102,7 +105,6 @@ def run(
     if folder is not None:
         expected = fingerprint(model, batches, settings)
         store = main_first(lambda: Store.open(folder, expected))
-    failures: dict[str, AnchorlensError] = {}
     changes = [] if hooks is None else [hooks]
     passes = (
         whole_passes(model, "blocks are checkpointed")
@@ -110,15 +112,15 @@ def run(
         else shared_passes(model, batches, changes, metrics, loss)
     )
 
+    watched = Watched(passes, metrics, hooks, loss, checkpoint)
+
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-        ready = passes.ready(batch)
-        options: dict[str, Any] = {"hooks": hooks, "loss": loss, "checkpoint": checkpoint}
-        return observed_rows(passes, ready, metrics, failures, **options)[0]
+        return watched.rows(passes.ready(batch))[0]
 
     needed = [f"{metric.name}/" for metric in metrics]
     rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"shared_prefix": passes.said}
-    return results_of(metrics, rows, failures, info=info, resamples=resamples)
+    return watched.results(rows, info=info, resamples=resamples)
 
 
 @together()
@@ -150,9 +152,10 @@ def target_logits(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
-    change = hooks or no_hooks
+    given, batches, change = batches, as_run(batches), hooks or no_hooks
     for batch in batches:
         check_hooks(model, change, batch.to(device_of(model)))
+    refuse_moved_hooks(given, batches, change)
     check_same_call(model, batches, {"hooks": "none" if hooks is None else "some"})
     passes = shared_passes(model, batches, [change])
 

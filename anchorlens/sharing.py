@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .batch import PromptBatch
-from .forward import device_of, run_pass, undisturbed
+from .forward import device_of, run_pass
 from .hooked import BatchHook, Hook, HookedModel
 from .losses import Loss
-from .memory import is_out_of_memory, of_what_fits
+from .memory import of_what_fits
 from .metrics.metric import Metric
 from .metrics.products import product_hooks
+from .model_state import has_user_hooks, undisturbed
 from .passes import (
     TOLERANCE,
     HooksOfBatch,
@@ -22,10 +23,13 @@ from .passes import (
     logit_difference,
     no_hooks,
     only_set,
+    reason_of,
     whole_passes,
 )
 from .processes import gathered
 from .start import kept_starts
+
+_HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
 
 SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
 
@@ -65,6 +69,8 @@ def _tried(
     alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
     if alone:
         return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
+    if has_user_hooks(model):
+        return whole_passes(model, _HOOKS_OF_USER)
     lengths = _shared_lengths(batches)
     if not lengths:
         return whole_passes(model, "no two prompts share their demonstrations")
@@ -104,6 +110,8 @@ def late_starts(
         For the layers where logits are other than those of all layers, why; empty where all may.
     """
     few = _two_of(batches[0]).to(device_of(passes.model))
+    if has_user_hooks(passes.model):
+        return {layer: _HOOKS_OF_USER for layer in changes if layer}
     with undisturbed(passes.model):
         why = of_what_fits(few, partial(_compare_starts, passes, changes))
     return dict(item for of_process in gathered("late starts", why) for item in of_process.items())
@@ -120,8 +128,8 @@ def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: Prom
         expected = run_pass(passes.model, batch, hooks=change(batch))
         try:
             found = passes.logits(passes.ready(batch), change)
-        except Exception as error:  # a cache that an architecture cannot take fails anyhow
-            return f"no run from a key-value cache ({_reason(error)})"
+        except Exception as error:
+            return f"no run from a key-value cache ({reason_of(error)})"
         if why := _other_logits(found, expected):
             return why
     return ""
@@ -146,8 +154,8 @@ def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: P
     try:
         prefix = passes.prefix(few, change, **kept_in(upper))
         shared = run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
-    except Exception as error:  # an operation whose backward takes one gradient only, or no cache
-        return f"no shared gradients ({_reason(error)})"
+    except Exception as error:
+        return f"no shared gradients ({reason_of(error)})"
     if why := _other_logits(shared, logits):
         return why
     largest = 0.0
@@ -184,19 +192,12 @@ def _compare_starts(
         try:
             found = passes.logits(ready, changes[layer], starts[layer])
         except Exception as error:  # a layer may need more than what the one before gives out
-            why[layer] = f"no start at layer {layer} ({_reason(error)})"
+            why[layer] = f"no start at layer {layer} ({reason_of(error)})"
             continue
         difference = logit_difference(found, expected)
         if not difference <= TOLERANCE:
             why[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
     return why
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong in a trial; out of memory is no answer, fewer prompts may fit."""
-    if is_out_of_memory(error):
-        raise error
-    return _first_line(error)
 
 
 def _observes_in_parts(metric: Metric) -> bool:
@@ -225,7 +226,7 @@ def _why_not_in_parts(
             try:
                 once[name] = _cuts(change(passes.demonstrations(ready)))
             except Exception as error:  # of a function of the user's, which expects whole prompts
-                return f"hooks do not act on demonstrations alone ({_first_line(error)})"
+                return f"hooks do not act on demonstrations alone ({reason_of(error)})"
         ours, theirs = _cuts(hooks), once[name]
         if [place for place, _ in ours] != [place for place, _ in theirs] or any(
             (a[:, shared, shared] != b[:, shared, shared]).any()
@@ -265,10 +266,9 @@ def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
 def _shared_length(batches: Sequence[PromptBatch]) -> int:
     if sum(map(len, batches)) < 2 or any(_has_gaps(batch) for batch in batches):
         return 0
-    right = [batch.padded_right() for batch in batches]
-    first = right[0]
-    shared = min(int(batch.target_positions.min()) for batch in right)
-    for batch in right:
+    first = batches[0]
+    shared = min(int(batch.target_positions.min()) for batch in batches)
+    for batch in batches:
         for name in ("label_positions", "label_ends", "label_classes"):
             if (getattr(batch, name) != getattr(first, name)[0]).any():
                 return 0
@@ -279,10 +279,6 @@ def _shared_length(batches: Sequence[PromptBatch]) -> int:
     return shared if shared > int(first.label_ends.max()) else 0
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
 def _has_gaps(batch: PromptBatch) -> bool:
     """Whether padding stands inside a prompt, after which positions cannot be counted."""
-    return bool((batch.padded_right().attention_mask.long().diff(dim=1) > 0).any())
+    return bool((batch.attention_mask.long().diff(dim=1) > 0).any())

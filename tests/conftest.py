@@ -1,6 +1,7 @@
 """Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class RaisedLog(logging.Handler):
+    """Makes an error of a fallback that the package did not expect, and logs with its traceback."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            raise AssertionError(record.getMessage()) from record.exc_info[1]
+
+
 def pytest_configure() -> None:
     """One thread: on models this small several wait for each other, up to eight times as long."""
     torch.set_num_threads(1)
+    logging.getLogger("anchorlens").addHandler(RaisedLog())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ ORDER = [
     "prompts",
     "edges",
     "hooked",
+    "model_state",
     "hooks",
     "taps",
     "prefix",
@@ -113,7 +114,7 @@ def test_the_rule_sees_imports() -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_no_file_is_too_long(name: str) -> None:
-    assert len(FILES[name].read_text().splitlines()) <= 350
+    assert len(FILES[name].read_text().splitlines()) <= 400
 
 
 def test_three_files_know_transformer_lens() -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens import sharing
 from anchorlens.errors import AnchorlensError, HookError, MetricError
-from anchorlens.forward import run_pass, undisturbed
-from anchorlens.hooked import Hook, pattern_name
+from anchorlens.forward import run_pass
+from anchorlens.hooked import Hook, pattern_name, read_only
 from anchorlens.metrics import products
+from anchorlens.model_state import undisturbed
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -240,7 +241,8 @@ def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
     def ask(tensor: Tensor, hook: Any) -> None:
         tensor.retain_grad()
 
-    for look, error in ((ask, RuntimeError), (lambda tensor, hook: 2 * tensor, HookError)):
+    changes = read_only("it", [(pattern_name(1), lambda tensor, hook: 2 * tensor)])[0][1]
+    for look, error in ((ask, RuntimeError), (changes, HookError)):
         with unchanged(gpt2), undisturbed(gpt2), pytest.raises(error, match=r"None|requires_grad"):
             run_pass(
                 gpt2,

@@ -184,7 +184,7 @@ def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
     "point", [pattern_name(1), "blocks.2.hook_resid_post", "ln_final.hook_normalized"]
 )
 def test_no_trace_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
-    batch = batch_of(gpt2)
+    batch = batch_of(gpt2, "right")
     with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
         al.run(gpt2, [batch], METRICS, hooks=lambda _: failing(point), progress=False)
 
@@ -212,7 +212,8 @@ def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
     batch = batch_of(gpt2)
     al.prepare_model(gpt2)
     gpt2.blocks[2].mlp.register_forward_pre_hook(fail)
-    for call in CALLS:
+    al.prepare_model(gpt2)  # which leaves hooks of the user's out
+    for call in (call for number, call in enumerate(CALLS) if number != 2):
         with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
             call(gpt2, batch)
 

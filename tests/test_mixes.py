@@ -200,7 +200,7 @@ def test_what_looks_may_not_change(gpt2: Any, checkpoint: bool) -> None:
     """Else one metric would change the numbers of all others."""
     halves = ("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern / 2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), Own(sevens, hooks=(halves,))]
-    with pytest.raises(HookError, match="a hook that looks must return None"):
+    with pytest.raises(HookError, match="a hook of metric 'own' must return None"):
         al.run(gpt2, questions(gpt2, 2), metrics, checkpoint=checkpoint, **QUIET)
 
 

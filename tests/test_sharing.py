@@ -1,5 +1,6 @@
 """Demonstrations run once give what whole prompts give; where they cannot, the result says so."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from test_run import SelfAttention, assert_same
 import anchorlens as al
 from anchorlens import passes, prefix, sharing
 from anchorlens.errors import MetricError, PromptError, RunError
+from anchorlens.experiments import compression
 from anchorlens.forward import run_pass, run_prefix
 from anchorlens.hooked import pattern_name, proven
 from anchorlens.metrics.metric import Observation
@@ -358,3 +360,32 @@ def test_columns_and_sides(gpt2: Any) -> None:
                 found, value = found[ours.attention_mask], value[theirs.attention_mask]
             same = torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
             assert same, name
+
+
+def test_an_error_that_no_model_raises_is_logged(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistake of the package must not hide behind a run that is only slower."""
+    batches = questions(gpt2, 4)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(passes, "run_prefix", broken)
+    with pytest.raises(AssertionError, match="was not expected"):  # see RaisedLog in conftest.py
+        al.run(gpt2, batches, [al.Accuracy()], **QUIET)
+    monkeypatch.setattr(logging.getLogger("anchorlens"), "handlers", [])
+    info = al.run(gpt2, batches, [al.Accuracy()], **QUIET)["accuracy"].info
+    assert "no run from a key-value cache ('a mistake')" in info["shared_prefix"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "KeyError" in caplog.text and "broken" in caplog.text
+
+
+def test_out_of_memory_in_a_trial_is_no_reason(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    batch = questions(gpt2, 2)[0]
+    monkeypatch.setattr(compression, "run_prefix", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        al.compress(gpt2, batch)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError
-from ..forward import check_fits, device_of, run_pass, run_prefix, undisturbed
+from ..forward import check_fits, device_of, run_pass, run_prefix
 from ..hooked import Hook, HookedModel
+from ..model_state import has_user_hooks, undisturbed, without_user_hooks
 from ..models import ensure_prepared
-from ..passes import TOLERANCE, logit_difference, only_set
+from ..passes import TOLERANCE, logit_difference, only_set, reason_of
 from ..prefix import Prefix
 from .context import CompressedContext, columns_of, forget_windows, model_of
 from .kept import Keep, Placement, anchors_and_format, as_in_prompt, name_of
@@ -75,9 +76,12 @@ def contexts(
     shared = prompt.before(len(chosen[0]))
     forget_windows(model)
     with undisturbed(model):
-        whole = _whole_cache(model, prompt, shared)
-        place = _placing(model, prompt, whole, chosen[0], positions)
-        return [place(kept) for kept in chosen]
+        with without_user_hooks(model):
+            whole = _whole_cache(model, prompt, shared)
+            place = _placing(model, prompt, whole, chosen[0], positions)
+        if has_user_hooks(model):
+            whole = run_prefix(model, shared)
+        return [place(whole, kept) for kept in chosen]
 
 
 def chosen_by(
@@ -112,10 +116,10 @@ def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -
     try:
         whole = run_prefix(model, shared)
         difference = logit_difference(run_pass(model, ready, prefix=whole), expected)
-    except Exception as error:  # each architecture that takes no cache fails in its way
+    except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} does not run from a key-value cache, so that its context "
-            f"cannot be compressed: {str(error).partition(chr(10))[0]}"
+            f"cannot be compressed: {reason_of(error)}"
         ) from error
     if not difference <= _tolerance(model):
         raise ModelError(
@@ -131,7 +135,7 @@ def _placing(
     whole: Prefix,
     kept: Bool[Tensor, " position"],
     positions: Placement,
-) -> Callable[[Bool[Tensor, " position"]], CompressedContext]:
+) -> Callable[[Prefix, Bool[Tensor, " position"]], CompressedContext]:
     """How this model takes positions: what makes a context of what is kept, tried on one prompt."""
     length = len(kept)
     tokens = prompt.tokens[0, :length]
@@ -143,13 +147,13 @@ def _placing(
         prefix = replace(prefix, next_position=at_query)
         return CompressedContext(prefix, tokens, kept, keys, query, info)
 
-    def cut(kept: Bool[Tensor, " position"]) -> CompressedContext:
+    def cut(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole.columns(kept), kept, positions)
 
-    def masked(kept: Bool[Tensor, " position"]) -> CompressedContext:
+    def masked(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole, kept, as_in_prompt)
 
-    def moved(kept: Bool[Tensor, " position"]) -> CompressedContext:
+    def moved(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
         return context(_moved(model, prompt.before(length), kept), kept, positions)
 
     keys, query = positions(kept)
@@ -157,7 +161,7 @@ def _placing(
         # Only a gap tells where keys stand.
         trial = kept if _has_gap(kept) else torch.arange(length, device=kept.device) % 2 == 0
         ours = context(whole.columns(trial), trial, as_in_prompt)
-        difference = _off(model, prompt, lambda: ours, masked(trial))
+        difference = _off(model, prompt, lambda: ours, masked(whole, trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
         if follows and difference <= _tolerance(model) and query >= 0:
             return cut
@@ -166,7 +170,7 @@ def _placing(
     elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
         # Without a gap distances stay as they are, so that answers do.
         trial = torch.arange(length, device=kept.device) >= length // 2
-        difference = _off(model, prompt, lambda: moved(trial), masked(trial))
+        difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
         if difference <= _tolerance(model):
             return moved
     else:
@@ -207,7 +211,8 @@ def _off(
     """How far a context is off another one, of the largest logit; infinite where it fails."""
     try:
         return logit_difference(ours().logits(model, prompt), expected.logits(model, prompt))
-    except Exception:  # chunks, keys at no hook point, shapes that do not fit
+    except Exception as error:  # chunks, keys at no hook point, shapes that do not fit
+        reason_of(error)
         return inf
 
 
@@ -221,10 +226,14 @@ def _moved(model: HookedModel, shared: PromptBatch, kept: Bool[Tensor, " positio
         ModelError: Positions are in the residual stream, so that values stand for them too.
     """
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
+    if not set(names) <= set(model.hook_dict):
+        raise ModelError("keys stand at no hook point before they are rotated")
     seen: dict[str, Tensor] = {}
 
     def watch(name: str) -> Hook:
         def keep(key: Tensor, hook: Any) -> None:
+            if key.shape[1] != len(kept):
+                raise ModelError("keys before they are rotated have their heads first")
             seen[name] = key.detach()
 
         return name, keep

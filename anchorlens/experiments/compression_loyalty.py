@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, check_same_call, collect, describe
+from ..collect import as_run, check_batches, check_same_call, collect, describe
 from ..errors import HookError, MetricError
-from ..forward import device_of, undisturbed
+from ..forward import device_of
 from ..hooked import HookedModel
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens
+from ..model_state import undisturbed
 from ..models import ensure_prepared
 from ..passes import only_set, whole_passes
 from ..processes import together
@@ -169,6 +170,7 @@ def compression_loyalty(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
+    batches = as_run(batches)
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
     keeps = [keep, *(control(seed + draw) for draw in range(draws))]
@@ -277,6 +279,7 @@ def answer_times(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
+    batches = as_run(batches)
     if repeats < 1:
         raise MetricError(f"repeats must be at least 1; got {repeats}")
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
@@ -284,7 +287,7 @@ def answer_times(
     whole = whole_passes(model, "they are timed")
     device = device_of(model)
     moved = [batch.to(device) for batch in batches]
-    behind = [replace(one.padded_right(), first_query=len(cached.kept)) for one in moved]
+    behind = [replace(one, first_query=len(cached.kept)) for one in moved]
     ways: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
         (whole.logits, moved),
         (partial(cached.answer, model), behind),

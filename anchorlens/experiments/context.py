@@ -16,10 +16,11 @@ from torch import Tensor
 from .. import edges
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError, StoreError
-from ..forward import device_of, run_pass, undisturbed
+from ..forward import device_of, run_pass
 from ..hooked import Hook, HookedModel, scores_name
 from ..hooks import block_edges
 from ..metrics.metric import hooks_by_layer
+from ..model_state import undisturbed, without_user_hooks
 from ..models import ensure_prepared
 from ..prefix import Prefix
 from ..store import identity
@@ -249,7 +250,8 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
                 "which then keeps the whole cache"
             )
 
-    run_pass(model, prompt, observers=hooks_by_layer(model, scores_name, look))
+    with without_user_hooks(model):
+        run_pass(model, prompt, observers=hooks_by_layer(model, scores_name, look))
     # A window as long as the prompt is none that was seen.
     unbounded = model.cfg.n_ctx + 1
     _seen[model] = length, [unbounded if one == length else one for one in windows]

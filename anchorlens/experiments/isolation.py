@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, check_same_call, collect, describe
-from ..errors import AnchorlensError, HookError, MetricError
+from ..collect import as_run, check_batches, check_same_call, collect, describe
+from ..errors import HookError, MetricError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..metrics.metric import Metric
 from ..models import ensure_prepared
-from ..observed import check_metrics, observed_rows, results_of
+from ..observed import Watched, check_metrics
 from ..passes import HooksOfBatch
 from ..processes import main_first, together
 from ..results import Record, Rows, with_intervals
@@ -182,6 +182,7 @@ def isolation_sweep(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples)
+    batches = as_run(batches)
     if not isinstance(places, Mapping) or not all(
         isinstance(where, Where) for where in places.values()
     ):
@@ -225,12 +226,12 @@ def isolation_sweep(
     passes = shared_passes(model, batches, [changes[0][1]], metrics)
     refused = late_starts(passes, batches, {first: change for first, change, _ in changes})
     late = {first for first, _, _ in changes} - set(refused)
-    failures: dict[str, AnchorlensError] = {}
+    watched = Watched(passes, metrics)
 
     def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
         batch = passes.ready(batch)
         with kept_starts(model, late) as starts:
-            rows, clean_logits = observed_rows(passes, batch, metrics, failures)
+            rows, clean_logits = watched.rows(batch)
         clean = next_tokens(clean_logits, batch.label_token_ids)
 
         def loyalty_with(change: HooksOfBatch, start: Start | None) -> dict[str, Tensor]:
@@ -260,8 +261,8 @@ def isolation_sweep(
         first = own["layers"][0]
         own = own | {"skipped_layers": refused.get(first, first)}
         records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
-    watched = describe(model, batches) | {"shared_prefix": passes.said}
-    return results_of(metrics, rows, failures, info=watched, resamples=resamples, known=records)
+    of_metrics = describe(model, batches) | {"shared_prefix": passes.said}
+    return watched.results(rows, info=of_metrics, resamples=resamples, known=records)
 
 
 def plot_isolation(records: Mapping[str, Record]) -> Any:

@@ -13,13 +13,14 @@ from tqdm.auto import tqdm
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, check_same_call, describe
+from ..collect import as_run, check_batches, check_same_call, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import device_of, run_pass, undisturbed, vocabulary_of
+from ..forward import device_of, run_pass, vocabulary_of
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases
 from ..hooks import reweight_anchors
 from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
+from ..model_state import undisturbed
 from ..models import ensure_prepared
 from ..passes import all_but_target
 from ..prefix import Prefix
@@ -127,6 +128,7 @@ def train_reweighting(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
+    batches = as_run(batches)
     refuse_folded_value_biases(model)
     classes = _classes(batches)
     if epochs < 1 or not (lr > 0 and isfinite(lr)):

@@ -115,7 +115,7 @@ class AnchorDistances:
         def keep_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(query.detach(), operands[layer])
             at_target = by_position[prompts, batch.target_positions - batch.first_query]
-            queries[layer] = at_target.flatten(1).float().cpu()
+            queries[layer] = _at_least_float32(at_target.flatten(1)).cpu()
 
         keys = None if batch.first_query else self.observe_demonstrations(model, batch)
 
@@ -152,7 +152,7 @@ class AnchorDistances:
             n_shared = model.cfg.n_heads // at_anchors.shape[2]
             own = at_anchors.repeat_interleave(n_shared, dim=2)
             mean = torch.einsum("bac,bahd->bchd", shares, own.cpu().double())
-            keys[layer] = mean.flatten(2).float()
+            keys[layer] = mean.flatten(2).to(_at_least_float32(key).dtype)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
@@ -272,6 +272,10 @@ def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
         for _, values in sorted(of_layer.items())
     ]
     return torch.stack(filled, dim=1)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _positions_first(

@@ -11,9 +11,10 @@ from torch import Tensor
 from .. import edges, figures
 from ..batch import PromptBatch
 from ..errors import PromptError
-from ..forward import device_of, run_pass, undisturbed
+from ..forward import device_of, run_pass
 from ..hooked import HookedModel
 from ..losses import Loss, label_cross_entropy
+from ..model_state import undisturbed
 from ..results import Record, Rows, by_set
 from .metric import Observation
 from .products import edge_sums, over_heads, pieces, product_hooks
@@ -200,6 +201,7 @@ def saliency(
     """
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
+    right = batch.padded_right()  # as `run` does, see `as_run`
     maps: dict[int, Tensor] = {}
 
     def keep(layer: int, pattern: Tensor, gradient: Tensor) -> None:
@@ -210,10 +212,25 @@ def saliency(
     with undisturbed(model):
         run_pass(
             model,
-            batch.to(device_of(model)),
+            right.to(device_of(model)),
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
             checkpoint=checkpoint,
         )
-    return torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+    found = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+    return found if right is batch else _in_columns_of(batch, found)
+
+
+def _in_columns_of(
+    batch: PromptBatch, maps: Float[Tensor, "batch layer _ _"]
+) -> Float[Tensor, "batch layer query key"]:
+    """Maps of prompts that begin in the first column, where the tokens stand in ``batch``."""
+    length = batch.tokens.shape[1]
+    moved = maps.new_zeros(*maps.shape[:2], length, length)
+    for number, mask in enumerate(batch.attention_mask.cpu()):
+        columns = mask.nonzero().flatten()
+        first, count = int(columns[0]), int(columns[-1] - columns[0]) + 1
+        inside = slice(first, first + count)
+        moved[number, :, inside, inside] = maps[number, :, :count, :count]
+    return moved

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.forward import run_pass, undisturbed
+from anchorlens.forward import run_pass
+from anchorlens.model_state import undisturbed
 from anchorlens.models import read_weights
 
 

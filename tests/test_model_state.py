@@ -1,0 +1,223 @@
+"""Modes, random state, hooks of the user and threads: a model is as it was, and so are numbers."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from architectures import BY_NAME, ROWS
+from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
+from conftest import boot, difference, questions, tiny_gpt2
+from hooked_transformers import with_its_bos
+from test_matrix import LINE
+
+import anchorlens as al
+from anchorlens.hooked import modules_of, pattern_name
+from anchorlens.model_state import without_user_hooks
+
+pytestmark = pytest.mark.without_jaxtyping
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+NAMES = [row.name for row in ROWS if not {LINE, "bridge"} & {*row.refused, *row.wrong}]
+
+
+@contextmanager
+def as_before(model: Any) -> Iterator[None]:
+    """Modes of all modules and the random state."""
+    modes = {module: module.training for module in modules_of(model)}
+    state = torch.get_rng_state()
+    yield
+    assert {module: module.training for module in modules_of(model)} == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def with_dropout(name: str) -> Any:
+    """The tiny model of a row, with every dropout that its configuration has."""
+    weights = BY_NAME[name].build(len(tokenizer()))
+    for field, value in vars(weights.config).items():
+        if ("drop" in field or field.endswith("_pdrop")) and isinstance(value, float):
+            setattr(weights.config, field, 0.5)
+    for module in weights.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+        for field, value in list(vars(module).items()):
+            if "drop" in field and isinstance(value, float):
+                setattr(module, field, 0.5)
+    return weights
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_is_off_in_either_mode(name: str) -> None:
+    weights = with_dropout(name).train()
+    state = torch.get_rng_state()
+    model = al.load_model(weights, tokenizer=with_its_bos(tokenizer()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert weights.training
+    batches = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES[:3], batch_size=3)
+    model.train()
+    with as_before(model):
+        trained = al.saliency(model, batches[0])
+        logits = al.target_logits(model, batches, progress=False)
+    model.eval()
+    assert torch.equal(trained, al.saliency(model, batches[0]))
+    assert torch.equal(logits, al.target_logits(model, batches, progress=False))
+
+
+def test_every_experiment_has_dropout_off(byte_level: Any, raw: Any) -> None:
+    dropout = {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
+    weights = tiny_gpt2(len(byte_level))
+    for module in weights.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout["embd_pdrop"]
+    model: Any = al.prepare_model(raw(weights, byte_level))
+    batches = questions(model, 4)
+    calls = [
+        lambda: al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"].correct,
+        lambda: al.isolation_loyalty(model, batches, 0, draws=1, **QUIET).kl,
+        lambda: al.train_reweighting(model, batches, epochs=1, progress=False).beta,
+        lambda: al.compress(model, batches[0]).logits(model, batches[0]),
+    ]
+    for call in calls:
+        found = []
+        for mode in (True, False):
+            model.train(mode)
+            with as_before(model):
+                found.append(call())
+        assert torch.equal(*found)
+
+
+def counting(model: Any) -> tuple[list[str], list[Any]]:
+    """Hooks at the hook points and on the modules themselves that count their calls."""
+    calls: list[str] = []
+
+    def count(name: str, *args: Any, **kwargs: Any) -> None:
+        calls.append(name)
+
+    for layer in range(model.cfg.n_layers):
+        model.add_hook(pattern_name(layer), partial(count, "point"))
+    model.add_perma_hook("blocks.0.hook_resid_pre", partial(count, "permanent"))
+    handles = [block.register_forward_hook(partial(count, "module")) for block in model.blocks]
+    return calls, handles
+
+
+def functions_of(model: Any) -> list[list[int]]:
+    """Which hooks every module has, in their order."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return [list(map(id, getattr(m, name).values())) for m in modules_of(model) for name in names]
+
+
+def test_hooks_of_the_user_see_no_pass_that_nobody_asked_for(byte_level: Any, raw: Any) -> None:
+    model = raw(tiny_gpt2(len(byte_level)), byte_level)
+    model(torch.tensor([[1, 2, 3]]))  # after which a bridge has its own hooks
+    calls, _ = counting(model)
+    hooks = functions_of(model)
+    seen: list[int] = []
+    with model.hooks(fwd_hooks=[(pattern_name(0), lambda pattern, hook: seen.append(1))]):
+        al.prepare_model(model)
+    assert not calls and not seen and functions_of(model) == hooks
+    batches = questions(model, 4)
+    results = al.run(model, batches, [al.SaliencyFlows()], **QUIET)
+    assert calls == ["permanent", *["point", "module"] * 3]  # the pass that was asked for
+    assert "hooks on the model" in results["saliency_flows"].info["shared_prefix"]
+    assert functions_of(model) == hooks
+
+
+def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
+    """A hook that changes the model changes results as a hook that is given to the run does."""
+    model: Any = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level))
+    batches = questions(model, 4)
+
+    def halve(resid: Any, hook: Any) -> Any:
+        return resid / 2
+
+    given = [("blocks.1.hook_resid_pre", halve)]
+    expected = al.target_logits(model, batches, hooks=lambda batch: given, progress=False)
+    clean = al.target_logits(model, batches, progress=False)
+    model.add_hook(*given[0])
+    found = al.target_logits(model, batches, progress=False)
+    assert torch.equal(found, expected) and difference(found, clean) > 1e-3
+    sweep = al.isolation_sweep(model, batches, al.first_and_last(model, [1]), draws=1, **QUIET)
+    assert "hooks on the model" in sweep["last layer"].info["skipped_layers"]
+    context = al.compress(model, batches[0], keep=al.everything)
+    answers = context.logits(model, batches[0])[batches[0].index.argsort()]
+    assert difference(answers, expected) < 1e-5
+    trained = al.train_reweighting(model, batches, epochs=1, progress=False)
+    assert trained.info["shared_prefix"].startswith("off")
+
+
+@pytest.mark.parametrize("name", ["OPT", "XGLM", "GPT-2"])
+def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
+    """A bridge of OPT hands the tensors of its feed-forward layers on in hooks of its own."""
+    model = boot(BY_NAME[name].build(len(tokenizer())), tokenizer())
+    (batch,) = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES[:1])
+    calls: list[int] = []
+    hook = (f"blocks.{model.cfg.n_layers - 1}.mlp.hook_out", lambda out, hook: calls.append(1))
+    before = functions_of(model)
+    with without_user_hooks(model):
+        assert functions_of(model) == before
+        model.run_with_hooks(batch.tokens, fwd_hooks=[hook])
+    assert calls == [1]
+
+
+def test_hooks_that_a_bridge_makes_inside_stay(byte_level: Any, raw: Any) -> None:
+    """It makes some at its first pass and never again, on modules that have the user's too."""
+    fresh, watched = (raw(tiny_gpt2(len(byte_level)), byte_level) for _ in range(2))
+    fresh(torch.tensor([[1, 2, 3]]))
+    for module in modules_of(watched):
+        module.register_forward_pre_hook(lambda module, inputs: None)
+    with without_user_hooks(watched):
+        watched(torch.tensor([[1, 2, 3]]))
+    alone, both = (list(map(len, functions_of(model))) for model in (fresh, watched))
+    ours = [0, 1, 0] * (len(both) // 3)
+    assert both == [a + b for a, b in zip(alone, ours, strict=True)]
+
+
+def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
+    calls, _ = counting(gpt2)
+    hooks = functions_of(gpt2)
+    with pytest.raises(RuntimeError, match="in the middle"), without_user_hooks(gpt2):
+        gpt2(torch.tensor([[1, 2, 3]]))
+        raise RuntimeError("in the middle")
+    assert not calls and functions_of(gpt2) == hooks
+    gpt2.reset_hooks()
+    assert functions_of(gpt2) != hooks  # handles still take off what they put on
+
+
+def test_hooks_of_the_user_on_a_transformers_model(byte_level: Any) -> None:
+    """Loading compares logits before and after, which is no pass that the user asked for."""
+    weights, calls = tiny_gpt2(len(byte_level)), []
+    weights.transformer.register_forward_hook(lambda module, inputs, out: calls.append(1))
+    model = al.load_model(weights, tokenizer=byte_level)
+    assert not calls
+    assert weights.transformer._forward_hooks
+    assert model is not None
+
+
+def test_threads_that_run_one_model_take_turns(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    expected = al.saliency(gpt2, batches[0])
+    flows = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].flows
+    found: list[Any] = []
+
+    def work() -> None:
+        for _ in range(3):
+            try:
+                found.append(al.saliency(gpt2, batches[0]))
+                found.append(al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET))
+            except Exception as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24
+    for one in found:
+        assert not isinstance(one, Exception), one
+        value, wanted = (
+            (one["saliency_flows"].flows, flows) if isinstance(one, dict) else (one, expected)
+        )
+        assert difference(value, wanted) < 1e-6  # a thread has its own number of cores

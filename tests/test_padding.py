@@ -1,0 +1,151 @@
+"""Whatever side prompts are padded on, their numbers are those of each prompt alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2
+from hooked_transformers import with_its_bos
+from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+import anchorlens as al
+from anchorlens.errors import HookError
+
+pytestmark = pytest.mark.without_jaxtyping
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+TASK = al.Task("{text} ->{label}", labels=(" Human", " Location"))
+DEMONSTRATIONS = [al.Example("Who", 0), al.Example("Where", 1)]
+LONG = "In which town on the river that flows through the capital did the author live as a child?"
+QUERIES = [al.Example("Who?", 0), al.Example(LONG, 1)]
+
+
+def tempered_llama4(vocab_size: int) -> Any:
+    """The temperature of its attention follows the column, from the first tokens on."""
+    config = Llama4TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        max_position_embeddings=512,
+        attn_temperature_tuning=True,
+        floor_scale=8,
+        attn_scale=0.5,
+        no_rope_layers=[1, 0, 1],
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return randomize(Llama4ForCausalLM(config))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_columns_that_a_model_counts_do_not_matter(byte_level: Any, side: Any) -> None:
+    weights = tempered_llama4(len(byte_level))
+    model = al.load_model(weights, tokenizer=with_its_bos(byte_level))
+    (batch,) = al.build_prompts(
+        byte_level, TASK, DEMONSTRATIONS, QUERIES, padding_side=side, batch_size=2
+    )
+    check_each_alone(model, batch)
+    trained = al.train_reweighting(model, [batch], epochs=2, progress=False)
+    other = al.train_reweighting(model, [batch.padded_right()], epochs=2, progress=False)
+    assert difference(trained.beta, other.beta) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_a_window_cuts_off_the_prompt(
+    sentencepiece_like: Any, hooked: Any, side: Any, dtype: torch.dtype
+) -> None:
+    """Rows of padding then have nothing to attend to."""
+    weights: Any = tiny_gemma3(len(sentencepiece_like))
+    model = hooked(weights.to(dtype), sentencepiece_like)
+    (batch,) = al.build_prompts(
+        sentencepiece_like, TASK, DEMONSTRATIONS, QUERIES, padding_side=side, batch_size=2
+    )
+    short, long = batch.attention_mask.sum(1).tolist()
+    assert long - short > 24
+    check_each_alone(model, batch)
+
+
+def check_each_alone(model: Any, batch: al.PromptBatch) -> None:
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(1)]
+    order = batch.index.argsort()
+    together = al.run(model, [batch], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    isolated = al.isolation_loyalty(model, [batch], range(2), draws=1, **QUIET)
+    maps = al.saliency(model, batch)
+    logits = al.target_logits(model, [batch], progress=False)
+    for row, number in enumerate(order.tolist()):
+        prompt = batch.prompt(number)
+        alone = al.run(model, [prompt], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+        assert difference(together.per_prompt[row], alone.per_prompt[0]) < 1e-5
+        expected = al.target_logits(model, [prompt], progress=False)[0]
+        assert difference(logits[row], expected) < 1e-5
+        kept = al.isolation_loyalty(model, [prompt], range(2), draws=1, **QUIET)
+        assert torch.equal(isolated.word_overlap[row], kept.word_overlap[0])
+        inside = batch.attention_mask[number].nonzero().flatten()
+        columns = slice(int(inside[0]), int(inside[-1]) + 1)
+        assert difference(maps[number][:, columns, columns], al.saliency(model, prompt)[0]) < 1e-5
+        outside = maps[number].clone()
+        outside[:, columns, columns] = 0
+        assert not outside.any()
+    both = [al.run(model, [one], metrics[1:], **QUIET) for one in (batch, batch.padded_right())]
+    for name, record in both[0].items():
+        for field, value in record.tensors().items():
+            assert torch.equal(value.nan_to_num(), getattr(both[1][name], field).nan_to_num()), (
+                field
+            )
+
+
+def test_own_hooks_are_not_moved_silently(gpt2: Any) -> None:
+    """They may hold positions of the batch as it was given."""
+    (left,) = questions(gpt2, 3, padding_side="left")
+    (right,) = questions(gpt2, 3)
+    edges = al.edges.pq(left)
+
+    def change(batch: al.PromptBatch) -> Any:
+        return al.block_edges(gpt2, edges, layers=0)
+
+    for call in (
+        lambda: al.run(gpt2, [left], [al.Accuracy()], hooks=change, **QUIET),
+        lambda: al.target_logits(gpt2, [left], hooks=change, progress=False),
+    ):
+        with pytest.raises(HookError, match="padded on the left"):
+            call()
+    found = al.target_logits(
+        gpt2, [left], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
+    )
+    expected = al.target_logits(
+        gpt2, [right], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
+    )
+    assert torch.equal(found, expected)
+
+
+def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
+    """Made once, of a batch of the same shape, they would cut at other positions."""
+    first, second = (batch.prompt(0) for batch in questions(gpt2, 2, batch_size=1))
+    second = replace(first, tokens=first.tokens.flip(1), index=second.index)
+    cut = al.isolate_labels(gpt2, first, layers=0)
+    with pytest.raises(HookError, match="made for other prompts"):
+        al.run(gpt2, [first, second], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
+    (left,) = questions(gpt2, 3, padding_side="left")
+    moved = al.isolate_labels(gpt2, left, layers=0)
+    with pytest.raises(HookError, match="made for other prompts"):
+        al.target_logits(gpt2, [left], hooks=lambda batch: moved, progress=False)
+    assert al.run(gpt2, [first], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
+
+
+def test_distances_of_a_float64_model_are_computed_in_float64(byte_level: Any, hooked: Any) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    (batch,) = questions(model, 3)
+    observation = al.AnchorDistances(2).observe(model, batch)
+    assert observation.hooks
+    with torch.no_grad():
+        model.run_with_hooks(batch.tokens, fwd_hooks=list(observation.hooks))
+    rows = observation.rows(torch.zeros(3, model.cfg.d_vocab), None)
+    assert rows["queries"].dtype == rows["keys"].dtype == torch.float64
