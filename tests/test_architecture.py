@@ -14,6 +14,7 @@ ORDER = [
     "errors",
     "files",
     "processes",
+    "datafiles",
     "tasks",
     "batch",
     "memory",
