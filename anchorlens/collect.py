@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
-from .forward import check_fits, device_of, undisturbed
-from .hooked import HookedModel
+from .forward import device_of, undisturbed
+from .hooked import HookedModel, check_fits
 from .memory import PartsThatFit, joined
 from .processes import (
     alone,

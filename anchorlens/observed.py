@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import AnchorlensError, HookError, MetricError, RunError
-from .forward import device_of, run_pass, vocabulary_of
-from .hooked import HookedModel, refuse_folded_value_biases
+from .forward import device_of, run_pass
+from .hooked import HookedModel, refuse_folded_value_biases, vocabulary_of
 from .losses import Loss, require_one_a_prompt
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of, undisturbed, vocabulary_of
-from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name
+from .forward import device_of, undisturbed
+from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name, vocabulary_of
 
 # Where queries and keys may stand, the latest first.
 _QUERY_AND_KEY = (

@@ -16,6 +16,7 @@ ORDER = [
     "processes",
     "datafiles",
     "tasks",
+    "checks",
     "batch",
     "memory",
     "prompts",

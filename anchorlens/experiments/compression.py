@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError
-from ..forward import check_fits, device_of, run_pass, run_prefix, undisturbed
-from ..hooked import Hook, HookedModel
+from ..forward import device_of, run_pass, run_prefix, undisturbed
+from ..hooked import Hook, HookedModel, check_fits
 from ..models import ensure_prepared
 from ..passes import TOLERANCE, logit_difference, only_set
 from ..prefix import Prefix

@@ -15,8 +15,8 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import check_batches, check_same_call, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import device_of, run_pass, undisturbed, vocabulary_of
-from ..hooked import Hook, HookedModel, refuse_folded_value_biases
+from ..forward import device_of, run_pass, undisturbed
+from ..hooked import Hook, HookedModel, refuse_folded_value_biases, vocabulary_of
 from ..hooks import reweight_anchors
 from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
