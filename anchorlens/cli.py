@@ -14,8 +14,10 @@ from pandas import DataFrame
 
 from .analysis import Page, analyse, kept_rows, make_folder, say
 from .batch import PromptBatch
+from .command_data import Draw, check_task, draws_of, pools, seeds_of, words_of
 from .errors import AnchorlensError, DataError
 from .experiments.appendix import PAPER_APPENDIX
+from .experiments.paper import check_examples
 from .experiments.paper import paper as paper_numbers
 from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
@@ -29,15 +31,7 @@ from .prompts import build_prompts
 from .report import write_report
 from .stopping import stoppable
 from .store import forget_rows, versions
-from .tasks import (
-    BUNDLED,
-    HUB_SOURCES,
-    TASKS,
-    Example,
-    load_examples,
-    sample_demonstrations,
-    sample_queries,
-)
+from .tasks import BUNDLED, TASKS
 
 app = typer.Typer(
     add_completion=False,
@@ -85,13 +79,16 @@ def demo(
 
     What each batch gave is kept in --out, and after an interruption the same command goes on.
     """
+    draws_of_tasks = {
+        task: draws_of(task, None, 1, queries, [42]) for task in ("questions", "sentiment")
+    }
     make_folder(out)
     loaded = load_model(model, device=device, dtype=torch.float32)
-    settings = {"model": model, "tasks": ["questions", "sentiment"], "queries": queries}
+    settings = {"model": model, "tasks": [*draws_of_tasks], "queries": queries}
     settings |= {"shots": 1, "seed": [42], "isolated_layers": layers, "random_draws": draws}
     pages = []
-    for task in ("questions", "sentiment"):
-        batches = _batches(loaded, task, None, 1, queries, [42], batch_size=8)
+    for task, drawn in draws_of_tasks.items():
+        batches = _batches(loaded, drawn, batch_size=8)
         _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
         pages.append(analyse(loaded, task, batches, out, layers, draws))
     _finish(pages, settings, out)
@@ -133,10 +130,10 @@ def run(
     seeds = seed or [42]
     if len(set(seeds)) < len(seeds):
         raise DataError(f"each --seed counts its prompts, so that they must differ; got {seeds}")
-    _check_task(task)
+    drawn = draws_of(task, data, shots, queries, seeds)
     make_folder(out)
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
-    batches = _batches(loaded, task, data, shots, queries, seeds, batch_size)
+    batches = _batches(loaded, drawn, batch_size)
     _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
     settings = {
         "model": model,
@@ -185,11 +182,12 @@ def paper(
     After each part numbers.csv and tables.txt hold all that is known, and after an interruption the
     same command goes on.
     """
-    names, numbers_of_seeds = _words(tasks), _seeds(seeds)
+    names, numbers_of_seeds = words_of(tasks), seeds_of(seeds)
     for name in names:
-        _check_task(name)
+        check_task(name)
+    examples = {name: pools(name, data and data / name) for name in names}
+    check_examples(examples, queries, numbers_of_seeds)
     make_folder(out)
-    examples = {name: _pools(name, data and data / name) for name in names}
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
     _forget(loaded, layers, [out / "rows"] if fresh else ())
     settings: dict[str, Any] = {
@@ -266,59 +264,17 @@ def _forget(model: Any, layers: int, folders: Iterable[Path]) -> None:
         forget_rows(folder)
 
 
-def _check_task(task: str) -> None:
-    if task not in TASKS and task not in BUNDLED:
-        raise DataError(f"there is no task {task!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
-
-
 def _torch_type(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype)
 
 
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or len(set(words)) < len(words):
-        raise DataError(f"expected different words or numbers, commas between them; got {text!r}")
-    return words
-
-
-def _seeds(text: str) -> list[int]:
-    words = _words(text)
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise DataError(f"--seeds are whole numbers with commas between; got {text!r}") from error
-
-
-def _pools(task: str, folder: Path | None) -> tuple[list[Example], list[Example]]:
-    """Examples for demonstrations and for queries."""
-    if folder is not None:
-        pair = [load_examples(folder / f"{split}.jsonl") for split in ("train", "test")]
-    elif task in HUB_SOURCES:
-        pair = [load_examples(task, split) for split in ("train", "test")]
-    else:
-        pair = [load_examples(task)] * 2
-    return pair[0], pair[1]
-
-
-def _batches(
-    model: Any,
-    task: str,
-    data: Path | None,
-    shots: int,
-    queries: int,
-    seeds: Sequence[int],
-    batch_size: int,
-) -> list[PromptBatch]:
-    """Prompts of every seed: its demonstrations, and queries that are none of them."""
-    pool, tests = _pools(task, None) if data is None else (load_examples(data),) * 2
-    spec = TASKS[BUNDLED.get(task, task)]
-    batches = []
-    for seed in seeds:
-        demos = sample_demonstrations(pool, shots, seed)
-        chosen = sample_queries(tests, queries, seed, exclude=demos)
-        batches += build_prompts(model.tokenizer, spec, demos, chosen, batch_size=batch_size)
-    return batches
+def _batches(model: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
+    """Prompts of every seed."""
+    return [
+        batch
+        for draw in draws
+        for batch in build_prompts(model.tokenizer, *draw, batch_size=batch_size)
+    ]
 
 
 def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:

@@ -66,6 +66,7 @@ ORDER = [
     "analysis",
     "report",
     "stopping",
+    "command_data",
     "cli",
     "__init__",
     "__main__",

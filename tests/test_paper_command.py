@@ -13,7 +13,7 @@ from conftest import tiny_gpt2
 from test_cli import call
 
 import anchorlens as al
-from anchorlens import cli
+from anchorlens import cli, command_data
 from anchorlens.errors import MetricError
 from anchorlens.experiments.paper_parts import Number, Setting
 
@@ -123,7 +123,9 @@ def test_emocontext_runs_where_it_is_named_alone(
         assert options["parts"] == al.PAPER_PARTS
         return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
-    monkeypatch.setattr(cli, "load_examples", lambda name, split: al.load_examples(bundled[name]))
+    monkeypatch.setattr(
+        command_data, "load_examples", lambda name, split: al.load_examples(bundled[name])
+    )
     monkeypatch.setattr(cli, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0
