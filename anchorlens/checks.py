@@ -38,7 +38,7 @@ def one_set_per_query(
         if empty:
             raise PromptError(
                 f"no demonstration for the labels {empty}; give at least one of each class "
-                "(sample_demonstrations does)"
+                "(in Python, sample_demonstrations does)"
             )
         if len(labels) != len(sets[0]):
             raise PromptError(

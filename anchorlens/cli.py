@@ -15,7 +15,7 @@ from pandas import DataFrame
 from .analysis import Page, analyse, kept_rows, make_folder, say
 from .batch import PromptBatch
 from .command_data import Draw, check_task, draws_of, pools, seeds_of, words_of
-from .errors import AnchorlensError, DataError
+from .errors import AnchorlensError, DataError, HookError
 from .experiments.appendix import PAPER_APPENDIX
 from .experiments.paper import check_examples
 from .experiments.paper import paper as paper_numbers
@@ -23,7 +23,6 @@ from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
 from .files import write_whole
-from .hooked import layer_numbers
 from .memory import is_out_of_memory
 from .models import load_model
 from .processes import is_main, join_launched, together
@@ -59,7 +58,7 @@ Model = Annotated[str, typer.Option(help="Hub name, local folder, or .gguf file.
 Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first there is.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
-Draws = Annotated[int, typer.Option(min=1, help="Random controls of each isolation.")]
+Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: forget the rows in --out.")]
 
 
@@ -259,7 +258,11 @@ def main() -> None:
 
 def _forget(model: Any, layers: int, folders: Iterable[Path]) -> None:
     """Start over, once the model, the prompts and the layers are there."""
-    layer_numbers(model, range(layers))
+    if layers > model.cfg.n_layers:
+        raise HookError(
+            f"--layers {layers} are more than the {model.cfg.n_layers} layers of the model; "
+            "isolate fewer at each end"
+        )
     for folder in folders:
         forget_rows(folder)
 

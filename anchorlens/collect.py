@@ -141,7 +141,7 @@ def _check_stored(
             raise StoreError(
                 f"batch {number} gives other numbers than those stored in {store.folder}, so "
                 "hooks, loss or weights are not those of the stored run; use another folder, or "
-                "start over in this one (al.forget_rows, --fresh)"
+                "start over in this one (--fresh, in Python al.forget_rows)"
             )
         return
 

@@ -198,7 +198,9 @@ def _tokenize(
             "token at which the label is predicted; put a word before {label} or leave it out"
         )
     query_text = len(text) - len(pieces[-1].text)
-    query_start = next(k for k, (_, end) in enumerate(spans) if end > query_text)
+    query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
+    if query_start is None:
+        raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
     groups[-1] = TARGET
     return _Prompt(
         tokens=tokens,
@@ -222,6 +224,10 @@ def _word(
 ) -> tuple[int, int]:
     """First and last token of the characters [start, stop), which must fill tokens exactly."""
     inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
+    if not len(inside):
+        raise PromptError(
+            f"the tokenizer gives no token for the label word {text[start:stop]!r}; choose another"
+        )
     first, last = int(inside[0]), int(inside[-1])
     if spans[first][0] != start or spans[last][1] != stop:
         side = "before" if spans[first][0] != start else "after"
@@ -239,6 +245,11 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
     """First token of each label word where the model would write it: after a query."""
     ending = task.query("x")
     plain, _, special = _encode(tokenizer, ending)
+    if not plain:
+        raise PromptError(
+            f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
+            "tokenizer.json) to the folder of the model"
+        )
     if special[-1]:
         raise PromptError(
             "the tokenizer adds a special token after the prompt, so that its last token is not "

@@ -144,7 +144,7 @@ def train_reweighting(
         training = _Training(model, parameter, loss, torch.optim.Adam([parameter], lr=lr))
         vanilla = training.loss_of(steps, torch.zeros_like(parameter))
         begin = vanilla if start is None else training.loss_of(steps, parameter.detach())
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed % 2**64)
         losses: list[float] = []
         betas = [parameter.detach().expand(shape).cpu().clone()]
         for epoch in tqdm(range(epochs), disable=quiet, desc="epochs"):
