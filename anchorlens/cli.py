@@ -14,14 +14,15 @@ from pandas import DataFrame
 
 from .analysis import Page, analyse, kept_rows, make_folder, say
 from .batch import PromptBatch
-from .errors import AnchorlensError, DataError
+from .command_data import Draw, check_task, draws_of, pools, seeds_of, words_of
+from .errors import AnchorlensError, DataError, HookError
 from .experiments.appendix import PAPER_APPENDIX
+from .experiments.paper import check_examples
 from .experiments.paper import paper as paper_numbers
 from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
 from .files import write_whole
-from .hooked import layer_numbers
 from .memory import is_out_of_memory
 from .models import load_model
 from .processes import is_main, join_launched, together
@@ -29,15 +30,7 @@ from .prompts import build_prompts
 from .report import write_report
 from .stopping import stoppable
 from .store import forget_rows, versions
-from .tasks import (
-    BUNDLED,
-    HUB_SOURCES,
-    TASKS,
-    Example,
-    load_examples,
-    sample_demonstrations,
-    sample_queries,
-)
+from .tasks import BUNDLED, TASKS
 
 app = typer.Typer(
     add_completion=False,
@@ -65,7 +58,7 @@ Model = Annotated[str, typer.Option(help="Hub name, local folder, or .gguf file.
 Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first there is.")]
 Layers = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
-Draws = Annotated[int, typer.Option(min=1, help="Random controls of each isolation.")]
+Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: forget the rows in --out.")]
 
 
@@ -85,13 +78,16 @@ def demo(
 
     What each batch gave is kept in --out, and after an interruption the same command goes on.
     """
+    draws_of_tasks = {
+        task: draws_of(task, None, 1, queries, [42]) for task in ("questions", "sentiment")
+    }
     make_folder(out)
     loaded = load_model(model, device=device, dtype=torch.float32)
-    settings = {"model": model, "tasks": ["questions", "sentiment"], "queries": queries}
+    settings = {"model": model, "tasks": [*draws_of_tasks], "queries": queries}
     settings |= {"shots": 1, "seed": [42], "isolated_layers": layers, "random_draws": draws}
     pages = []
-    for task in ("questions", "sentiment"):
-        batches = _batches(loaded, task, None, 1, queries, [42], batch_size=8)
+    for task, drawn in draws_of_tasks.items():
+        batches = _batches(loaded, drawn, batch_size=8)
         _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
         pages.append(analyse(loaded, task, batches, out, layers, draws))
     _finish(pages, settings, out)
@@ -133,10 +129,10 @@ def run(
     seeds = seed or [42]
     if len(set(seeds)) < len(seeds):
         raise DataError(f"each --seed counts its prompts, so that they must differ; got {seeds}")
-    _check_task(task)
+    drawn = draws_of(task, data, shots, queries, seeds)
     make_folder(out)
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
-    batches = _batches(loaded, task, data, shots, queries, seeds, batch_size)
+    batches = _batches(loaded, drawn, batch_size)
     _forget(loaded, layers, kept_rows(out, task).glob("*") if fresh else ())
     settings = {
         "model": model,
@@ -185,11 +181,12 @@ def paper(
     After each part numbers.csv and tables.txt hold all that is known, and after an interruption the
     same command goes on.
     """
-    names, numbers_of_seeds = _words(tasks), _seeds(seeds)
+    names, numbers_of_seeds = words_of(tasks), seeds_of(seeds)
     for name in names:
-        _check_task(name)
+        check_task(name)
+    examples = {name: pools(name, data and data / name) for name in names}
+    check_examples(examples, queries, numbers_of_seeds)
     make_folder(out)
-    examples = {name: _pools(name, data and data / name) for name in names}
     loaded = load_model(model, device=device, dtype=_torch_type(dtype))
     _forget(loaded, layers, [out / "rows"] if fresh else ())
     settings: dict[str, Any] = {
@@ -261,64 +258,26 @@ def main() -> None:
 
 def _forget(model: Any, layers: int, folders: Iterable[Path]) -> None:
     """Start over, once the model, the prompts and the layers are there."""
-    layer_numbers(model, range(layers))
+    if layers > model.cfg.n_layers:
+        raise HookError(
+            f"--layers {layers} are more than the {model.cfg.n_layers} layers of the model; "
+            "isolate fewer at each end"
+        )
     for folder in folders:
         forget_rows(folder)
-
-
-def _check_task(task: str) -> None:
-    if task not in TASKS and task not in BUNDLED:
-        raise DataError(f"there is no task {task!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
 
 
 def _torch_type(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype)
 
 
-def _words(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or len(set(words)) < len(words):
-        raise DataError(f"expected different words or numbers, commas between them; got {text!r}")
-    return words
-
-
-def _seeds(text: str) -> list[int]:
-    words = _words(text)
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise DataError(f"--seeds are whole numbers with commas between; got {text!r}") from error
-
-
-def _pools(task: str, folder: Path | None) -> tuple[list[Example], list[Example]]:
-    """Examples for demonstrations and for queries."""
-    if folder is not None:
-        pair = [load_examples(folder / f"{split}.jsonl") for split in ("train", "test")]
-    elif task in HUB_SOURCES:
-        pair = [load_examples(task, split) for split in ("train", "test")]
-    else:
-        pair = [load_examples(task)] * 2
-    return pair[0], pair[1]
-
-
-def _batches(
-    model: Any,
-    task: str,
-    data: Path | None,
-    shots: int,
-    queries: int,
-    seeds: Sequence[int],
-    batch_size: int,
-) -> list[PromptBatch]:
-    """Prompts of every seed: its demonstrations, and queries that are none of them."""
-    pool, tests = _pools(task, None) if data is None else (load_examples(data),) * 2
-    spec = TASKS[BUNDLED.get(task, task)]
-    batches = []
-    for seed in seeds:
-        demos = sample_demonstrations(pool, shots, seed)
-        chosen = sample_queries(tests, queries, seed, exclude=demos)
-        batches += build_prompts(model.tokenizer, spec, demos, chosen, batch_size=batch_size)
-    return batches
+def _batches(model: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
+    """Prompts of every seed."""
+    return [
+        batch
+        for draw in draws
+        for batch in build_prompts(model.tokenizer, *draw, batch_size=batch_size)
+    ]
 
 
 def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:

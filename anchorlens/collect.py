@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
-from .forward import check_fits, device_of
-from .hooked import HookedModel
+from .forward import device_of
+from .hooked import HookedModel, check_fits
 from .memory import PartsThatFit, joined
 from .model_state import undisturbed
 from .processes import (
@@ -151,7 +151,7 @@ def _check_stored(
             raise StoreError(
                 f"batch {number} gives other numbers than those stored in {store.folder}, so "
                 "hooks, loss or weights are not those of the stored run; use another folder, or "
-                "start over in this one (al.forget_rows, --fresh)"
+                "start over in this one (--fresh, in Python al.forget_rows)"
             )
         return
 

@@ -18,10 +18,10 @@ from .hooked import (
     Hook,
     HookedModel,
     HookFunction,
+    check_fits,
     has_sinks,
     refuse_folded_value_biases,
     require_prepared,
-    rotary_switch,
     scores_name,
 )
 from .losses import Loss, require_one_a_prompt
@@ -115,8 +115,8 @@ def run_pass(
     if not torch.stack(logits.aminmax()).isfinite().all():
         raise ModelError(
             "the model's logits are not finite (NaN or infinite) at the target position, and so is "
-            f"what {_first_not_finite(model, batch, hooks, prefix)} gives out; try "
-            "dtype=torch.float32, and check the hooks that act there"
+            f"what {_first_not_finite(model, batch, hooks, prefix)} gives out; try float32 "
+            "(--dtype float32, in Python dtype=torch.float32), and check the hooks that act there"
         )
     if losses is not None and not losses.isfinite().all():
         raise MetricError(
@@ -169,36 +169,6 @@ def run_prefix(
 def device_of(model: Any) -> torch.device:
     """Where the tokens must lie."""
     return torch.device(next(iter(model.parameters())).device)
-
-
-def vocabulary_of(model: HookedModel) -> int:
-    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
-    return int(model.W_E.shape[0])
-
-
-def check_fits(model: HookedModel, batch: PromptBatch) -> None:
-    """Refuse prompts that are longer than the context or hold tokens that the model lacks."""
-    longest = int(batch.attention_mask.sum(1).max())
-    if longest > model.cfg.n_ctx:
-        raise PromptError(
-            f"a prompt has {longest} tokens, but the model's context is {model.cfg.n_ctx}; use "
-            "fewer or shorter demonstrations, or build_prompts(..., max_length=..., "
-            "drop_too_long=True)"
-        )
-    switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
-    if switch is not None and shortest <= switch < longest:
-        raise PromptError(
-            f"prompts of {shortest} and {longest} tokens are in one batch, but where one is longer "
-            f"than {switch} this model turns the positions of all in another way (longrope), so "
-            "that a prompt's numbers would depend on its batch; use batch_size=1, or "
-            "build_prompts(..., max_length=..., drop_too_long=True)"
-        )
-    largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
-    if largest >= vocabulary_of(model):
-        raise PromptError(
-            f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
-            "prompts were built with the tokenizer of another model"
-        )
 
 
 def _check_begins(batch: PromptBatch, prefix: Prefix | None) -> None:

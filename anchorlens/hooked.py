@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .batch import PromptBatch
-from .errors import HookError, ModelError
+from .errors import HookError, ModelError, PromptError
 
 HookFunction = Callable[..., Tensor | None]
 Hook = tuple[str, HookFunction]
@@ -193,6 +193,37 @@ def rotary_switch(model: Any) -> int | None:
     config = getattr(getattr(model, "original_model", None), "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
+
+
+def vocabulary_of(model: HookedModel) -> int:
+    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
+    return int(model.W_E.shape[0])
+
+
+def check_fits(model: HookedModel, batch: PromptBatch) -> None:
+    """Refuse prompts that are longer than the context or hold tokens that the model lacks."""
+    longest = int(batch.attention_mask.sum(1).max())
+    if longest > model.cfg.n_ctx:
+        raise PromptError(
+            f"a prompt has {longest} tokens, but the model's context is {model.cfg.n_ctx}; use "
+            "fewer or shorter demonstrations, or in Python build_prompts(..., max_length=..., "
+            "drop_too_long=True)"
+        )
+    switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
+    if switch is not None and shortest <= switch < longest:
+        raise PromptError(
+            f"prompts of {shortest} and {longest} tokens are in one batch, but where one is longer "
+            f"than {switch} this model turns the positions of all in another way (longrope), so "
+            "that a prompt's numbers would depend on its batch; use batches of one prompt "
+            "(--batch-size 1, in Python batch_size=1), or shorter prompts (in Python "
+            "build_prompts(..., max_length=..., drop_too_long=True))"
+        )
+    largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
+    if largest >= vocabulary_of(model):
+        raise PromptError(
+            f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
+            "prompts were built with the tokenizer of another model"
+        )
 
 
 def require_prepared(model: HookedModel) -> None:

@@ -19,6 +19,7 @@ from .hooked import (
     Hook,
     HookedModel,
     LearnedBeta,
+    check_fits,
     layer_numbers,
     numbers_of,
     pattern_name,
@@ -155,6 +156,7 @@ def isolate_labels(
 
     Raises:
         HookError: ``keep_bos`` for prompts without a BOS, or a layer that does not exist.
+        PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared.
 
     Examples:
@@ -198,6 +200,7 @@ def isolate_random(
 
     Raises:
         HookError: The demonstrations have fewer other positions than label words.
+        PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared.
 
     Examples:
@@ -256,6 +259,7 @@ def reweight_anchors(
     Raises:
         HookError: The shape of ``beta`` does not fit the model and the prompts, or it was learned
             for other label words.
+        PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
@@ -264,6 +268,7 @@ def reweight_anchors(
     """
     require_prepared(model)
     refuse_folded_value_biases(model)
+    check_fits(model, batch)
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
@@ -300,6 +305,7 @@ def _isolate_in_batch(
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
+    check_fits(model, batch)  # before the edges, whose size is quadratic
     cut = edge_sets.between(receivers, batch.attention_mask)
     if keep_bos:
         if not batch.begins_with_bos:

@@ -159,7 +159,7 @@ def _moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) 
             f"the model cannot be put on the device {str(device)!r}"
             + ("" if dtype is None else f" as {dtype}")
             + f": {str(error).partition(chr(10))[0]}; name a device that this machine has (cuda, "
-            "mps, cpu), and leave dtype out for quantised weights"
+            "mps, cpu), and leave the type (--dtype) of quantised weights as it is"
         ) from error
 
 

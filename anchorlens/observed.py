@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import AnchorlensError, HookError, MetricError, RunError
-from .forward import device_of, run_pass, vocabulary_of
+from .forward import device_of, run_pass
 from .hooked import (
     BatchHook,
     Hook,
@@ -19,6 +19,7 @@ from .hooked import (
     compared,
     read_only,
     refuse_folded_value_biases,
+    vocabulary_of,
 )
 from .losses import Loss, require_one_a_prompt
 from .metrics.metric import Metric, Observation
@@ -46,10 +47,10 @@ def check_metrics(
             "(an instance is needed, SaliencyFlows() and not SaliencyFlows)"
         )
     names = [metric.name for metric in metrics]
+    if any(not isinstance(name, str) or not name or "/" in name for name in names):
+        raise MetricError(f'a metric needs a name, a string without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
-    if any(not name or "/" in name for name in names):
-        raise MetricError(f'a metric needs a name without "/"; got {names}')
     gradient = [metric.name for metric in metrics if metric.needs_gradient]
     if gradient and loss is None:
         raise MetricError(
@@ -63,6 +64,7 @@ def check_metrics(
     if gradient:
         refuse_folded_value_biases(model)
     device = device_of(model)
+    points: dict[str, str] = {}
     for batch in (one.to(device) for one in batches):
         if gradient and loss is not None:
             zeros = torch.zeros(len(batch), vocabulary_of(model), device=device)
@@ -70,7 +72,8 @@ def check_metrics(
         if hooks is not None:
             check_hooks(model, hooks, batch)
         for metric in metrics:
-            metric.observe(model, batch)
+            points |= _observed_points(metric, metric.observe(model, batch))
+    _check_points(model, points)
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> None:
@@ -81,22 +84,47 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> 
             f"got a {type(hooks).__name__}"
         )
     found = hooks(batch)
-    if not isinstance(found, Sequence) or not all(
-        isinstance(one, tuple) and len(one) == 2 for one in found
-    ):
+    if not _are_hooks(found):
         raise HookError(f"hooks must return a list of (hook point, function); got {found!r}")
-    elsewhere = [
-        act for _, act in found if isinstance(act, BatchHook) and act.tokens is not batch.tokens
-    ]
-    if not all(torch.equal(act.tokens, batch.tokens) for act in elsewhere):
+    if not all(_is_for(batch, act) for _, act in found):
         raise HookError(
             "hooks were made for other prompts than those that run; make them of the batch that "
             "your function gets: hooks=lambda batch: al.isolate_labels(model, batch, ...)"
         )
-    points = model.hook_dict
-    # One line of TransformerLens skips a name that does not exist in silence.
-    if unknown := [name for name, _ in found if isinstance(name, str) and name not in points]:
-        raise HookError(f"the model has no hook point {unknown[0]!r}; see model.hook_dict")
+    _check_points(model, {name: "hooks" for name, _ in found if isinstance(name, str)})
+
+
+def _are_hooks(hooks: Any) -> bool:
+    return isinstance(hooks, Sequence) and all(
+        isinstance(hook, tuple) and len(hook) == 2 and callable(hook[1]) for hook in hooks
+    )
+
+
+def _observed_points(metric: Metric, observation: Any) -> dict[str, str]:
+    """The hook points that a metric observes by name, each with the name of the metric."""
+    if not isinstance(observation, Observation):
+        raise MetricError(
+            f"{metric.name} must observe a batch with an al.Observation; got a "
+            f"{type(observation).__name__}"
+        )
+    both = (observation.hooks, observation.backward_hooks)
+    if wrong := [hooks for hooks in both if not _are_hooks(hooks)]:
+        raise HookError(
+            f"hooks of {metric.name} must be a list of (hook point, function); got {wrong[0]!r}"
+        )
+    points = [name for hooks in both for name, _ in hooks if isinstance(name, str)]
+    return dict.fromkeys(points, metric.name)
+
+
+def _check_points(model: HookedModel, users: Mapping[str, str]) -> None:
+    """Refuse hook points that do not exist, with what names them: a metric, or ``hooks``."""
+    points = model.hook_dict if users else {}
+    # One line of TransformerLens silently skips a name that does not exist.
+    if unknown := [point for point in users if point not in points]:
+        raise HookError(
+            f"the model has no hook point {unknown[0]!r}, which {users[unknown[0]]} names; see "
+            "model.hook_dict"
+        )
 
 
 def refuse_moved_hooks(

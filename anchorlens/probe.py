@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of, vocabulary_of
-from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name
+from .forward import device_of
+from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name, vocabulary_of
 from .model_state import undisturbed
 
 # Where queries and keys may stand, the latest first.
@@ -154,7 +154,10 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
         return f"the pattern has the shape {tuple(pattern.shape)}, not {shape}"
     values = pattern.detach().float()
     if not values.isfinite().all():
-        return "the pattern is not finite (NaN); try dtype=torch.float32"
+        return (
+            "the pattern is not finite (NaN); try float32 (--dtype float32, in Python "
+            "dtype=torch.float32)"
+        )
     if values.min() < 0 or values.sum(-1).max() > 1.01:
         return "the pattern is negative somewhere or its rows sum to more than 1"
     if values.triu(1).any():
@@ -178,7 +181,7 @@ def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> 
     return (
         f"the backward pass of {model.cfg.model_name} fails {where} "
         f"({str(error).partition(chr(10))[0]}); quantised weights often have none: load the model "
-        "unquantised, al.load_model(name, dtype=torch.bfloat16) say"
+        "unquantised (in Python, al.load_model(name, dtype=torch.bfloat16) say)"
     )
 
 

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .checks import one_set_per_query
 from .errors import PromptError
 from .tasks import Example, Task
 
@@ -61,16 +63,17 @@ def build_prompts(
         >>> batches[0].label_positions.shape == (1, len(demos))
         True
     """
-    _check_request(tokenizer, task, queries, batch_size, padding_side)
-    sets = _one_set_per_query(demonstrations, len(queries), task)
+    _check_options(tokenizer, batch_size, padding_side, max_length)
+    sets = one_set_per_query(task, demonstrations, queries)
     ids = _label_token_ids(tokenizer, task)
     asked = [Example(query) if isinstance(query, str) else query for query in queries]
-    limit = max_length or getattr(tokenizer, "model_max_length", None) or float("inf")
+    limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []
     for index, (demos, query) in enumerate(zip(sets, asked, strict=True)):
         prompt = _tokenize(tokenizer, task, demos, query, ids, index)
-        (too_long if len(prompt.tokens) > limit else prompts).append(prompt)
+        is_too_long = limit is not None and len(prompt.tokens) > limit
+        (too_long if is_too_long else prompts).append(prompt)
     if too_long:
         count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
         names = f"(queries {[prompt.place for prompt in too_long[:10]]}, the longest has " + (
@@ -78,7 +81,8 @@ def build_prompts(
         )
         if not drop_too_long or not prompts:
             raise PromptError(
-                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True"
+                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True in "
+                "Python"
             )
         warnings.warn(f"{count} and are left out {names}", stacklevel=2)
     # The order in which sets first appear keeps the prompts of one set together.
@@ -127,6 +131,13 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
     Tokenizers trim the white space of a token from its offsets; here a token begins where the one
     before it ended, so that " Positive" covers its space.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"a text holds {text[error.start]!r}, half of a pair that only together is a character "
+            f"({text[max(0, error.start - 20) : error.start]!r} stands before it); take it out"
+        ) from error
     encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
     special = [bool(flag) for flag in encoded["special_tokens_mask"]]
     names = encoded.tokens()
@@ -166,11 +177,12 @@ def _tokenize(
         for (start, end), is_special in zip(spans, special, strict=True)
     ]
     anchors = []
+    bounds = np.array(spans)
     position = 0
     for piece in pieces:
         stop = position + len(piece.text)
         if piece.label is not None:
-            first, last = _word(tokenizer, tokens, spans, text, position, stop)
+            first, last = _word(tokenizer, tokens, bounds, text, position, stop)
             if tokens[first] != int(ids[piece.label]):
                 raise PromptError(
                     f"label word {piece.text!r} begins with the token "
@@ -186,7 +198,9 @@ def _tokenize(
             "token at which the label is predicted; put a word before {label} or leave it out"
         )
     query_text = len(text) - len(pieces[-1].text)
-    query_start = next(k for k, (_, end) in enumerate(spans) if end > query_text)
+    query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
+    if query_start is None:
+        raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
     groups[-1] = TARGET
     return _Prompt(
         tokens=tokens,
@@ -203,14 +217,18 @@ def _tokenize(
 def _word(
     tokenizer: Any,
     tokens: list[int],
-    spans: list[tuple[int, int]],
+    spans: Int[np.ndarray, "position 2"],
     text: str,
     start: int,
     stop: int,
 ) -> tuple[int, int]:
     """First and last token of the characters [start, stop), which must fill tokens exactly."""
-    inside = [k for k, (left, right) in enumerate(spans) if right > start and left < stop]
-    first, last = inside[0], inside[-1]
+    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
+    if not len(inside):
+        raise PromptError(
+            f"the tokenizer gives no token for the label word {text[start:stop]!r}; choose another"
+        )
+    first, last = int(inside[0]), int(inside[-1])
     if spans[first][0] != start or spans[last][1] != stop:
         side = "before" if spans[first][0] != start else "after"
         wrong = first if side == "before" else last
@@ -227,15 +245,22 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
     """First token of each label word where the model would write it: after a query."""
     ending = task.query("x")
     plain, _, special = _encode(tokenizer, ending)
+    if not plain:
+        raise PromptError(
+            f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
+            "tokenizer.json) to the folder of the model"
+        )
     if special[-1]:
         raise PromptError(
             "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the label is predicted; switch that off (for example add_eos_token=False)"
+            "where the label is predicted; switch that off (for example in its "
+            "tokenizer_config.json, or in Python by add_eos_token=False)"
         )
     ids: list[int] = []
     for word in task.labels:
         tokens, spans, _ = _encode(tokenizer, ending + word)
-        first, _ = _word(tokenizer, tokens, spans, ending + word, len(ending), len(ending + word))
+        text = ending + word
+        first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
         if tokens[:first] != plain:
             raise PromptError(
                 f"label word {word!r} changes how the tokenizer reads the end of the query "
@@ -252,62 +277,20 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
     return torch.tensor(ids)
 
 
-def _check_request(
-    tokenizer: Any, task: Task, queries: Sequence[Example | str], batch_size: int, side: str
-) -> None:
+def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(
             f"{type(tokenizer).__name__} gives no character offsets, which positions come from; "
-            "load the fast version (AutoTokenizer.from_pretrained(name, use_fast=True)), or build "
-            "batches from positions of your own with PromptBatch.from_positions"
+            "load the fast version (one with a tokenizer.json; in Python "
+            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from positions "
+            "of your own with PromptBatch.from_positions"
         )
-    if not queries:
-        raise PromptError("there are no queries to build prompts for")
     if batch_size < 1:
         raise PromptError(f"batch_size must be at least 1; got {batch_size}")
+    if max_length is not None and max_length < 1:
+        raise PromptError(f"max_length must be at least 1; got {max_length}")
     if side not in ("left", "right"):
         raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")
-    for index, query in enumerate(queries):
-        label = None if isinstance(query, str) else query.label
-        if label is not None and not 0 <= label < len(task.labels):
-            raise PromptError(
-                f"query {index} has the label {label}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
-            )
-    known = {isinstance(query, str) or query.label is None for query in queries}
-    if len(known) > 1:
-        raise PromptError("either all queries have a label or none; some have and some have not")
-
-
-def _one_set_per_query(
-    demonstrations: Sequence[Example] | Sequence[Sequence[Example]], count: int, task: Task
-) -> list[Sequence[Example]]:
-    shared = not demonstrations or isinstance(demonstrations[0], Example)
-    sets: list[Any] = [demonstrations] * count if shared else list(demonstrations)
-    if len(sets) != count:
-        raise PromptError(
-            f"{len(sets)} sets of demonstrations came with {count} queries; give one set for all, "
-            "or one for each"
-        )
-    for demos in sets[:1] if shared else sets:
-        labels = [demo.label for demo in demos]
-        wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
-        if wrong:
-            raise PromptError(
-                f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
-            )
-        empty = [word for k, word in enumerate(task.labels) if k not in labels]
-        if empty:
-            raise PromptError(
-                f"no demonstration for the labels {empty}; give at least one of each class "
-                "(sample_demonstrations does)"
-            )
-        if len(labels) != len(sets[0]):
-            raise PromptError(
-                f"sets of demonstrations must have one size; got {len(sets[0])} and {len(labels)}"
-            )
-    return sets
 
 
 def _pad(

@@ -92,7 +92,7 @@ def run(
         raise MetricError(
             "checkpoint=True saves memory of the gradient, but none of "
             f"{[metric.name for metric in metrics]} needs one and the memory is the same without; "
-            "leave it out"
+            "leave it out (--checkpoint)"
         )
     settings = {
         "metrics": ", ".join(map(repr, metrics)),

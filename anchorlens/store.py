@@ -191,7 +191,7 @@ class Store:
         if different:
             raise StoreError(
                 f"{place} holds the rows of another run; use another folder, or start over in this "
-                "one (al.forget_rows, --fresh). " + "; ".join(different)
+                "one (--fresh, in Python al.forget_rows). " + "; ".join(different)
             )
 
 
@@ -256,7 +256,7 @@ def _read(path: Path) -> _Kept | None:
         said = json.loads(header["__metadata__"]["anchorlens"])
         kept = _Kept(said["run"], said["batch"], rows)
         return kept if _bytes_of(*kept) == data else None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -270,7 +270,7 @@ def _is_of_others(path: Path) -> bool:
     try:
         found = json.loads(path.read_bytes())
         return isinstance(found, dict) and "digest" not in found
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # brackets deeper than Python reads
         return False
 
 
@@ -281,5 +281,5 @@ def _run_of(path: Path) -> dict[str, str] | None:
         found = dict(json.loads(data))
         found.pop("digest", None)
         return found if _bytes_of_run(found) == data else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

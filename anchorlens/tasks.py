@@ -1,13 +1,14 @@
 """Tasks (template, label words, separator) and the labelled examples that fill them."""
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
+from .datafiles import READERS, Columns, read_columns
 from .errors import DataError, PromptError
 
 
@@ -130,7 +131,8 @@ BUNDLED: MappingProxyType[str, str] = MappingProxyType(
     {"sentiment": "sst2", "questions": "trec", "news": "agnews", "emotions": "emo"}
 )
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+# How a data set of the hub can be called; every other name is a path.
+_ON_HUB = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 
 def load_examples(
@@ -146,7 +148,9 @@ def load_examples(
     Args:
         source: A bundled name (``"sentiment"``, ``"questions"``, ``"news"``, ``"emotions"``), a
             task of the paper (``"sst2"``, ``"trec"``, ``"agnews"``, ``"emo"``, read from the
-            hub), the path of a jsonl, csv or parquet file, or any other data set of the hub.
+            hub), the path of a jsonl, csv or parquet file, or any other data set of the hub. A
+            ``Path`` is always a file, and so is a name that exists or has the suffix of one. A
+            file is read as it is now, and nothing of it is cached.
         split: ``"train"`` or ``"test"``; for other hub data sets any split they have. Bundled
             sets are cut in halves with all classes in each; without a split they are whole. A
             file is one split, so it takes none. Hub data sets default to ``"train"``.
@@ -167,16 +171,17 @@ def load_examples(
         [0, 1]
     """
     name = str(source)
-    if name in BUNDLED:
+    if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
-            return _half(_read_file(path, text, label, classes), name, split)
-    if Path(source).suffix in _BUILDERS:
+            whole = _examples(read_columns(path, label), name, text, label, classes)
+        return _half(whole, name, split)
+    if _is_file(source):
         if split is not None:
             raise DataError(
                 f"a file is one split, but split={split!r} came with {name}; "
                 "pass the file of the split that you want, and no split"
             )
-        return _read_file(Path(source), text, label, classes)
+        return _examples(read_columns(Path(source), label), name, text, label, classes)
     if name in HUB_SOURCES:
         hub = HUB_SOURCES[name]
         split = hub.test if split == "test" else split or "train"
@@ -277,19 +282,14 @@ def _half(examples: list[Example], name: str, split: str | None) -> list[Example
     return half
 
 
-def _read_file(
-    path: Path, text: str, label: str, classes: Sequence[str | int] | None
-) -> list[Example]:
-    import datasets
-
-    if not path.is_file():
-        raise DataError(f"there is no file {path}; give a jsonl, csv or parquet file that exists")
-    builder = _BUILDERS[path.suffix]
-    try:
-        rows = datasets.load_dataset(builder, data_files=str(path), split="train")
-    except Exception as error:  # each reader of datasets raises its own
-        raise DataError(f"{path} cannot be read as {builder}: {error}") from error
-    return _examples(rows, str(path), text, label, classes)
+def _is_file(source: str | Path) -> bool:
+    """Whether a source is a path; what has a name of the paper's tasks is one only as a Path."""
+    if isinstance(source, Path):
+        return True
+    if source in HUB_SOURCES:
+        return False
+    is_on_hub = _ON_HUB.fullmatch(source) and Path(source).suffix.lower() not in READERS
+    return not is_on_hub or Path(source).exists()
 
 
 def _read_hub(
@@ -309,26 +309,30 @@ def _read_hub(
             f"examples {path!r} (split {split!r}) cannot be loaded: {error}. Give a jsonl, csv or "
             f"parquet file, one of the bundled sets ({', '.join(BUNDLED)}), or check the name"
         ) from error
-    return _examples(rows, path, text, label, classes)
+    columns = {name: rows[name] for name in rows.column_names}
+    return _examples(columns, path, text, label, classes)
 
 
 def _examples(
-    rows: Any, source: str, text: str, label: str, classes: Sequence[str | int] | None
+    columns: Columns, source: str, text: str, label: str, classes: Sequence[str | int] | None
 ) -> list[Example]:
-    missing = [name for name in (text, label) if name not in rows.column_names]
+    missing = [name for name in (text, label) if name not in columns]
     if missing:
         raise DataError(
-            f"{source} has the columns {rows.column_names}, but not {missing}; name the right "
-            "ones with text= and label="
+            f"{source} has the columns {list(columns)}, but not {missing}; name the right ones (in "
+            "Python with text= and label=) or rename them"
         )
     known = None if classes is None else list(classes)  # a list, as a label may be unhashable
+    expected = "an integer from 0; list others in Python with classes="
+    if known is not None:
+        expected = f"an integer from 0, or one of classes={known}"
     examples = []
-    for row, (words, value) in enumerate(zip(rows[text], rows[label], strict=True)):
+    for row, (words, value) in enumerate(zip(columns[text], columns[label], strict=True)):
         fits = value in known if known is not None else type(value) is int and value >= 0
         if not fits or not isinstance(words, str):
             raise DataError(
-                f"row {row} of {source}: expected a text and a class (an integer from 0, or one of "
-                f"classes={classes}); got text {words!r} and label {value!r}"
+                f"row {row} of {source}: expected a text and a class ({expected}); got text "
+                f"{words!r} and label {value!r}"
             )
         examples.append(Example(words, value if known is None else known.index(value)))
     return examples

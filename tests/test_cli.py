@@ -93,7 +93,7 @@ def test_another_run_in_the_same_folder_asks_for_fresh(
     assert "--fresh" in error and "prompts: stored" in error
     # What is refused forgets nothing.
     assert call(monkeypatch, "run", *arguments, "--fresh", "--layers", "99") == 1
-    assert "got [6, 7, 8] and 90 more" in capsys.readouterr().err
+    assert "--layers 99 are more than the 6 layers" in capsys.readouterr().err
     assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
     assert "must differ; got [7, 7]" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
@@ -141,7 +141,10 @@ def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:
         (["--task", "trek"], "there is no task 'trek'; choose one of sst2, trec"),
         (["--task", "questions", "--data", "none.jsonl"], "there is no file none.jsonl"),
         (["--task", "questions", "--queries", "9999"], "9999 queries are asked for, but only"),
-        (["--task", "questions", "--layers", "7"], "layers must be numbers from 0 to 5"),
+        (
+            ["--task", "questions", "--layers", "7"],
+            "are more than the 6 layers of the model; isolate fewer",
+        ),
         (["--task", "questions", "--queries", "5"], "more prompts than directions (10)"),
     ],
 )

@@ -1,6 +1,7 @@
 """Examples are the same from a file of any kind, the bundled sets and the hub."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,19 +24,23 @@ EXAMPLES = [al.Example(text, label) for text, label in ROWS]
 
 
 @pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left in, or taken from, the cache of whoever runs the tests."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def cache_of_datasets(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is below a file: nothing can be written into it or be read from it."""
+    file = tmp_path_factory.mktemp("cache") / "file"
+    file.write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file / "cache")
 
 
 def write(
     path: Path, rows: Sequence[tuple[Any, Any]], text: str = "text", label: str = "label"
 ) -> Path:
     frame = pd.DataFrame(rows, columns=[text, label])
-    if path.suffix == ".csv":
-        frame.to_csv(path, index=False)
-    elif path.suffix == ".parquet":
-        frame.to_parquet(path, index=False)
+    # Opened here, because pandas reads a name as an address or as that of a compressed file.
+    suffix = path.suffix.lower()
+    if suffix == ".csv":
+        path.write_text(frame.to_csv(index=False), newline="")
+    elif suffix == ".parquet":
+        path.write_bytes(frame.to_parquet(index=False))
     else:
         path.write_text(
             "".join(json.dumps(dict(zip((text, label), row, strict=True))) + "\n" for row in rows)
@@ -70,6 +75,188 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
     assert al.load_examples(path) == [al.Example("a", 0)]
     write(path, [("b", 1)])
     assert al.load_examples(path) == [al.Example("b", 1)]
+
+
+NAMES = [
+    "x[1].jsonl",
+    "s*.jsonl",
+    "s?.csv",
+    "a::b.jsonl",
+    "{a,b}.parquet",
+    "with space.json",
+    "Größe 😀.jsonl",
+    "-x.csv",
+    "50%.jsonl",
+    "http:x.csv",
+    "LOUD.JSONL",
+    "Loud.Csv",
+    "LOUD.PARQUET",
+    "sst2.jsonl",
+    "x.jsonl.csv",
+    "x.gz.csv",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_local_file_is_that_file_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
+        write(tmp_path / other, [("another", 0)])
+    write(tmp_path / name, ROWS)
+    before = sorted(tmp_path.iterdir())
+    assert al.load_examples(tmp_path / name) == EXAMPLES
+    assert al.load_examples(str(tmp_path / name)) == EXAMPLES
+    monkeypatch.chdir(tmp_path)
+    assert al.load_examples(name) == EXAMPLES
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_changed_at_the_same_time_stamp_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.jsonl", [("a", 0)])
+    stamp = path.stat()
+    assert al.load_examples(path) == [al.Example("a", 0)]
+    write(path, [("b", 1)])
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert path.stat().st_size == stamp.st_size
+    assert al.load_examples(path) == [al.Example("b", 1)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(
+    "text", ["NA", "null", "None", "nan", "007", "1e5", "True", "-", " 3 ", "#"]
+)
+def test_texts_that_resemble_something_else_stay_texts(
+    tmp_path: Path, suffix: str, text: str
+) -> None:
+    path = write(tmp_path / f"file.{suffix}", [(text, 0)])
+    assert al.load_examples(path) == [al.Example(text, 0)]
+
+
+def test_json_lines_take_blank_lines_any_line_end_and_a_byte_order_mark(tmp_path: Path) -> None:
+    lines = ["", *(json.dumps({"text": text, "label": label}) for text, label in ROWS), "  ", ""]
+    for end in ("\n", "\r\n", "\r"):
+        (tmp_path / "file.jsonl").write_bytes(end.join(lines).encode("utf-8-sig"))
+        assert al.load_examples(tmp_path / "file.jsonl") == EXAMPLES
+    # A separator of lines that json allows within a text.
+    (tmp_path / "file.jsonl").write_text('{"text": "a\u2028b", "label": 0}')
+    assert al.load_examples(tmp_path / "file.jsonl") == [al.Example("a\u2028b", 0)]
+
+
+def test_json_takes_an_array_of_objects(tmp_path: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    (tmp_path / "file.json").write_text(f" \n{json.dumps(rows, indent=1)}\n")
+    assert al.load_examples(tmp_path / "file.json") == EXAMPLES
+
+
+def test_csv_takes_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
+    content = 'label,id,text\r\n0,x,"a\r\nb"\r\n\r\n 1 ,y,"c,""d"""\r\n'
+    (tmp_path / "file.csv").write_bytes(content.encode("utf-8-sig"))
+    assert al.load_examples(tmp_path / "file.csv") == [
+        al.Example("a\r\nb", 0),
+        al.Example('c,"d"', 1),
+    ]
+
+
+GOOD = '{"text": "a", "label": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("f.jsonl", "", r"f\.jsonl has no rows; expected a text and its class"),
+        ("f.jsonl", " \n\n", r"has no rows"),
+        ("f.json", "[]", r"has no rows"),
+        ("f.csv", "", r"has no rows"),
+        ("f.csv", "text,label\n", r"has no rows"),
+        (
+            "f.jsonl",
+            GOOD + '\n{"text": "b", label: 1}\n',
+            r"line 3 of .*f\.jsonl .*column 15.*label",
+        ),
+        ("f.jsonl", GOOD + "[" * 100_000, r"line 2 of .*f\.jsonl cannot be read as json"),
+        ("f.jsonl", GOOD + "7" * 5000, r"line 2 of .*f\.jsonl cannot be read as json"),
+        ("f.jsonl", GOOD + '"b"\n', r"row 1 of .*f\.jsonl is no json object; .* got 'b'$"),
+        (
+            "f.json",
+            '[\n{"text": "a", "label": 0},\n5]',
+            r"row 1 of .* is no json object; .* got 5$",
+        ),
+        ("f.json", '[\n{"text": "a", "label": 0},\n}]', r"line 3 of .* cannot be read as json"),
+        ("f.json", "[" * 100_000, r"line 1 of .*f\.json cannot be read as json"),
+        (
+            "f.jsonl",
+            GOOD + GOOD.replace("a", "é"),
+            r"no text in UTF-8: line 2 has the byte 0xe9; save",
+        ),
+        ("f.csv", "text,label\né,0\n", r"no text in UTF-8: line 2 has the byte 0xe9; save it as"),
+        ("f.csv", "text,label\na,b,0\n", r"cannot be read as csv: .* line 2, saw 3; put quotes"),
+        ("f.csv", 'text,label\n"a,0\n', r"cannot be read as csv: .*; put quotes"),
+        ("f.csv", "label,text\n0,a\n1\n", r"row 1 of .* got text None and label 1$"),
+        ("f.csv", "text,label\na,\n", r"row 0 of .* got text 'a' and label None$"),
+        ("f.csv", "text,label\na,1.0\n", r"row 0 of .* label '1.0'$"),
+        ("f.csv", f"text,label\na,{'9' * 5000}\n", r"row 0 of .* label '999"),
+        ("f.csv", "text,label,text\na,1,b\n", r"several columns of the names \['text'\]; rename"),
+        (
+            "f.txt",
+            GOOD,
+            r"f\.txt does not tell how to read it; .* \.jsonl, \.json, \.csv, \.parquet",
+        ),
+    ],
+)
+def test_files_that_cannot_be_read_are_named_with_the_line(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with refused(match=message):
+        al.load_examples(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none.JSONL",
+        "./none",
+        "../me/moods",
+        "/nowhere/moods",
+        "a b",
+        "x*",
+        "https://host/x.jsonl",
+        "s3://x/y",
+        "a/b/c",
+        "no\0name.csv",
+        "n" * 300 + ".csv",
+        "n" * 300,
+        "folder.csv",
+        "folder",
+        "",
+    ],
+)
+def test_a_path_is_never_sent_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "folder").mkdir()
+    for source in (name, Path(name)):
+        with refused(match=r"there is no file|cannot be read: |does not tell how to read it"):
+            al.load_examples(source)
+    assert not hub
+
+
+def test_names_of_sets_are_files_only_as_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sst2", "news", "mine.csv"):
+        (tmp_path / name).write_text("text,label\na,1\n")
+    assert al.load_examples("mine.csv") == al.load_examples(Path("mine.csv"))
+    assert (
+        len(al.load_examples("news")) > 1 and len(al.load_examples("sst2")) == 3 and len(hub) == 1
+    )
+    for name in ("sst2", "news"):
+        with refused(match=rf"{name} does not tell how to read it"):
+            al.load_examples(Path(name))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from conftest import tiny_gpt2
 from test_cli import call
 
 import anchorlens as al
-from anchorlens import cli
+from anchorlens import cli, command_data
 from anchorlens.errors import MetricError
 from anchorlens.experiments.paper_parts import Number, Setting
 
@@ -123,7 +123,9 @@ def test_emocontext_runs_where_it_is_named_alone(
         assert options["parts"] == al.PAPER_PARTS
         return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
-    monkeypatch.setattr(cli, "load_examples", lambda name, split: al.load_examples(bundled[name]))
+    monkeypatch.setattr(
+        command_data, "load_examples", lambda name, split: al.load_examples(bundled[name])
+    )
     monkeypatch.setattr(cli, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0
@@ -162,7 +164,10 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
         (["--tasks", "news", "--seeds", "1,01"], "seeds must differ"),
         (["--tasks", "news", "--data", "nowhere"], "there is no file nowhere/news/train.jsonl"),
         (["--tasks", "news", "--queries", "999"], "news: 999 queries are asked for, but only"),
-        (["--tasks", "news", "--layers", "9"], "layers must be numbers from 0 to 5"),
+        (
+            ["--tasks", "news", "--layers", "9"],
+            "are more than the 6 layers of the model; isolate fewer",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

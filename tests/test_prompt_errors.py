@@ -41,6 +41,9 @@ def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, quer
 def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
     with refused(match=r"batch_size must be at least 1; got 0"):
         al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
+    for length in (0, -1):
+        with refused(match=rf"max_length must be at least 1; got {length}"):
+            al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
     for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
         with refused(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
             al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
@@ -116,3 +119,10 @@ def test_a_special_token_at_the_end_is_refused(byte_level: Any) -> None:
 def test_a_prompt_that_ends_in_a_demonstration_is_refused(tokenizer: Any) -> None:
     with refused(match=r"query 1"):
         al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
+def test_half_a_character_is_refused(tokenizer: Any, text: str) -> None:
+    for demos, query in (([GOOD, BAD], text), ([GOOD, al.Example(text, 0)], "x")):
+        with refused(match=r"a text holds '\\ud[8f]..', half of a pair .*; take it out"):
+            al.build_prompts(tokenizer, SST2, demos, [query])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import questions, tiny_gpt2
 from jaxtyping import Float
+from safetensors.torch import save
 from torch import Tensor
 
 import anchorlens as al
@@ -142,6 +143,31 @@ def test_a_folder_with_a_run_file_of_others_is_refused(gpt2: Any, tmp_path: Path
         run(gpt2, Logits(), tmp_path)
     al.forget_rows(tmp_path)
     assert path.read_text() == '{"my": "experiment"}'
+
+
+DEEP = ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"]
+
+
+@pytest.mark.parametrize("content", DEEP, ids=["list", "object", "value"])
+def test_a_run_file_of_too_many_brackets_is_damaged(
+    gpt2: Any, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.warns(UserWarning, match="is damaged; it is written anew"):
+        run(gpt2, Logits(), tmp_path)
+    assert json.loads(path.read_text())["digest"]
+    path.write_text(content)
+    al.forget_rows(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_of_rows_with_too_many_brackets_is_damaged(gpt2: Any, tmp_path: Path) -> None:
+    expected = run(gpt2, Logits(), tmp_path)
+    path = tmp_path / "rows-00001.safetensors"
+    path.write_bytes(save({"a": torch.zeros(1)}, metadata={"anchorlens": DEEP[0]}))
+    with pytest.warns(UserWarning, match="rows-00001.* is damaged; batch 1 is computed again"):
+        assert same(run(gpt2, Logits(), tmp_path), expected)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], None])

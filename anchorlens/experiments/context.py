@@ -154,7 +154,7 @@ class CompressedContext:
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "
                 f"{model.cfg.n_ctx} are left behind this compressed context; use shorter queries "
-                "or fewer demonstrations, or compress with positions=al.rebased"
+                "or fewer demonstrations, or in Python positions=al.rebased"
             )
 
     @property
@@ -186,7 +186,7 @@ class CompressedContext:
             if (queries & (places[:, None] - places >= window) & ~beyond).any():
                 raise ModelError(
                     f"layers with a window of {window} tokens cannot see all that these positions "
-                    "leave in it; use positions=al.as_in_prompt"
+                    "leave in it; in Python use positions=al.as_in_prompt"
                 )
             if beyond.any():
                 layers = [layer for layer, one in enumerate(windows) if one == window]
@@ -246,8 +246,8 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
         if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
-                "which a cut cache cannot follow; pass a prompt as long as this to al.compress, "
-                "which then keeps the whole cache"
+                "which a cut cache cannot follow; in Python pass a prompt as long as this to "
+                "al.compress, which then keeps the whole cache"
             )
 
     with without_user_hooks(model):

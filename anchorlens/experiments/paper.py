@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checks import one_set_per_query
 from ..errors import AnchorlensError, DataError
 from ..hooked import HookedModel, layer_numbers
 from ..metrics.distances import AnchorDistances
 from ..models import ensure_prepared
 from ..processes import gathered, is_main, main_first, together
 from ..store import Store, fingerprint
-from ..tasks import BUNDLED, TASKS, Example, sample_demonstrations, sample_queries
+from ..tasks import BUNDLED, TASKS, Example, Task, sample_demonstrations, sample_queries
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
 COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
@@ -76,13 +77,7 @@ def paper(
     """
     ensure_prepared(model)
     layer_numbers(model, range(layers))
-    if queries <= AnchorDistances().directions:
-        raise DataError(
-            f"Figure 6 needs more queries than its {AnchorDistances().directions} directions; got "
-            f"{queries}"
-        )
-    if len(set(seeds)) < len(seeds):
-        raise DataError(f"seeds must differ, or their spread says nothing; got {list(seeds)}")
+    check_examples(examples, queries, seeds)
     settings = [
         (name, _setting(model, name, *both, queries, seed, layers, draws))
         for name, both in examples.items()
@@ -187,16 +182,39 @@ def _title(part: Part) -> str:
     return str(getattr(part, "__name__", type(part).__name__)).replace("_", " ")
 
 
-def _setting(
-    model: HookedModel,
-    name: str,
-    pool: Sequence[Example],
-    tests: Sequence[Example],
+def check_examples(
+    examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
     queries: int,
-    seed: int,
-    layers: int,
-    draws: int,
-) -> Setting:
+    seeds: Sequence[int],
+) -> None:
+    """Refuse tasks, examples, queries and seeds of which no numbers can come.
+
+    Raises:
+        DataError: As :func:`paper`.
+        PromptError: The labels of queries are not those of the task.
+    """
+    if queries <= AnchorDistances().directions:
+        raise DataError(
+            f"Figure 6 needs more queries than its {AnchorDistances().directions} directions; got "
+            f"{queries}"
+        )
+    if len(set(seeds)) < len(seeds):
+        raise DataError(f"seeds must differ, or their spread says nothing; got {list(seeds)}")
+    for name, both in examples.items():
+        for seed in seeds:
+            _drawn(name, *both, queries, seed)
+
+
+class _Drawn(NamedTuple):
+    task: Task
+    demonstrations: list[Example]
+    training: list[Example]
+    queries: list[Example]
+
+
+def _drawn(
+    name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
+) -> _Drawn:
     key = BUNDLED.get(name, name)
     if key not in TASKS:
         raise DataError(f"there is no task {name!r}; choose of {', '.join((*TASKS, *BUNDLED))}")
@@ -212,8 +230,23 @@ def _setting(
             f"{name}: {error} (a demonstration and {TRAINING} training examples of each class, and "
             f"{queries} queries that are none of them)"
         ) from error
-    rest = _without(pool, asked)
-    return Setting(model, task, demos, training, asked, rest, layers, draws, seed)
+    one_set_per_query(task, demos, asked)
+    return _Drawn(task, demos, training, asked)
+
+
+def _setting(
+    model: HookedModel,
+    name: str,
+    pool: Sequence[Example],
+    tests: Sequence[Example],
+    queries: int,
+    seed: int,
+    layers: int,
+    draws: int,
+) -> Setting:
+    drawn = _drawn(name, pool, tests, queries, seed)
+    rest = _without(pool, drawn.queries)
+    return Setting(model, *drawn, rest, layers, draws, seed)
 
 
 def _without(examples: Sequence[Example], taken: Sequence[Example]) -> list[Example]:

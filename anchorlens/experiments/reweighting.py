@@ -15,8 +15,8 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import as_run, check_batches, check_same_call, describe
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import device_of, run_pass, vocabulary_of
-from ..hooked import Hook, HookedModel, refuse_folded_value_biases
+from ..forward import device_of, run_pass
+from ..hooked import Hook, HookedModel, refuse_folded_value_biases, vocabulary_of
 from ..hooks import reweight_anchors
 from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
@@ -146,7 +146,7 @@ def train_reweighting(
         training = _Training(model, parameter, loss, torch.optim.Adam([parameter], lr=lr))
         vanilla = training.loss_of(steps, torch.zeros_like(parameter))
         begin = vanilla if start is None else training.loss_of(steps, parameter.detach())
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed % 2**64)
         losses: list[float] = []
         betas = [parameter.detach().expand(shape).cpu().clone()]
         for epoch in tqdm(range(epochs), disable=quiet, desc="epochs"):

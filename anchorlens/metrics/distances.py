@@ -102,7 +102,7 @@ class AnchorDistances:
             raise MetricError(
                 f"anchor distances need more prompts than directions ({self.directions}) in each "
                 f"set of demonstrations, but one has {small}; use more queries for each set"
-                + (f", or AnchorDistances(directions={small - 1})" if small > 1 else "")
+                + (f", or in Python AnchorDistances(directions={small - 1})" if small > 1 else "")
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:

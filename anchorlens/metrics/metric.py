@@ -10,7 +10,7 @@ from torch import Tensor
 from ..batch import PromptBatch
 from ..errors import AnchorlensError, MetricError, ModelError
 from ..forward import device_of
-from ..hooked import Hook, HookedModel, refuse_folded_value_biases
+from ..hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
 from ..results import Record, Rows
 
 RowsOfBatch = Callable[
@@ -93,7 +93,11 @@ def possible(
     """The metrics that this model can give, and why it cannot the others.
 
     A run refuses them all together.
+
+    Raises:
+        PromptError: The prompts do not fit the model.
     """
+    check_fits(model, batch)
     able: list[Metric] = []
     refused: dict[str, AnchorlensError] = {}
     moved = batch.to(device_of(model))

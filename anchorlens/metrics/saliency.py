@@ -12,7 +12,7 @@ from .. import edges, figures
 from ..batch import PromptBatch
 from ..errors import PromptError
 from ..forward import device_of, run_pass
-from ..hooked import HookedModel
+from ..hooked import HookedModel, check_fits
 from ..losses import Loss, label_cross_entropy
 from ..model_state import undisturbed
 from ..results import Record, Rows, by_set
@@ -84,6 +84,7 @@ class SaliencyFlows:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Watch A and dL/dA of every layer; keep only sums over edges."""
+        check_fits(model, batch)  # before the edges, whose size is quadratic
         chosen = _edges_of_flows(batch)
         counts = chosen.sum((2, 3)).cpu()
         sums = _Sums(chosen[:, :, batch.first_query :], self.absolute_per_head)
@@ -103,6 +104,7 @@ class SaliencyFlows:
 
     def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """The same of edges in shared demonstrations, with the gradient of each prompt in turn."""
+        check_fits(model, batch)
         sums = _Sums(_edges_of_flows(batch), self.absolute_per_head)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:

@@ -1,0 +1,89 @@
+"""Prompts that are too long are refused before anything of quadratic size is made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.metrics.metric import possible
+
+pytestmark = pytest.mark.without_jaxtyping
+
+LENGTH, PROMPTS = 3000, 4
+FLOWS = al.SaliencyFlows()
+REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
+    "possible": lambda model, batch: possible(model, batch, [FLOWS]),
+    "observe": FLOWS.observe,
+    "observe_demonstrations": FLOWS.observe_demonstrations,
+    "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
+    "isolate_random": lambda model, batch: al.isolate_random(model, batch, 0, seed=1),
+    "reweight_anchors": lambda model, batch: al.reweight_anchors(
+        model, batch, torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 2)
+    ),
+    "saliency": al.saliency,
+    "run": lambda model, batch: al.run(model, [batch], [FLOWS]),
+    "run with hooks": lambda model, batch: al.run(
+        model, [batch], [al.Loyalty()], hooks=lambda batch: al.isolate_labels(model, batch, 0)
+    ),
+    "target_logits": lambda model, batch: al.target_logits(
+        model, [batch], hooks=lambda batch: al.isolate_labels(model, batch, 0)
+    ),
+    "isolation_sweep": lambda model, batch: al.isolation_sweep(model, [batch], {"a": al.Where(0)}),
+    "train_reweighting": lambda model, batch: al.train_reweighting(model, [batch]),
+    "compress": al.compress,
+    "compression_loyalty": lambda model, batch: al.compression_loyalty(model, [batch]),
+    "answer_times": lambda model, batch: al.answer_times(model, [batch]),
+}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation inside gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def long_prompts() -> al.PromptBatch:
+    return al.PromptBatch.from_positions(
+        torch.arange(PROMPTS * LENGTH).view(PROMPTS, LENGTH) % 100,
+        label_positions=[[1000, 2000]] * PROMPTS,
+        label_classes=[[0, 1]] * PROMPTS,
+        label_token_ids=[1, 2],
+        gold=[0, 1] * (PROMPTS // 2),
+    )
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_of_quadratic_size_is_made_before_the_length_is_checked(
+    gpt2: Any, name: str
+) -> None:
+    batch = long_prompts()
+    with LargestTensor() as largest, pytest.raises(PromptError, match="a prompt has 3000 tokens"):
+        REQUESTS[name](gpt2, batch)
+    assert largest.elements < 50 * PROMPTS * LENGTH
+
+
+def test_a_query_that_is_too_long_for_a_context_is_refused_before_it_is_masked(gpt2: Any) -> None:
+    batch = questions(gpt2, count=2)[0]
+    context = al.compress(gpt2, batch)
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    long = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, ["What is it? " * 1000])[0]
+    width = long.tokens.shape[1]
+    assert width > 3000
+    with LargestTensor() as largest, pytest.raises(PromptError, match=r"query has .* tokens"):
+        context.logits(gpt2, long)
+    assert largest.elements < 50 * width

@@ -1,0 +1,123 @@
+"""A metric that cannot be is refused by name before the model runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions
+from jaxtyping import Float
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError, MetricError
+
+pytestmark = pytest.mark.without_jaxtyping
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeanRecord(al.Record):
+    mean: Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A user's metric, whatever it observes in a batch and in demonstrations that are shared."""
+
+    name: Any = "mine"
+    observation: Any = None
+    shared: Any = None
+    needs_gradient: bool = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> Any:
+        return self.observation
+
+    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> Any:
+        return self.shared
+
+    def result(self, rows: Any) -> MeanRecord:
+        return MeanRecord(mean=rows["v"].mean())
+
+
+def look(tensor: Tensor, hook: Any) -> None:
+    pass
+
+
+def watching(*hooks: Any, backward: Any = ()) -> al.Observation:
+    return al.Observation(
+        lambda logits, clean_logits: {"v": torch.ones(len(logits))}, hooks, backward
+    )
+
+
+NOTHING = al.Observation(lambda logits, clean_logits: {})
+PATTERN = "blocks.0.attn.hook_pattern"
+NOWHERE = "blocks.9.attn.hook_pattern"
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    (Mine(name=7), MetricError, r"needs a name, a string without \"/\"; got \[7, 'accuracy'\]"),
+    (Mine(name=None), MetricError, r"needs a name, a string .* got \[None, 'accuracy'\]"),
+    (Mine(name=["a"]), MetricError, r"needs a name, a string .* got \[\['a'\], 'accuracy'\]"),
+    (Mine(name=""), MetricError, r"needs a name, a string .* got \['', 'accuracy'\]"),
+    (Mine(observation=watching((NOWHERE, look))), HookError, f"no hook point '{NOWHERE}', which m"),
+    (
+        Mine(observation=watching((PATTERN, look), (NOWHERE, look))),
+        HookError,
+        f"no hook point '{NOWHERE}', which mine names; see model.hook_dict",
+    ),
+    (
+        Mine(observation=watching(backward=[(NOWHERE, look)])),
+        HookError,
+        f"no hook point '{NOWHERE}', which mine names",
+    ),
+    (Mine(observation=None), MetricError, "mine must observe a batch with an al.Observation; got"),
+    (Mine(observation=watching(PATTERN)), HookError, "hooks of mine must be a list of"),
+    (Mine(observation=watching((PATTERN, None))), HookError, "hooks of mine must be a list of"),
+    (Mine(observation=watching(backward=7)), HookError, "hooks of mine must be a list .* got 7"),
+]
+
+
+@pytest.fixture
+def idle(gpt2: Any) -> Iterator[Any]:
+    """A model that must not run."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the model ran")
+
+    handle = gpt2.register_forward_pre_hook(refuse)
+    yield gpt2
+    handle.remove()
+
+
+@pytest.mark.parametrize(("metric", "error", "message"), MISTAKES)
+def test_a_metric_that_cannot_be_is_refused_before_any_pass(
+    idle: Any, metric: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        al.run(idle, questions(idle, 2), [metric, al.Accuracy()], progress=False)
+    with pytest.raises(error, match=message):
+        al.isolation_sweep(
+            idle,
+            questions(idle, 2),
+            {"a": al.Where(0)},
+            metrics=[metric, al.Accuracy()],
+            progress=False,
+        )
+
+
+def test_hook_points_of_functions_stay_as_they_are(gpt2: Any) -> None:
+    """A function of names chooses what is there, which may be nothing."""
+    seen = []
+    anywhere = (lambda name: name == PATTERN, lambda tensor, hook: seen.append(hook.name))
+    metric = Mine(observation=watching(anywhere, (lambda name: False, look)), shared=NOTHING)
+    result = al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)["mine"]
+    assert float(result.mean) == 1 and PATTERN in seen
+
+
+@pytest.mark.parametrize(
+    "shared", [watching((NOWHERE, look)), watching((NOWHERE, look), (PATTERN, look))]
+)
+def test_a_point_that_does_not_exist_in_shared_demonstrations(gpt2: Any, shared: Any) -> None:
+    metric = Mine(observation=watching((PATTERN, look)), shared=shared)
+    with pytest.raises(HookError, match=f"no hook point '{NOWHERE}', which mine names"):
+        al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
+    assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]
