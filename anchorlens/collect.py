@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -66,6 +67,12 @@ def collect(
     collected = _of_all_processes(collected)
     order = _order_of_queries(batches)
     return {name: values[order] for name, values in joined(collected).items()}
+
+
+def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
+    """The set of demonstrations of each prompt, in the order of the rows."""
+    ids = torch.cat([batch.demonstrations_id.cpu() for batch in batches])
+    return ids[_order_of_queries(batches)]
 
 
 def check_same_call(

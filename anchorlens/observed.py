@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import AnchorlensError, HookError, MetricError, RunError
 from .forward import device_of, run_pass, vocabulary_of
 from .hooked import HookedModel, refuse_folded_value_biases
+from .intervals import with_intervals
 from .losses import Loss, require_one_a_prompt
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks
 from .prefix import Prefix
 from .processes import gathered
-from .results import Record, Rows, with_intervals
+from .results import Record, Rows
 
 
 def check_metrics(
@@ -130,6 +131,7 @@ def results_of(
     rows: Rows,
     failures: Mapping[str, AnchorlensError],
     *,
+    sets: Int[Tensor, " prompt"],
     info: Mapping[str, Any],
     resamples: int,
     known: Mapping[str, Record] | None = None,
@@ -152,7 +154,7 @@ def results_of(
             continue
         try:
             results[metric.name] = with_intervals(
-                metric.result, own, resamples=resamples, info=info
+                metric.result, own, sets=sets, resamples=resamples, info=info
             )
         except AnchorlensError as error:
             reasons.setdefault(metric.name, str(error))

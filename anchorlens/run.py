@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .collect import check_batches, check_same_call, collect, describe
+from .collect import check_batches, check_same_call, collect, describe, sets_of
 from .errors import AnchorlensError, MetricError
 from .forward import device_of
 from .hooked import HookedModel
@@ -118,7 +118,8 @@ def run(
     needed = [f"{metric.name}/" for metric in metrics]
     rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"shared_prefix": passes.said}
-    return results_of(metrics, rows, failures, info=info, resamples=resamples)
+    sets = sets_of(batches)
+    return results_of(metrics, rows, failures, sets=sets, info=info, resamples=resamples)
 
 
 @together()

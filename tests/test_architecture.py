@@ -30,6 +30,7 @@ ORDER = [
     "probe",
     "models",
     "results",
+    "intervals",
     "figures",
     "metrics.__init__",
     "metrics.metric",

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.results import by_set, with_intervals
+from anchorlens.intervals import with_intervals
+from anchorlens.results import by_set
 
 NAN = float("nan")
 

@@ -1,9 +1,9 @@
 """Isolate the label words, and as many random words: what does the model lose? (section 2.2)"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, check_same_call, collect, describe
+from ..collect import check_batches, check_same_call, collect, describe, sets_of
 from ..errors import AnchorlensError, HookError, MetricError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
+from ..intervals import with_intervals
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..metrics.metric import Metric
 from ..models import ensure_prepared
 from ..observed import check_metrics, observed_rows, results_of
 from ..passes import HooksOfBatch
 from ..processes import main_first, together
-from ..results import Record, Rows, with_intervals
+from ..results import Record, Rows
 from ..sharing import late_starts, shared_passes
 from ..start import Start, kept_starts
 from ..store import Store, fingerprint
@@ -63,6 +64,8 @@ class IsolationRecord(Record):
     word_overlap: Float[Tensor, " prompt"]
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
+
+    proportions: ClassVar[Collection[str]] = ("label_loyalty", "random_label_loyalty")
 
     def plot(self) -> Any:
         """Loyalty of label words and random words (the paper's Figure 4)."""
@@ -253,15 +256,18 @@ def isolation_sweep(
     needed = [f"{metric.name}/" for metric in metrics]
     rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
-    records: dict[str, Record] = {}
+    sets, records = sets_of(batches), dict[str, Record]()
     for place, (name, own) in enumerate(acting.items()):
         start = f"/{place}/"  # unlike the rows of metrics, whose names have no "/"
         of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
         first = own["layers"][0]
         own = own | {"skipped_layers": refused.get(first, first)}
-        records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
+        records[name] = with_intervals(
+            _record, of_place, sets=sets, resamples=resamples, info=info | own
+        )
     watched = describe(model, batches) | {"shared_prefix": passes.said}
-    return results_of(metrics, rows, failures, info=watched, resamples=resamples, known=records)
+    options = {"sets": sets, "info": watched, "resamples": resamples}
+    return results_of(metrics, rows, failures, **options, known=records)
 
 
 def plot_isolation(records: Mapping[str, Record]) -> Any:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import check_batches, check_same_call, describe
+from ..collect import check_batches, check_same_call, describe, sets_of
 from ..errors import HookError, MetricError, ModelError, PromptError
 from ..forward import device_of, run_pass, undisturbed, vocabulary_of
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases
@@ -232,7 +232,8 @@ def reweighting_accuracy(
         "more shots": many.correct,
         "re-weighted": weighted.correct,
     }
-    return compare_accuracies(correct, resamples=resamples, info=describe(model, batches))
+    info, sets = describe(model, batches), sets_of(batches)
+    return compare_accuracies(correct, sets=sets, resamples=resamples, info=info)
 
 
 @dataclass(frozen=True)

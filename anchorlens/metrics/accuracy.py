@@ -1,18 +1,19 @@
 """How often the predicted label is the true one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel
-from ..results import Record, Rows, require_gold, with_intervals
+from ..intervals import with_intervals
+from ..results import Record, Rows, require_gold
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -30,6 +31,8 @@ class AccuracyRecord(Record):
     accuracy: Float[Tensor, ""]
     correct: Float[Tensor, " prompt"]
 
+    proportions: ClassVar[Collection[str]] = ("accuracy",)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AccuracyComparisonRecord(Record):
@@ -46,6 +49,8 @@ class AccuracyComparisonRecord(Record):
     accuracy: Float[Tensor, " method"]
     gain: Float[Tensor, " method"]
     correct: Float[Tensor, "prompt method"]
+
+    proportions: ClassVar[Collection[str]] = ("accuracy",)
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The methods by name."""
@@ -102,6 +107,7 @@ class Accuracy:
 def compare_accuracies(
     correct: Mapping[str, Float[Tensor, " prompt"]],
     *,
+    sets: Int[Tensor, " prompt"] | None = None,
     resamples: int = 200,
     info: Mapping[str, Any] | None = None,
 ) -> AccuracyComparisonRecord:
@@ -110,7 +116,9 @@ def compare_accuracies(
     Args:
         correct: For each method by name, 1 for each prompt that it gets right, else 0; the first
             is what the others are compared with. ``AccuracyRecord.correct`` is one.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        sets: The set of demonstrations of each prompt, as ``PromptBatch.demonstrations_id`` names
+            it; one for all by default. Intervals draw whole sets where sets are small and many.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         info: What the numbers are of.
 
     Raises:
@@ -127,9 +135,8 @@ def compare_accuracies(
             f"methods are compared on the same prompts, at least one; got prompts: {sizes}"
         )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
-    return with_intervals(
-        _comparison, rows, resamples=resamples, info={**(info or {}), "methods": list(correct)}
-    )
+    own = {**(info or {}), "methods": list(correct)}
+    return with_intervals(_comparison, rows, sets=sets, resamples=resamples, info=own)
 
 
 def _comparison(rows: Rows) -> AccuracyComparisonRecord:

@@ -1,7 +1,7 @@
 """Distances between the anchors' keys, as the queries see them, against the model's confusions."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, ClassVar
@@ -48,6 +48,8 @@ class AnchorDistancesRecord(Record):
     position_correlation: Float[Tensor, " layer"]
     accuracy: Float[Tensor, ""]
     default_layer: Int[Tensor, ""]
+
+    proportions: ClassVar[Collection[str]] = ("accuracy",)
 
     def plot(self) -> Any:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
