@@ -55,9 +55,8 @@ class CompressionRecord(Record):
         random_label_loyalty: Label loyalty of each random control.
         random_word_loyalty: Word loyalty of each random control.
         random_kl: KL of each random control.
-        top_accuracy: Accuracy of the control with the best label loyalty of each set (of all
-            prompts where sets are pooled). It was chosen on the prompts it is measured on, as in
-            the paper.
+        top_accuracy: Accuracy of the control with the best label loyalty of each set (of all, where
+            sets are pooled), chosen on the prompts that it is measured on, as in the paper.
         top_label_loyalty: Its label loyalty.
         top_word_loyalty: Its word loyalty.
         label_gap: label_loyalty minus the mean of the controls, paired by prompt, from -1 to 1.
@@ -321,10 +320,11 @@ def _record(rows: Rows) -> CompressionRecord:
     random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
     row_of = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
     row_of |= {"accuracy": "correct", "kl": "kl"}
+    means: dict[str, Any] = {name: rows[row].mean(0) for name, row in row_of.items()}
+    means |= {f"random_{name}": rows[f"random_{row}"].mean(0) for name, row in row_of.items()}
     top = torch.stack([_best_draw(one) for one in by_set(rows)]).mean(0)
     return CompressionRecord(
-        **{name: rows[row].mean(0) for name, row in row_of.items()},
-        **{f"random_{name}": rows[f"random_{row}"].mean(0) for name, row in row_of.items()},
+        **means,
         whole_accuracy=rows["whole_correct"].mean(),
         top_label_loyalty=top[0],
         top_word_loyalty=top[1],
