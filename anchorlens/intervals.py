@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan, nan, sqrt
+from math import sqrt
 from typing import Any, TypeVar
 
 import torch
@@ -43,22 +43,29 @@ class Population:
         return sum(map(len, self.strata))
 
     @property
-    def tail(self) -> float:
-        """The share of resamples below a 95 % interval, and above it; NaN for a single unit.
+    def freedom(self) -> float:
+        """Degrees of freedom of the variance (Welch, Satterthwaite): of a mean over strata."""
+        sizes = self._sizes()
+        return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
 
-        A percentile interval is that of a normal distribution with the variance of the resamples,
-        which is (n - 1) / n of the unbiased one. The expanded percentile interval (Hesterberg 2015)
-        corrects for that, and for the variance being estimated, by further quantiles: those that
-        cut the normal distribution at sqrt(n / (n - 1)) * t. Of several strata n and the degrees
-        of freedom (Welch, Satterthwaite) are those of a mean over strata of equal spread.
+    @property
+    def inflation(self) -> float:
+        """By how much the variance of resamples is too small: n / (n - 1) of one stratum."""
+        sizes = self._sizes()
+        return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
+
+    @property
+    def tail(self) -> float:
+        """The share of resamples below a 95 % interval, and above it.
+
+        Plain percentiles are too near: the variance of resamples is too small, and it is estimated.
+        The expanded percentile interval (Hesterberg 2015) corrects for both by further quantiles:
+        those that cut a normal distribution at sqrt(n / (n - 1)) * t.
         """
-        if self.units < 2:
-            return nan
-        sizes = torch.tensor([len(units) for units in self.strata], dtype=torch.double)
-        variance = (1 / sizes).sum()
-        estimated = ((sizes - 1) / sizes**2).sum()
-        freedom = variance**2 / (1 / (sizes**2 * (sizes - 1))).sum()
-        return float(ndtr(-sqrt(variance / estimated) * stdtrit(float(freedom), 0.975)))
+        return float(ndtr(-sqrt(self.inflation) * stdtrit(self.freedom, 0.975)))
+
+    def _sizes(self) -> Float[Tensor, " stratum"]:
+        return torch.tensor([len(units) for units in self.strata], dtype=torch.double)
 
     def draw(self, generator: torch.Generator) -> Int[Tensor, " prompt"]:
         """The prompts of one resample, each as often as its unit was drawn."""
@@ -103,7 +110,8 @@ def with_intervals(
     Sets of demonstrations of at least ``MANY_PROMPTS`` prompts are given: prompts are drawn with
     replacement within their set. Where a set is smaller all prompts count as one set, and whole
     sets are drawn where there are ``MANY_SETS`` of them, else prompts. Intervals are expanded
-    percentiles, and Wilson's for what the record declares as ``proportions``.
+    percentiles, Wilson's for the record's ``proportions``, Bonett and Price's for its
+    ``differences``.
 
     Args:
         result: Function from rows, Tensor["prompt ..."] each, to a record.
@@ -116,8 +124,8 @@ def with_intervals(
 
     Returns:
         The record; every tensor field without a prompt axis has an interval, and ``info`` tells
-        what is drawn and how many ``units`` there are. NaN where no resample has a number, and for
-        what is no proportion of a single unit.
+        what is drawn and how many ``units`` there are. NaN where no resample has a number, and of a
+        single unit for all but ``proportions`` and ``differences``.
     """
     count = len(next(iter(rows.values())))
     if sets is None:
@@ -142,43 +150,72 @@ def with_intervals(
             for name in averaged:
                 drawn[name].append(getattr(resampled, name))
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
-    intervals = {name: _percentiles(values, population.tail) for name, values in stacked.items()}
-    for name in set(record.proportions) & set(averaged):
-        intervals[name] = _of_proportion(getattr(record, name), stacked[name], population)
+    intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
+    for name, prompts in record.proportions().items():
+        intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, prompts)
+    for name in record.differences:
+        intervals[name] = _of_difference(getattr(record, name), stacked[name], population)
     return replace(record, intervals=intervals)
 
 
 def _percentiles(
-    values: Float[Tensor, "resample *axes"], tail: float
+    values: Float[Tensor, "resample *axes"], population: Population
 ) -> Float[Tensor, "end *axes"]:
-    """The quantiles that leave out ``tail`` at each end; NaN if it is."""
-    if isnan(tail):
-        return torch.full_like(values[:1], nan).expand(2, *values.shape[1:])
-    return values.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.double), dim=0)
+    """Expanded percentiles; NaN for a single unit, which says nothing of others."""
+    if population.units < 2:
+        return torch.full_like(values[:1], torch.nan).expand(2, *values.shape[1:])
+    tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double)
+    return values.nanquantile(tails, dim=0)
+
+
+def _of_proportion(
+    share: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    prompts: int,
+) -> Float[Tensor, "end *axes"]:
+    """Wilson's interval of a share of cases of so many prompts each.
+
+    Single prompts that are drawn one by one are that many independent cases. Cases that share a
+    prompt or a set are worth as many as give the variance of the resamples, at least one for each
+    ``prompts`` units, as many as share none.
+    """
+    share, count, units = share.double(), len(population.unit), population.units
+    if units < 2 or (prompts == 1 and units == count):
+        return wilson(share, torch.full_like(share, units / prompts), float(ndtri(0.975)))
+    variance = _variance(resampled) * population.inflation
+    most = count if prompts == 1 else torch.inf
+    worth = (share * (1 - share) / variance).nan_to_num(0.0).clamp(units / prompts, most)
+    return wilson(share, worth, float(stdtrit(population.freedom, 0.975)))
 
 
 def wilson(
-    share: Float[Tensor, "*axes"], count: Float[Tensor, "*axes"] | int, normal: float
+    share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"], normal: float
 ) -> Float[Tensor, "end *axes"]:
-    """Wilson's interval of a share of ``count``, ``normal`` standard deviations to each side."""
-    extra = normal**2 / count
+    """Wilson's interval of a share of ``cases``, ``normal`` standard deviations to each side."""
+    extra = normal**2 / cases
     centre = (share + extra / 2) / (1 + extra)
     half = (share * (1 - share) * extra + extra**2 / 4).sqrt() / (1 + extra)
     return torch.stack([centre - half, centre + half]).clamp(0, 1)
 
 
-def _of_proportion(
-    share: Float[Tensor, "*axes"], resampled: Float[Tensor, "resample *axes"], among: Population
+def _of_difference(
+    difference: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
 ) -> Float[Tensor, "end *axes"]:
-    """Wilson's interval of a share of all prompts.
+    """Bonett and Price's interval of a paired difference: with one more unit of 1 and one of -1.
 
-    Where sets are drawn their prompts are worth fewer that are independent: as many as give the
-    variance of the resamples, and no fewer than there are sets.
+    Without them prompts that do not differ would say that none ever does.
     """
-    share, prompts = share.double(), len(among.unit)
-    if among.units == prompts:
-        return wilson(share, prompts, float(ndtri(0.975)))
-    sets = among.units
-    variance = resampled.var(0) * sets / (sets - 1)
-    worth = (share * (1 - share) / variance).nan_to_num(sets).clamp(sets, prompts)
-    return wilson(share, worth, float(stdtrit(sets - 1, 0.975)))
+    difference, units = difference.double(), population.units
+    squares = units * _variance(resampled) + difference**2
+    mean = difference * units / (units + 2)
+    variance = (units * squares + 2) / (units + 2) - mean**2
+    half = float(ndtri(0.975)) * (variance / (units + 2)).sqrt()
+    return torch.stack([mean - half, mean + half]).clamp(-1, 1)
+
+
+def _variance(resampled: Float[Tensor, "resample *axes"]) -> Float[Tensor, "*axes"]:
+    """Of the resamples that have a number."""
+    return (resampled - resampled.nanmean(0)).square().nanmean(0)

@@ -37,9 +37,8 @@ class Record:
 
     # Names along an axis, where it has some ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
-    # Fields that are shares of all prompts, so means of zeros and ones ("accuracy"): their
-    # intervals are Wilson's, as resamples of equal zeros or ones do not differ.
-    proportions: ClassVar[Collection[str]] = ()
+    # Fields that are the mean over prompts of a difference of two zeros or ones ("gain").
+    differences: ClassVar[Collection[str]] = ()
 
     @classmethod
     @cache
@@ -57,6 +56,15 @@ class Record:
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name."""
         return {name: getattr(self, name) for name in self.axes()}
+
+    def proportions(self) -> Mapping[str, int]:
+        """Fields that are shares of cases, and how many prompts make a case.
+
+        1 where each prompt is a case ("accuracy", a mean of zeros and ones), 2 for pairs of prompts
+        (AUC-ROC: a share of pairs), the number of classes for pairs from two of them. Their
+        intervals are Wilson's, because resamples of zeros alone do not differ.
+        """
+        return {}
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """Names along an axis: the record's own, or the class names that ``info`` holds."""

@@ -1,7 +1,7 @@
 """What compressed contexts lose, beside random ones, and what they save (Tables 2 and 3)."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -87,10 +87,12 @@ class CompressionRecord(Record):
     label_kept: Float[Tensor, " prompt"]
     word_overlap: Float[Tensor, " prompt"]
 
-    proportions: ClassVar[Collection[str]] = (
-        *("accuracy", "whole_accuracy", "random_accuracy"),
-        *("label_loyalty", "random_label_loyalty"),
-    )
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        names = ("accuracy", "whole_accuracy", "label_loyalty")
+        return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
 
     def plot(self) -> Any:
         """Loyalties and accuracy of the context, its controls and the best control."""
@@ -98,8 +100,7 @@ class CompressionRecord(Record):
         own = torch.stack([getattr(self, name) for name in fields])
         controls = torch.stack([getattr(self, f"random_{name}") for name in fields])
         top = torch.stack([getattr(self, f"top_{name}") for name in fields])
-        bounds = [self.intervals.get(name) for name in fields]
-        ends = [v.expand(2) if b is None else b for v, b in zip(own, bounds, strict=True)]
+        ends = [self.intervals.get(name, getattr(self, name).expand(2)) for name in fields]
         low, high = torch.stack(ends, dim=1)
         return figures.grouped_bars(
             torch.stack([own, controls.mean(1), top], dim=1),
@@ -286,8 +287,7 @@ def answer_times(
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
     (cached,) = contexts(model, batches[0], [everything])
     whole = whole_passes(model, "they are timed")
-    device = device_of(model)
-    moved = [batch.to(device) for batch in batches]
+    moved = [batch.to(device_of(model)) for batch in batches]
     behind = [replace(one.padded_right(), first_query=len(cached.kept)) for one in moved]
     ways: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
         (whole.logits, moved),
@@ -317,7 +317,6 @@ def answer_times(
 
 def _record(rows: Rows) -> CompressionRecord:
     label, word = rows["label_kept"], rows["word_overlap"]
-    random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
     row_of = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
     row_of |= {"accuracy": "correct", "kl": "kl"}
     means: dict[str, Any] = {name: rows[row].mean(0) for name, row in row_of.items()}
@@ -329,8 +328,8 @@ def _record(rows: Rows) -> CompressionRecord:
         top_label_loyalty=top[0],
         top_word_loyalty=top[1],
         top_accuracy=top[2],
-        label_gap=label.mean() - random_label.mean(),
-        word_gap=word.mean() - random_word.mean(),
+        label_gap=label.mean() - rows["random_label_kept"].mean(),
+        word_gap=word.mean() - rows["random_word_overlap"].mean(),
         bytes_kept=rows["bytes_kept"].mean(),
         bytes_whole=rows["bytes_whole"].mean(),
         label_kept=label,

@@ -65,7 +65,11 @@ class IsolationRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
-    proportions: ClassVar[Collection[str]] = ("label_loyalty", "random_label_loyalty")
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"label_loyalty": 1, "random_label_loyalty": 1}
 
     def plot(self) -> Any:
         """Loyalty of label words and random words (the paper's Figure 4)."""

@@ -31,7 +31,9 @@ class AccuracyRecord(Record):
     accuracy: Float[Tensor, ""]
     correct: Float[Tensor, " prompt"]
 
-    proportions: ClassVar[Collection[str]] = ("accuracy",)
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"accuracy": 1}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +52,11 @@ class AccuracyComparisonRecord(Record):
     gain: Float[Tensor, " method"]
     correct: Float[Tensor, "prompt method"]
 
-    proportions: ClassVar[Collection[str]] = ("accuracy",)
+    differences: ClassVar[Collection[str]] = ("gain",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"accuracy": 1}
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The methods by name."""
@@ -136,7 +142,10 @@ def compare_accuracies(
         )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
     own = {**(info or {}), "methods": list(correct)}
-    return with_intervals(_comparison, rows, sets=sets, resamples=resamples, info=own)
+    record = with_intervals(_comparison, rows, sets=sets, resamples=resamples, info=own)
+    for bounds in record.intervals.get("gain", ()):
+        bounds[0] = 0  # over itself
+    return record
 
 
 def _comparison(rows: Rows) -> AccuracyComparisonRecord:

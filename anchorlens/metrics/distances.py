@@ -1,7 +1,7 @@
 """Distances between the anchors' keys, as the queries see them, against the model's confusions."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, ClassVar
@@ -49,7 +49,9 @@ class AnchorDistancesRecord(Record):
     accuracy: Float[Tensor, ""]
     default_layer: Int[Tensor, ""]
 
-    proportions: ClassVar[Collection[str]] = ("accuracy",)
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts, and of pairs of prompts from two of all classes."""
+        return {"accuracy": 1, "pair_auc": len(self.pair_auc)}
 
     def plot(self) -> Any:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""

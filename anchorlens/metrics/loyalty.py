@@ -1,6 +1,6 @@
 """How much of the model's output a change of its attention leaves as it was."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -41,7 +41,9 @@ class LoyaltyRecord(Record):
     word_overlap: Float[Tensor, " prompt"]
     kl_per_prompt: Float[Tensor, " prompt"]
 
-    proportions: ClassVar[Collection[str]] = ("label_loyalty",)
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"label_loyalty": 1}
 
     def plot(self) -> Any:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
