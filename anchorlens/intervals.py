@@ -43,6 +43,12 @@ class Population:
         return sum(map(len, self.strata))
 
     @property
+    def independent(self) -> float:
+        """Units of one stratum that give a mean the variance of a mean over the strata."""
+        sizes = self._sizes()
+        return len(sizes) ** 2 / float((1 / sizes).sum())
+
+    @property
     def freedom(self) -> float:
         """Degrees of freedom of the variance (Welch, Satterthwaite): of a mean over strata."""
         sizes = self._sizes()
@@ -177,15 +183,15 @@ def _of_proportion(
     """Wilson's interval of a share of cases of so many prompts each.
 
     Single prompts that are drawn one by one are that many independent cases. Cases that share a
-    prompt or a set are worth as many as give the variance of the resamples, at least one for each
-    ``prompts`` units, as many as share none.
+    prompt or a set are worth as many as give the variance of the resamples, at least as many as
+    share none.
     """
     share, count, units = share.double(), len(population.unit), population.units
     if units < 2 or (prompts == 1 and units == count):
         return wilson(share, torch.full_like(share, units / prompts), float(ndtri(0.975)))
     variance = _variance(resampled) * population.inflation
-    most = count if prompts == 1 else torch.inf
-    worth = (share * (1 - share) / variance).nan_to_num(0.0).clamp(units / prompts, most)
+    least, most = population.independent / prompts, count if prompts == 1 else torch.inf
+    worth = (share * (1 - share) / variance).nan_to_num(0.0).clamp(least, most)
     return wilson(share, worth, float(stdtrit(population.freedom, 0.975)))
 
 

@@ -142,13 +142,14 @@ def compare_accuracies(
         )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
     own = {**(info or {}), "methods": list(correct)}
-    record = with_intervals(_comparison, rows, sets=sets, resamples=resamples, info=own)
+    record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=own)
     for bounds in record.intervals.get("gain", ()):
         bounds[0] = 0  # over itself
     return record
 
 
-def _comparison(rows: Rows) -> AccuracyComparisonRecord:
+def comparison(rows: Rows) -> AccuracyComparisonRecord:
+    """Accuracies and gains of the answers of all methods, ``correct`` of (prompt, method)."""
     correct = rows["correct"]
     accuracy = correct.mean(0)
     return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)

@@ -1,46 +1,53 @@
 """How often a 95 % interval holds the true value: the table of docs/benchmarks.md.
 
-    PYTHONPATH=tests python tests/benchmarks/coverage.py --repeats 1000
+    PYTHONPATH=tests python tests/benchmarks/coverage.py --repeats 500
 
 Rows of prompts are drawn from distributions whose true values are known, and go through the
-package's own results and ``with_intervals``. Layers and methods are independent trials, so that
-one call makes many of them. *Before* are plain percentiles within sets of demonstrations.
+package's own results and ``with_intervals``. Layers and methods are trials, so that one call makes
+many of them. The first number of a cell is the coverage of plain percentiles within sets of
+demonstrations, the second that of the package's intervals.
 """
 
 import argparse
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import sqrt
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.stats import norm
+from scipy.special import ndtr
+from scipy.stats import bootstrap
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.intervals import with_intervals
-from anchorlens.metrics.accuracy import _comparison
+from anchorlens.intervals import population_of, with_intervals
+from anchorlens.metrics.accuracy import comparison
+from anchorlens.metrics.distances import pair_auc, rank_correlation
 
 Rows = Mapping[str, Tensor]
 Trial = tuple[dict[str, Tensor], Tensor]
-TRIALS = 50  # independent trials of a call: layers, or methods
+TRIALS = 25  # independent trials of a call: layers, or methods
 CLASSES = 4
 
+# Sizes of the sets of demonstrations, and how unlike the sets are.
 LAYOUTS: dict[str, tuple[list[int], float]] = {
     **{f"one set of {n}": ([n], 0.0) for n in (5, 10, 20, 50, 200)},
-    **{f"{n} sets of 1": ([1] * n, 0.0) for n in (5, 10, 20, 50, 200)},
-    **{f"{n} prompts, two share a set": ([2] + [1] * (n - 2), 0.0) for n in (20, 50)},
+    "20 sets of 1": ([1] * 20, 0.0),
+    "20, of which two share a set": ([2] + [1] * 18, 0.0),
+    "50, of which two share a set": ([2] + [1] * 48, 0.0),
     "sets of 20 and 2": ([20, 2], 0.0),
     "sets of 10 and 1": ([10, 1], 0.0),
-    "sets of 100 and 10, given": ([100, 10], 1.0),
-    "3 sets of 20, given": ([20] * 3, 1.0),
-    "20 sets of 5, all alike": ([5] * 20, 0.0),
-    "20 sets of 5, unlike": ([5] * 20, 1.0),
-    "10 sets of 5, unlike": ([5] * 10, 1.0),
+    "3 unlike sets of 20": ([20] * 3, 1.0),
+    "unlike sets of 100 and 10": ([100, 10], 1.0),
+    "20 sets of 5": ([5] * 20, 0.0),
+    "20 unlike sets of 5": ([5] * 20, 1.0),
 }
+FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,25 +128,40 @@ def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Ten
     effects = prompts.effects(TRIALS)
     second = prompts.normal(len(sets), TRIALS) + distance * predicted[:, None] + effects[sets]
     spread = 1.0 if prompts.given else 1 + prompts.effect**2
-    true = torch.full((TRIALS,), float(norm.cdf(distance / sqrt(2 * spread))))
+    true = torch.full((TRIALS,), float(ndtr(distance / sqrt(2 * spread))))
     scores = torch.stack([torch.ones_like(second), second + 100], dim=-1)
     return {"attention": scores[:, :, None], "predicted": predicted}, true
 
 
-def accuracies(prompts: Prompts) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Right or wrong by several methods, and how often each is right and what it gains."""
-    chances = torch.tensor([0.5, 0.6, 0.8, 0.95]).repeat_interleave(TRIALS // 4)
-    thresholds = torch.from_numpy(norm.ppf(chances.numpy()))
-    effects = prompts.effects(len(chances))
-    # What the methods share makes a prompt hard for all of them.
-    hard = prompts.normal(len(prompts.sets), 1)
-    noise = sqrt(0.5) * prompts.normal(len(prompts.sets), len(chances)) + sqrt(0.5) * hard
-    correct = (noise < thresholds + effects[prompts.sets]).double()
-    of_sets = torch.special.ndtr(thresholds + effects)
-    weights = torch.tensor(prompts.sizes).double() / sum(prompts.sizes)
-    drawn = torch.special.ndtr(thresholds / sqrt(1 + prompts.effect**2))
-    true = weights @ of_sets if prompts.given else drawn
-    return {"correct": correct}, true, true - true[0]
+def answers(
+    prompts: Prompts, chances: Sequence[float], common: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Right or wrong by each method and prompt, and how often each method is right.
+
+    What is ``common`` to the methods makes a prompt hard for all of them.
+    """
+    sets, n_methods = prompts.sets, len(chances)
+    limits = torch.special.ndtri(torch.tensor(chances, dtype=torch.double))
+    effects = prompts.effects(n_methods)
+    hard = prompts.normal(len(sets), 1)
+    noise = sqrt(1 - common) * prompts.normal(len(sets), n_methods) + sqrt(common) * hard
+    correct = (noise < limits + effects[sets]).double()
+    weights = torch.tensor(prompts.sizes).double() / len(sets)
+    given = weights @ torch.special.ndtr(limits + effects)
+    drawn = torch.special.ndtr(limits / sqrt(1 + prompts.effect**2))
+    return {"correct": correct}, given if prompts.given else drawn
+
+
+def accuracy_of(chance: float) -> Callable[[Prompts], Trial]:
+    return lambda prompts: answers(prompts, [chance] * TRIALS, 0.0)
+
+
+def gain_of(chances: Sequence[float], common: float) -> Callable[[Prompts], Trial]:
+    def trial(prompts: Prompts) -> Trial:
+        rows, true = answers(prompts, chances, common)
+        return rows, true - true[0]
+
+    return trial
 
 
 @cache
@@ -159,10 +181,10 @@ def true_distances(directions: int) -> Tensor:
     return distances / distances.max()
 
 
-def distances(prompts: Prompts) -> dict[str, Tensor]:
+def distances(prompts: Prompts, trials: int = TRIALS) -> dict[str, Tensor]:
     spread, keys = clouds(CLASSES, 24)
     n = len(prompts.sets)
-    queries = prompts.normal(n, TRIALS, 24) * spread
+    queries = prompts.normal(n, trials, 24) * spread
     # Which class is right, and logits by which near classes are confused.
     gold = torch.arange(n) % CLASSES
     gold = gold[torch.randperm(n, generator=prompts.generator)]
@@ -170,43 +192,51 @@ def distances(prompts: Prompts) -> dict[str, Tensor]:
     logits = -(near[gold] ** 2) / 2 + prompts.normal(n, CLASSES)
     return {
         "queries": queries.float(),
-        "keys": keys.float().expand(n, TRIALS, -1, -1),
+        "keys": keys.float().expand(n, trials, -1, -1),
         "positions": torch.arange(CLASSES).double().expand(n, -1),
         "label_logits": logits,
         "gold": gold,
     }
 
 
-def auc_trial(distance: float) -> Callable[[Prompts], Trial]:
+def auc_of(distance: float) -> Callable[[Prompts], Trial]:
     return lambda prompts: attention(prompts, distance)
 
 
-def accuracy_trial(prompts: Prompts) -> Trial:
-    rows, true, _ = accuracies(prompts)
-    return rows, true
-
-
-def gain_trial(prompts: Prompts) -> Trial:
-    rows, _, true = accuracies(prompts)
-    return rows, true
-
-
-def anchor_result(rows: Rows) -> Any:
-    return al.AnchorDistances().result(rows)
-
-
 def distance_trial(prompts: Prompts) -> Trial:
-    return distances(prompts), true_distances(10).expand(TRIALS, -1, -1)
+    true = true_distances(10)
+    return distances(prompts), true.expand(TRIALS, -1, -1)
+
+
+@cache
+def true_correlation() -> Tensor:
+    """Of very many prompts."""
+    many = Prompts([20000], 0.0, torch.Generator().manual_seed(1))
+    rows = distances(many, 1)
+    confusion = pair_auc(rows["label_logits"], rows["gold"])
+    upper = torch.ones(CLASSES, CLASSES).triu(1).bool()
+    return rank_correlation(true_distances(10)[None, upper], confusion[upper])
+
+
+def correlation_trial(prompts: Prompts) -> Trial:
+    return distances(prompts), true_correlation().expand(TRIALS)
 
 
 QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
     "mean, normal": (normal_mean, mean_result, "mean"),
     "mean, skewed": (skewed_mean, al.SaliencyFlows().result, "flows"),
     "share": (share, al.SaliencyFlows().result, "share"),
-    "AUCROC 0.76": (auc_trial(1.0), al.AttentionAUCROC().result, "aucroc"),
-    "AUCROC 0.92": (auc_trial(2.0), al.AttentionAUCROC().result, "aucroc"),
-    "accuracy": (accuracy_trial, _comparison, "accuracy"),
-    "gain": (gain_trial, _comparison, "gain"),
+    "AUCROC 0.76": (auc_of(1.0), al.AttentionAUCROC().result, "aucroc"),
+    "AUCROC 0.92": (auc_of(2.0), al.AttentionAUCROC().result, "aucroc"),
+    "accuracy 0.5": (accuracy_of(0.5), comparison, "accuracy"),
+    "accuracy 0.8": (accuracy_of(0.8), comparison, "accuracy"),
+    "accuracy 0.95": (accuracy_of(0.95), comparison, "accuracy"),
+    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
+    "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), comparison, "gain"),
+}
+SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+    "anchor distance": (distance_trial, al.AnchorDistances().result, "anchor_distance"),
+    "correlation": (correlation_trial, al.AnchorDistances().result, "correlation"),
 }
 
 
@@ -218,57 +248,102 @@ def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int)
     rows = {**rows, "demonstrations_id": sets}
     strata = [(sets == number).nonzero().flatten() for number in sets.unique()]
     drawn = []
+    generator = torch.Generator().manual_seed(0)
     for _ in range(resamples):
-        chosen = torch.cat([one[torch.randint(len(one), (len(one),))] for one in strata])
+        chosen = torch.cat(
+            [one[torch.randint(len(one), (len(one),), generator=generator)] for one in strata]
+        )
         drawn.append(getattr(result({k: v[chosen] for k, v in rows.items()}), name))
     ends = torch.tensor([0.025, 0.975], dtype=torch.double)
     return torch.stack(drawn).double().nanquantile(ends, dim=0)
 
 
-def coverage(quantity: str, layout: str, repeats: int, resamples: int, old: bool) -> Tensor:
-    """Share of the intervals that hold the true value, and their mean width."""
-    trial, result, name = QUANTITIES[quantity]
+def coverage(
+    quantity: str, layout: str, repeats: int, interval: Callable[..., Tensor], resamples: int
+) -> float:
+    """Share of the intervals that hold the true value, over at least so many trials."""
+    trial, result, name = (QUANTITIES | SLOW)[quantity]
     sizes, effect = LAYOUTS[layout]
-    held, widths = [], []
-    for seed in range(-(-repeats // TRIALS)):
-        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(seed))
+    held: list[Tensor] = []
+    while sum(map(len, held)) < repeats:
+        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(held)))
         rows, true = trial(prompts)
         rows["demonstrations_id"] = prompts.sets
-        if old:
-            torch.manual_seed(seed)
-            low, high = before(result, rows, name, resamples)
-        else:
-            made = with_intervals(result, rows, resamples=resamples, info={}, seed=seed)
-            low, high = made.intervals[name]
-        inside = ((low <= true + 1e-12) & (true <= high + 1e-12)).double()
-        known = high.isfinite() & (true != 0 if name in ("gain", "anchor_distance") else True)
-        held.append(inside[known])
-        widths.append((high - low)[known])
-    return torch.stack([torch.cat(held).mean(), torch.cat(widths).mean()])
+        low, high = interval(result, rows, name, resamples)
+        # What is 0 by definition is no trial: a gain over itself, a distance from itself.
+        trials = true != 0 if name in ("gain", "anchor_distance") else torch.ones_like(true).bool()
+        held.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
+    return float(torch.cat(held).double().mean())
+
+
+def after(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+    """The interval of the package."""
+    made = with_intervals(result, rows, resamples=resamples, info={})
+    return made.intervals[name]
+
+
+def print_table(
+    quantities: Sequence[str], layouts: Sequence[str], repeats: int, resamples: int
+) -> None:
+    print(f"| prompts | {' | '.join(quantities)} |")
+    print("| --- " * (1 + len(quantities)) + "|")
+    for layout in layouts:
+        cells = []
+        for quantity in quantities:
+            old, new = (coverage(quantity, layout, repeats, f, resamples) for f in (before, after))
+            cells.append(f"{old:.2f} / {new:.2f}")
+        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    print()
+
+
+def studentised(values: np.ndarray, generator: np.random.Generator) -> tuple[float, float]:
+    """The bootstrap-t interval of a mean."""
+    n, mean, error = len(values), values.mean(), values.std(ddof=1) / sqrt(len(values))
+    drawn = generator.choice(values, (1000, n))
+    errors = np.maximum(drawn.std(1, ddof=1) / sqrt(n), 1e-12)
+    low, high = np.quantile((drawn.mean(1) - mean) / errors, [0.025, 0.975])
+    return mean - high * error, mean - low * error
+
+
+def print_methods(repeats: int) -> None:
+    """Coverage and width of other intervals of a mean, 1,000 resamples each."""
+    print("| mean of | percentile | expanded percentile | BCa | studentised |")
+    print("| --- | --- | --- | --- | --- |")
+    generator = np.random.default_rng(0)
+    for kind, n in product(("normal", "skewed"), (5, 10, 20, 50)):
+        draw = generator.normal if kind == "normal" else generator.exponential
+        true = 0.0 if kind == "normal" else 1.0
+        tail = population_of(torch.zeros(n)).tail
+        ends = []
+        for _ in range(repeats):
+            values = draw(size=n)
+            means = generator.choice(values, (1000, n)).mean(1)
+            bca = bootstrap((values,), np.mean, n_resamples=1000, method="BCa", rng=generator)
+            ends.append(
+                [
+                    np.quantile(means, [0.025, 0.975]),
+                    np.quantile(means, [tail, 1 - tail]),
+                    tuple(bca.confidence_interval),
+                    studentised(values, generator),
+                ]
+            )
+        low, high = np.moveaxis(np.array(ends), -1, 0)
+        held = ((low <= true) & (true <= high)).mean(0)
+        cells = [f"{c:.2f}, {w:.2f}" for c, w in zip(held, np.median(high - low, 0), strict=True)]
+        print(f"| {n}, {kind} | {' | '.join(cells)} |", flush=True)
+    print()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=1000)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--resamples", type=int, default=200)
-    parser.add_argument("--only", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    import warnings
-
-    warnings.simplefilter("ignore")
-    print("| " + " | ".join(["prompts", *QUANTITIES]) + " |")
-    for layout in LAYOUTS:
-        cells = [layout]
-        for quantity in QUANTITIES:
-            if args.only and args.only not in quantity:
-                continue
-            old, new = (
-                coverage(quantity, layout, args.repeats, args.resamples, flag)
-                for flag in (True, False)
-            )
-            cells.append(f"{old[0]:.2f} -> {new[0]:.2f} (w {old[1]:.2f} {new[1]:.2f})")
-        print("| " + " | ".join(cells) + " |", flush=True)
+    warnings.simplefilter("ignore")  # of few prompts, and of classes that no prompt has
+    print_methods(args.repeats)
+    print_table([*QUANTITIES], [*LAYOUTS], args.repeats, args.resamples)
+    print_table([*SLOW], FOR_DISTANCES, args.repeats // 5, args.resamples)
 
 
 if __name__ == "__main__":
