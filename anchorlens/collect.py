@@ -16,6 +16,7 @@ from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
 from .forward import check_fits, device_of, undisturbed
 from .hooked import HookedModel
+from .intervals import warn_of_few
 from .memory import PartsThatFit, joined
 from .processes import (
     alone,
@@ -101,7 +102,10 @@ def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, An
 
 
 def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples: int) -> None:
-    """Refuse batches that do not fit the model or one another, and resamples below 0."""
+    """Refuse batches that do not fit the model or one another, and resamples below 0.
+
+    Warns where intervals were asked for of too few prompts.
+    """
     if not isinstance(resamples, int) or resamples < 0:
         raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
     if isinstance(batches, PromptBatch):
@@ -121,6 +125,8 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
+    if resamples and is_main():
+        warn_of_few(torch.cat([batch.demonstrations_id for batch in batches]))
 
 
 def _stored(store: Store | None, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:

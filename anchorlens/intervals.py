@@ -34,7 +34,7 @@ class Population:
 
     sets: Int[Tensor, " prompt"]
     unit: Int[Tensor, " prompt"]
-    strata: Sequence[Int[Tensor, " unit"]]
+    strata: Sequence[Int[Tensor, " _"]]
     name: str
 
     @property
@@ -100,6 +100,18 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
         name = "sets with their prompts; all prompts are pooled"
         return Population(pooled, unit, [torch.arange(n_sets)], name)
     return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled")
+
+
+def warn_of_few(sets: Int[Tensor, " prompt"]) -> None:
+    """Warn of intervals that so few prompts or sets make rough, once for a whole run."""
+    population = population_of(sets.cpu())
+    if population.units < FEW_UNITS:
+        warnings.warn(
+            f"intervals of {population.units} {population.name} are rough: with fewer than "
+            f"{FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use more "
+            "queries, or resamples=0 for no intervals",
+            stacklevel=5,
+        )
 
 
 def with_intervals(

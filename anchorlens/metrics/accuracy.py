@@ -12,7 +12,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel
-from ..intervals import with_intervals
+from ..intervals import warn_of_few, with_intervals
 from ..results import Record, Rows, require_gold
 from .aucroc import predicted_class
 from .metric import Observation
@@ -142,6 +142,9 @@ def compare_accuracies(
         )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
     own = {**(info or {}), "methods": list(correct)}
+    if resamples:
+        count = next(iter(sizes.values()))
+        warn_of_few(torch.zeros(count, dtype=torch.long) if sets is None else sets)
     record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=own)
     for bounds in record.intervals.get("gain", ()):
         bounds[0] = 0  # over itself
