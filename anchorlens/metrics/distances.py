@@ -15,6 +15,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel, Operands, proven, require_prepared
+from ..intervals import MANY_PROMPTS
 from ..results import Record, Rows, by_set, require_gold
 from .aucroc import auc
 from .metric import Observation, hooks_by_layer
@@ -101,12 +102,16 @@ class AnchorDistances:
         if self.directions < 1:
             raise MetricError(f"directions must be at least 1; got {self.directions}")
         sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
-        small = int(sizes[1].min())
-        if small <= self.directions:
+        small, several = int(sizes[1].min()), len(sizes[1]) > 1
+        # Smaller ones of several sets would be pooled, and distances are of the keys of one set.
+        least = MANY_PROMPTS if several else 2
+        if small < max(self.directions + 1, least):
             raise MetricError(
                 f"anchor distances need more prompts than directions ({self.directions}) in each "
-                f"set of demonstrations, but one has {small}; use more queries for each set"
-                + (f", or AnchorDistances(directions={small - 1})" if small > 1 else "")
+                "set of demonstrations"
+                + (f", and at least {least} as there are several sets" if several else "")
+                + f", but one has {small}; use more queries for each set"
+                + (f", or AnchorDistances(directions={small - 1})" if small >= least else "")
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
