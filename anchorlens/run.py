@@ -60,7 +60,7 @@ def run(
             the numbers are the same, and it takes about one more forward pass. ``hooks`` act both
             times and must do the same both times; metrics look once. An error where no metric
             needs a gradient.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
             from there, and after ``forget_rows`` from the start.
         progress: Show a progress bar.

@@ -156,7 +156,7 @@ def compression_loyalty(
         control: From the number of a draw to what that random context keeps.
         draws: Independent random controls (the paper's 20).
         seed: Number of the first draw.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
     Returns:

@@ -101,7 +101,7 @@ def isolation_loyalty(
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
@@ -167,7 +167,7 @@ def isolation_sweep(
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 

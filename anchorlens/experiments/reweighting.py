@@ -193,7 +193,7 @@ def reweighting_accuracy(
         batches: Test prompts with the demonstrations that ``beta`` was learned for.
         beta: From :func:`train_reweighting`.
         more_shots: The same queries behind those demonstrations and the training examples.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
     Returns:
