@@ -32,7 +32,7 @@ from anchorlens.metrics.distances import pair_auc, rank_correlation
 Rows = Mapping[str, Tensor]
 Trial = tuple[dict[str, Tensor], Tensor]
 TRIALS = 25  # independent trials of a call: layers, or methods
-CLASSES = 4
+CLASSES = 6
 
 # Sizes of the sets of demonstrations, and how unlike the sets are.
 LAYOUTS: dict[str, tuple[list[int], float]] = {
@@ -188,7 +188,7 @@ def distances(prompts: Prompts, trials: int = TRIALS) -> dict[str, Tensor]:
     # Which class is right, and logits by which near classes are confused.
     gold = torch.arange(n) % CLASSES
     gold = gold[torch.randperm(n, generator=prompts.generator)]
-    near = 3 * true_distances(10)
+    near = 1.5 * (true_distances(10) + true_distances(10).roll((2, 2), (0, 1)))
     logits = -(near[gold] ** 2) / 2 + prompts.normal(n, CLASSES)
     return {
         "queries": queries.float(),
@@ -270,8 +270,10 @@ def coverage(
         rows, true = trial(prompts)
         rows["demonstrations_id"] = prompts.sets
         low, high = interval(result, rows, name, resamples)
-        # What is 0 by definition is no trial: a gain over itself, a distance from itself.
-        trials = true != 0 if name in ("gain", "anchor_distance") else torch.ones_like(true).bool()
+        # By definition a gain over itself and a distance from itself are 0, the largest is 1.
+        trials = torch.ones_like(true).bool()
+        if name in ("gain", "anchor_distance"):
+            trials = (true != 0) & (true != 1)
         held.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
     return float(torch.cat(held).double().mean())
 
