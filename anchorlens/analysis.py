@@ -152,4 +152,6 @@ def _line(words: str, record: Record, name: str) -> str:
 def _value(record: Record, name: str) -> str:
     value = f"{float(getattr(record, name)):.2f}"
     bounds = record.intervals.get(name)
-    return value if bounds is None else f"{value} [{float(bounds[0]):.2f}, {float(bounds[1]):.2f}]"
+    if bounds is None or bounds.isnan().any():  # a single prompt has no interval
+        return value
+    return f"{value} [{float(bounds[0]):.2f}, {float(bounds[1]):.2f}]"

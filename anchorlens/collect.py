@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -15,6 +16,7 @@ from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
 from .forward import device_of
 from .hooked import HookedModel, check_fits
+from .intervals import warn_of_few
 from .memory import PartsThatFit, joined
 from .model_state import undisturbed
 from .processes import (
@@ -69,6 +71,12 @@ def collect(
     return {name: values[order] for name, values in joined(collected).items()}
 
 
+def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
+    """The set of demonstrations of each prompt, in the order of the rows."""
+    ids = torch.cat([batch.demonstrations_id.cpu() for batch in batches])
+    return ids[_order_of_queries(batches)]
+
+
 def check_same_call(
     model: HookedModel, batches: Sequence[PromptBatch], settings: Mapping[str, str]
 ) -> None:
@@ -95,7 +103,10 @@ def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, An
 
 
 def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples: int) -> None:
-    """Refuse batches that do not fit the model or one another, and resamples below 0."""
+    """Refuse batches that do not fit the model or one another, and resamples below 0.
+
+    Warns where intervals were asked for of too few prompts.
+    """
     if not isinstance(resamples, int) or resamples < 0:
         raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
     if isinstance(batches, PromptBatch):
@@ -115,6 +126,8 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
+    if resamples and is_main():
+        warn_of_few(torch.cat([batch.demonstrations_id for batch in batches]))
 
 
 def as_run(batches: Sequence[PromptBatch]) -> list[PromptBatch]:

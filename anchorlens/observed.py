@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .batch import PromptBatch
@@ -21,12 +21,13 @@ from .hooked import (
     refuse_folded_value_biases,
     vocabulary_of,
 )
+from .intervals import with_intervals
 from .losses import Loss, require_one_a_prompt
 from .metrics.metric import Metric, Observation
 from .passes import HooksOfBatch, Passes, no_hooks
 from .prefix import Prefix
 from .processes import gathered
-from .results import Record, Rows, with_intervals
+from .results import Record, Rows
 
 
 def check_metrics(
@@ -212,6 +213,7 @@ class Watched:
         self,
         rows: Rows,
         *,
+        sets: Int[Tensor, " prompt"],
         info: Mapping[str, Any],
         resamples: int,
         known: Mapping[str, Record] | None = None,
@@ -235,7 +237,7 @@ class Watched:
                 continue
             try:
                 results[metric.name] = with_intervals(
-                    metric.result, own, resamples=resamples, info=info
+                    metric.result, own, sets=sets, resamples=resamples, info=info
                 )
             except AnchorlensError as error:
                 reasons.setdefault(metric.name, str(error))

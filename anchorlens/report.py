@@ -155,7 +155,7 @@ def _numbers(record: Record) -> str:
         for row in frame.itertuples(index=False)
     )
     return (
-        "<details><summary>all numbers (low, high: 95 % over resampled prompts)</summary>"
+        "<details><summary>all numbers (low, high: 95 % intervals)</summary>"
         f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div></details>'
     )
 

@@ -1,16 +1,14 @@
 """The base record of every result: numbers with named axes, their intervals, saved and loaded."""
 
 import json
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import pandas as pd
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -27,9 +25,11 @@ class Record:
     """Numbers of one analysis. Tensor fields name their axes in their annotations.
 
     Attributes:
-        intervals: For each tensor field that has one, its 95 % interval over resampled prompts,
-            stacked as (low, high) in front of the field's own axes.
-        info: What the numbers are of: model, class names, number of prompts, versions.
+        intervals: For each tensor field that has one, its 95 % interval over resampled prompts or
+            sets of demonstrations, stacked as (low, high) in front of the field's own axes. NaN
+            where a single prompt or set allows none.
+        info: What the numbers are of: model, class names, number of prompts, versions, and what
+            the intervals draw.
     """
 
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
@@ -37,6 +37,8 @@ class Record:
 
     # Names along an axis, where it has some ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
+    # Fields that are the mean over prompts of a difference of two zeros or ones ("gain").
+    differences: ClassVar[Collection[str]] = ()
 
     @classmethod
     @cache
@@ -54,6 +56,15 @@ class Record:
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name."""
         return {name: getattr(self, name) for name in self.axes()}
+
+    def proportions(self) -> Mapping[str, int]:
+        """Fields that are shares of cases, and how many prompts make a case.
+
+        1 where each prompt is a case ("accuracy", a mean of zeros and ones), 2 for pairs of prompts
+        (AUC-ROC: a share of pairs), the number of classes for pairs from two of them. Their
+        intervals are Wilson's, because resamples of zeros alone do not differ.
+        """
+        return {}
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """Names along an axis: the record's own, or the class names that ``info`` holds."""
@@ -125,67 +136,6 @@ class Record:
         bounds = {name[10:]: value for name, value in stored.items() if name[:10] == "intervals."}
         values = {name: value for name, value in stored.items() if name[:10] != "intervals."}
         return cls(**values, intervals=bounds, info=json.loads(header["info"]))
-
-
-def with_intervals(
-    result: Callable[[Rows], _R],
-    rows: Rows,
-    *,
-    resamples: int,
-    info: Mapping[str, Any],
-    seed: int = 0,
-) -> _R:
-    """The result of all rows, with 95 % percentile intervals of a bootstrap over prompts.
-
-    Prompts are drawn with replacement within their set of demonstrations. Where each prompt has a
-    set of its own, all count as one set.
-
-    Args:
-        result: Function from rows, Tensor["prompt ..."] each, to a record.
-        rows: What each prompt contributed.
-        resamples: Number of resamples; 0 gives no intervals.
-        info: What the numbers are of.
-        seed: Seeds a generator of its own.
-
-    Returns:
-        The record; every tensor field without a prompt axis has an interval. NaN where no resample
-        has a number.
-    """
-    sets = rows.get("demonstrations_id")
-    if sets is not None and len(sets.unique()) == len(sets):
-        # A set of its own for each prompt: what is a mean over prompts must not become one of sets.
-        rows = {**rows, "demonstrations_id": torch.zeros_like(sets)}
-    record = replace(result(rows), info=info)
-    if not resamples:
-        return record
-    strata = _strata(rows)
-    generator = torch.Generator().manual_seed(seed)
-    averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
-    drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
-    with warnings.catch_warnings():
-        # What is worth a warning was said of all rows already.
-        warnings.simplefilter("ignore")
-        for _ in range(resamples):
-            chosen = torch.cat(
-                [one[torch.randint(len(one), (len(one),), generator=generator)] for one in strata]
-            )
-            resampled = result({name: values[chosen] for name, values in rows.items()})
-            for name in averaged:
-                drawn[name].append(getattr(resampled, name))
-    bounds = torch.tensor([0.025, 0.975], dtype=torch.double)
-    intervals = {
-        name: torch.stack(values).double().nanquantile(bounds, dim=0)
-        for name, values in drawn.items()
-    }
-    return replace(record, intervals=intervals)
-
-
-def _strata(rows: Rows) -> list[Tensor]:
-    """Places of the prompts of each set of demonstrations, so that no resample lacks a set."""
-    sets = rows.get("demonstrations_id")
-    if sets is None:
-        return [torch.arange(len(next(iter(rows.values()))))]
-    return [(sets == one).nonzero().flatten() for one in sets.unique()]
 
 
 def by_set(rows: Rows) -> list[dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .collect import as_run, check_batches, check_same_call, collect, describe
+from .collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from .errors import MetricError
 from .forward import device_of
 from .hooked import HookedModel
@@ -61,7 +61,7 @@ def run(
             the numbers are the same, and it takes about one more forward pass. ``hooks`` act both
             times and must do the same both times; metrics look once. An error where no metric
             needs a gradient.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed; the same call after an interruption goes on
             from there, and after ``forget_rows`` from the start.
         progress: Show a progress bar.
@@ -120,7 +120,7 @@ def run(
     needed = [f"{metric.name}/" for metric in metrics]
     rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"shared_prefix": passes.said}
-    return watched.results(rows, info=info, resamples=resamples)
+    return watched.results(rows, sets=sets_of(batches), info=info, resamples=resamples)
 
 
 @together()

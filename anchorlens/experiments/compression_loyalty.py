@@ -1,11 +1,11 @@
 """What compressed contexts lose, beside random ones, and what they save (Tables 2 and 3)."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from ..collect import as_run, check_batches, check_same_call, collect, describe
 from ..errors import HookError, MetricError
 from ..forward import device_of
 from ..hooked import HookedModel
+from ..intervals import with_intervals
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..model_state import undisturbed
@@ -24,7 +25,7 @@ from ..models import ensure_prepared
 from ..passes import only_set, whole_passes
 from ..processes import together
 from ..prompts import build_prompts
-from ..results import Record, Rows, by_set, require_gold, with_intervals
+from ..results import Record, Rows, by_set, require_gold
 from ..sharing import shared_passes
 from ..tasks import Example, Task
 from .compression import chosen_by, contexts
@@ -55,8 +56,8 @@ class CompressionRecord(Record):
         random_label_loyalty: Label loyalty of each random control.
         random_word_loyalty: Word loyalty of each random control.
         random_kl: KL of each random control.
-        top_accuracy: Accuracy of the control with the best label loyalty of each set of
-            demonstrations. It was chosen on the prompts that it is measured on, as in the paper.
+        top_accuracy: Accuracy of the control with the best label loyalty of each set (of all, where
+            sets are pooled), chosen on the prompts that it is measured on, as in the paper.
         top_label_loyalty: Its label loyalty.
         top_word_loyalty: Its word loyalty.
         label_gap: label_loyalty minus the mean of the controls, paired by prompt, from -1 to 1.
@@ -87,17 +88,21 @@ class CompressionRecord(Record):
     label_kept: Float[Tensor, " prompt"]
     word_overlap: Float[Tensor, " prompt"]
 
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        names = ("accuracy", "whole_accuracy", "label_loyalty")
+        return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
+
     def plot(self) -> Any:
         """Loyalties and accuracy of the context, its controls and the best control."""
         fields = ("label_loyalty", "word_loyalty", "accuracy")
         own = torch.stack([getattr(self, name) for name in fields])
         controls = torch.stack([getattr(self, f"random_{name}") for name in fields])
         top = torch.stack([getattr(self, f"top_{name}") for name in fields])
-        bounds = [self.intervals.get(name) for name in fields]
-        low, high = (
-            torch.stack([one if b is None else b[k] for one, b in zip(own, bounds, strict=True)])
-            for k in (0, 1)
-        )
+        ends = [self.intervals.get(name, getattr(self, name).expand(2)) for name in fields]
+        low, high = torch.stack(ends, dim=1)
         return figures.grouped_bars(
             torch.stack([own, controls.mean(1), top], dim=1),
             ["label loyalty", "word loyalty", "accuracy"],
@@ -152,7 +157,7 @@ def compression_loyalty(
         control: From the number of a draw to what that random context keeps.
         draws: Independent random controls (the paper's 20).
         seed: Number of the first draw.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
     Returns:
@@ -285,8 +290,7 @@ def answer_times(
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
     (cached,) = contexts(model, batches[0], [everything])
     whole = whole_passes(model, "they are timed")
-    device = device_of(model)
-    moved = [batch.to(device) for batch in batches]
+    moved = [batch.to(device_of(model)) for batch in batches]
     behind = [replace(one, first_query=len(cached.kept)) for one in moved]
     ways: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
         (whole.logits, moved),
@@ -316,23 +320,19 @@ def answer_times(
 
 def _record(rows: Rows) -> CompressionRecord:
     label, word = rows["label_kept"], rows["word_overlap"]
-    random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
+    row_of = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
+    row_of |= {"accuracy": "correct", "kl": "kl"}
+    means: dict[str, Any] = {name: rows[row].mean(0) for name, row in row_of.items()}
+    means |= {f"random_{name}": rows[f"random_{row}"].mean(0) for name, row in row_of.items()}
     top = torch.stack([_best_draw(one) for one in by_set(rows)]).mean(0)
     return CompressionRecord(
-        accuracy=rows["correct"].mean(),
+        **means,
         whole_accuracy=rows["whole_correct"].mean(),
-        label_loyalty=label.mean(),
-        word_loyalty=word.mean(),
-        kl=rows["kl"].mean(),
-        random_accuracy=rows["random_correct"].mean(0),
-        random_label_loyalty=random_label.mean(0),
-        random_word_loyalty=random_word.mean(0),
-        random_kl=rows["random_kl"].mean(0),
         top_label_loyalty=top[0],
         top_word_loyalty=top[1],
         top_accuracy=top[2],
-        label_gap=label.mean() - random_label.mean(),
-        word_gap=word.mean() - random_word.mean(),
+        label_gap=label.mean() - rows["random_label_kept"].mean(),
+        word_gap=word.mean() - rows["random_word_overlap"].mean(),
         bytes_kept=rows["bytes_kept"].mean(),
         bytes_whole=rows["bytes_whole"].mean(),
         label_kept=label,
@@ -342,8 +342,8 @@ def _record(rows: Rows) -> CompressionRecord:
 
 def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
     """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
-    names = ("random_label_kept", "random_word_overlap", "random_correct")
-    of_draws = torch.stack([rows[name].mean(0) for name in names])
+    names = ("label_kept", "word_overlap", "correct")
+    of_draws = torch.stack([rows[f"random_{name}"].mean(0) for name in names])
     best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal ones
     return of_draws[:, best]
 

@@ -1,9 +1,9 @@
 """Isolate the label words, and as many random words: what does the model lose? (section 2.2)"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import as_run, check_batches, check_same_call, collect, describe
+from ..collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from ..errors import HookError, MetricError
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
+from ..intervals import with_intervals
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..metrics.metric import Metric
 from ..models import ensure_prepared
 from ..observed import Watched, check_metrics
 from ..passes import HooksOfBatch
 from ..processes import main_first, together
-from ..results import Record, Rows, with_intervals
+from ..results import Record, Rows
 from ..sharing import late_starts, shared_passes
 from ..start import Start, kept_starts
 from ..store import Store, fingerprint
@@ -64,6 +65,12 @@ class IsolationRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"label_loyalty": 1, "random_label_loyalty": 1}
+
     def plot(self) -> Any:
         """Loyalty of label words and random words (the paper's Figure 4)."""
         return plot_isolation({"isolated": self})
@@ -94,7 +101,7 @@ def isolation_loyalty(
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
@@ -160,7 +167,7 @@ def isolation_sweep(
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Keeps what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
@@ -254,15 +261,17 @@ def isolation_sweep(
     needed = [f"{metric.name}/" for metric in metrics]
     rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
     info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
-    records: dict[str, Record] = {}
+    sets, records = sets_of(batches), dict[str, Record]()
     for place, (name, own) in enumerate(acting.items()):
         start = f"/{place}/"  # unlike the rows of metrics, whose names have no "/"
         of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
         first = own["layers"][0]
         own = own | {"skipped_layers": refused.get(first, first)}
-        records[name] = with_intervals(_record, of_place, resamples=resamples, info=info | own)
+        records[name] = with_intervals(
+            _record, of_place, sets=sets, resamples=resamples, info=info | own
+        )
     of_metrics = describe(model, batches) | {"shared_prefix": passes.said}
-    return watched.results(rows, info=of_metrics, resamples=resamples, known=records)
+    return watched.results(rows, sets=sets, info=of_metrics, resamples=resamples, known=records)
 
 
 def plot_isolation(records: Mapping[str, Record]) -> Any:

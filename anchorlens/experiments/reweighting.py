@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .. import figures
 from ..batch import PromptBatch
-from ..collect import as_run, check_batches, check_same_call, describe
+from ..collect import as_run, check_batches, check_same_call, describe, sets_of
 from ..errors import HookError, MetricError, ModelError, PromptError
 from ..forward import device_of, run_pass
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases, vocabulary_of
@@ -195,7 +195,7 @@ def reweighting_accuracy(
         batches: Test prompts with the demonstrations that ``beta`` was learned for.
         beta: From :func:`train_reweighting`.
         more_shots: The same queries behind those demonstrations and the training examples.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
     Returns:
@@ -234,7 +234,8 @@ def reweighting_accuracy(
         "more shots": many.correct,
         "re-weighted": weighted.correct,
     }
-    return compare_accuracies(correct, resamples=resamples, info=describe(model, batches))
+    info, sets = describe(model, batches), sets_of(batches)
+    return compare_accuracies(correct, sets=sets, resamples=resamples, info=info)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """How often the predicted label is the true one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel
-from ..results import Record, Rows, require_gold, with_intervals
+from ..intervals import warn_of_few, with_intervals
+from ..results import Record, Rows, require_gold
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -30,6 +31,10 @@ class AccuracyRecord(Record):
     accuracy: Float[Tensor, ""]
     correct: Float[Tensor, " prompt"]
 
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"accuracy": 1}
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AccuracyComparisonRecord(Record):
@@ -46,6 +51,12 @@ class AccuracyComparisonRecord(Record):
     accuracy: Float[Tensor, " method"]
     gain: Float[Tensor, " method"]
     correct: Float[Tensor, "prompt method"]
+
+    differences: ClassVar[Collection[str]] = ("gain",)
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"accuracy": 1}
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The methods by name."""
@@ -102,6 +113,7 @@ class Accuracy:
 def compare_accuracies(
     correct: Mapping[str, Float[Tensor, " prompt"]],
     *,
+    sets: Int[Tensor, " prompt"] | None = None,
     resamples: int = 200,
     info: Mapping[str, Any] | None = None,
 ) -> AccuracyComparisonRecord:
@@ -110,7 +122,9 @@ def compare_accuracies(
     Args:
         correct: For each method by name, 1 for each prompt that it gets right, else 0; the first
             is what the others are compared with. ``AccuracyRecord.correct`` is one.
-        resamples: Bootstrap resamples over prompts for the 95 % intervals; 0 for none.
+        sets: The set of demonstrations of each prompt, as ``PromptBatch.demonstrations_id`` names
+            it; one for all by default. Intervals draw whole sets where sets are small and many.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         info: What the numbers are of.
 
     Raises:
@@ -127,12 +141,18 @@ def compare_accuracies(
             f"methods are compared on the same prompts, at least one; got prompts: {sizes}"
         )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
-    return with_intervals(
-        _comparison, rows, resamples=resamples, info={**(info or {}), "methods": list(correct)}
-    )
+    own = {**(info or {}), "methods": list(correct)}
+    if resamples:
+        count = next(iter(sizes.values()))
+        warn_of_few(torch.zeros(count, dtype=torch.long) if sets is None else sets)
+    record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=own)
+    for bounds in record.intervals.get("gain", ()):
+        bounds[0] = 0  # over itself
+    return record
 
 
-def _comparison(rows: Rows) -> AccuracyComparisonRecord:
+def comparison(rows: Rows) -> AccuracyComparisonRecord:
+    """Accuracies and gains of the answers of all methods, ``correct`` of (prompt, method)."""
     correct = rows["correct"]
     accuracy = correct.mean(0)
     return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)

@@ -1,6 +1,7 @@
 """How well the attention from target to label words tells the model's own prediction."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
@@ -31,6 +32,10 @@ class AttentionAUCROCRecord(Record):
     aucroc: Float[Tensor, " layer"]
     r: Float[Tensor, " layer"]
     per_head: Float[Tensor, "layer head"]
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of pairs of prompts."""
+        return {"aucroc": 2, "per_head": 2}
 
     def plot(self) -> Any:
         """AUCROC_l and R_l by layer (the paper's Figure 5)."""

@@ -1,7 +1,7 @@
 """Distances between the anchors' keys, as the queries see them, against the model's confusions."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel, Operands, proven, require_prepared
+from ..intervals import MANY_PROMPTS
 from ..results import Record, Rows, by_set, require_gold
 from .aucroc import auc
 from .metric import Observation, hooks_by_layer
@@ -48,6 +49,10 @@ class AnchorDistancesRecord(Record):
     position_correlation: Float[Tensor, " layer"]
     accuracy: Float[Tensor, ""]
     default_layer: Int[Tensor, ""]
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts, and of pairs of prompts from two of all classes."""
+        return {"accuracy": 1, "pair_auc": len(self.pair_auc)}
 
     def plot(self) -> Any:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
@@ -97,12 +102,20 @@ class AnchorDistances:
         if self.directions < 1:
             raise MetricError(f"directions must be at least 1; got {self.directions}")
         sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
-        small = int(sizes[1].min())
-        if small <= self.directions:
+        small, several = int(sizes[1].min()), len(sizes[1]) > 1
+        # Smaller ones of several sets would be pooled, and distances are of the keys of one set.
+        least = MANY_PROMPTS if several else 2
+        if small < max(self.directions + 1, least):
             raise MetricError(
                 f"anchor distances need more prompts than directions ({self.directions}) in each "
-                f"set of demonstrations, but one has {small}; use more queries for each set"
-                + (f", or in Python AnchorDistances(directions={small - 1})" if small > 1 else "")
+                "set of demonstrations"
+                + (f", and at least {least} as there are several sets" if several else "")
+                + f", but one has {small}; use more queries for each set"
+                + (
+                    f", or in Python AnchorDistances(directions={small - 1})"
+                    if small >= least
+                    else ""
+                )
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:

@@ -41,6 +41,10 @@ class LoyaltyRecord(Record):
     word_overlap: Float[Tensor, " prompt"]
     kl_per_prompt: Float[Tensor, " prompt"]
 
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"label_loyalty": 1}
+
     def plot(self) -> Any:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
         own = torch.stack([self.label_loyalty, self.word_loyalty])[:, None]

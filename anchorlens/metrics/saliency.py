@@ -28,7 +28,8 @@ class SaliencyFlowsRecord(Record):
 
     Attributes:
         flows: Mean saliency of the edges of each flow, in nats; over prompts, then over sets of
-            demonstrations. High means that the loss depends on what passes along these edges.
+            demonstrations (pooled where one has fewer than 10 prompts). High means that the loss
+            depends on what passes along these edges.
         share: Each flow's part of the three, from 0 to 1, a layer sums to 1: the paper's Figure 3.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up. About 1 says that label words are read no more than

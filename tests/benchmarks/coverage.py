@@ -1,0 +1,352 @@
+"""How often a 95 % interval holds the true value: the table of docs/benchmarks.md.
+
+    PYTHONPATH=tests python tests/benchmarks/coverage.py --repeats 500
+
+Rows of prompts are drawn from distributions whose true values are known, and go through the
+package's own results and ``with_intervals``. Layers and methods are trials, so that one call makes
+many of them. The first number of a cell is the coverage of plain percentiles within sets of
+demonstrations, the second that of the package's intervals.
+"""
+
+import argparse
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.special import ndtr
+from scipy.stats import bootstrap
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.intervals import population_of, with_intervals
+from anchorlens.metrics.accuracy import comparison
+from anchorlens.metrics.distances import pair_auc, rank_correlation
+
+Rows = Mapping[str, Tensor]
+Trial = tuple[dict[str, Tensor], Tensor]
+TRIALS = 25  # independent trials of a call: layers, or methods
+CLASSES = 6
+
+# Sizes of the sets of demonstrations, and how unlike the sets are.
+LAYOUTS: dict[str, tuple[list[int], float]] = {
+    **{f"one set of {n}": ([n], 0.0) for n in (5, 10, 20, 50, 200)},
+    "20 sets of 1": ([1] * 20, 0.0),
+    "20, of which two share a set": ([2] + [1] * 18, 0.0),
+    "50, of which two share a set": ([2] + [1] * 48, 0.0),
+    "sets of 20 and 2": ([20, 2], 0.0),
+    "sets of 10 and 1": ([10, 1], 0.0),
+    "3 unlike sets of 20": ([20] * 3, 1.0),
+    "unlike sets of 100 and 10": ([100, 10], 1.0),
+    "20 sets of 5": ([5] * 20, 0.0),
+    "20 unlike sets of 5": ([5] * 20, 1.0),
+}
+FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MeanRecord(al.Record):
+    """A mean over prompts, of sets in turn."""
+
+    mean: Float[Tensor, " layer"]
+
+
+def mean_result(rows: Rows) -> MeanRecord:
+    sets = rows["demonstrations_id"]
+    means = [rows["value"][sets == number].mean(0) for number in sets.unique()]
+    return MeanRecord(mean=torch.stack(means).mean(0))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a layout: the set of each, and how far each set is from the average one."""
+
+    sizes: Sequence[int]
+    effect: float
+    generator: torch.Generator
+
+    @property
+    def sets(self) -> Tensor:
+        return torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+
+    @property
+    def given(self) -> bool:
+        return min(self.sizes) >= 10
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.double)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, dtype=torch.double)
+
+    def effects(self, *shape: int) -> Tensor:
+        """Of each set, [set, ...]."""
+        return self.effect * self.normal(len(self.sizes), *shape)
+
+
+def normal_mean(prompts: Prompts) -> Trial:
+    effects = prompts.effects(TRIALS)
+    value = prompts.normal(len(prompts.sets), TRIALS) + effects[prompts.sets]
+    return {"value": value}, effects.mean(0) if prompts.given else torch.zeros(TRIALS)
+
+
+def flow_sums(prompts: Prompts) -> tuple[dict[str, Tensor], Tensor]:
+    """Skewed flows, [prompt, layer, flow], and the mean of each set and layer."""
+    means = torch.tensor([0.5, 1.0, 2.0, 1.0]) * (0.5 * prompts.effects(TRIALS, 4)).exp()
+    noise = -prompts.uniform(len(prompts.sets), TRIALS, 4).log()  # exponential
+    sums = noise * means[prompts.sets]
+    rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(sums), 4)}
+    return rows, means
+
+
+def skewed_mean(prompts: Prompts) -> Trial:
+    rows, means = flow_sums(prompts)
+    expected = torch.tensor([0.5, 1.0, 2.0]) * np.exp(0.125 * prompts.effect**2)
+    return rows, means[..., :3].mean(0) if prompts.given else expected.expand(TRIALS, 3)
+
+
+def share(prompts: Prompts) -> Trial:
+    """Sets are given: the mean of their shares. They are drawn: the share of all prompts."""
+    rows, means = flow_sums(prompts)
+    three = means[..., :3]
+    true = (three / three.sum(-1, keepdim=True)).mean(0)
+    return rows, true if prompts.given else torch.tensor([1, 2, 4]).double().expand(TRIALS, 3) / 7
+
+
+def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Tensor]:
+    """Scores of two classes, and AUCROC: how far the predicted class moves the second's score."""
+    sets = prompts.sets
+    predicted = (prompts.uniform(len(sets)) < 0.5).long()
+    if predicted.sum() in (0, len(sets)):
+        predicted[0] = 1 - predicted[0]
+    effects = prompts.effects(TRIALS)
+    second = prompts.normal(len(sets), TRIALS) + distance * predicted[:, None] + effects[sets]
+    spread = 1.0 if prompts.given else 1 + prompts.effect**2
+    true = torch.full((TRIALS,), float(ndtr(distance / sqrt(2 * spread))))
+    scores = torch.stack([torch.ones_like(second), second + 100], dim=-1)
+    return {"attention": scores[:, :, None], "predicted": predicted}, true
+
+
+def answers(
+    prompts: Prompts, chances: Sequence[float], common: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Right or wrong by each method and prompt, and how often each method is right.
+
+    What is ``common`` to the methods makes a prompt hard for all of them.
+    """
+    sets, n_methods = prompts.sets, len(chances)
+    limits = torch.special.ndtri(torch.tensor(chances, dtype=torch.double))
+    effects = prompts.effects(n_methods)
+    hard = prompts.normal(len(sets), 1)
+    noise = sqrt(1 - common) * prompts.normal(len(sets), n_methods) + sqrt(common) * hard
+    correct = (noise < limits + effects[sets]).double()
+    weights = torch.tensor(prompts.sizes).double() / len(sets)
+    given = weights @ torch.special.ndtr(limits + effects)
+    drawn = torch.special.ndtr(limits / sqrt(1 + prompts.effect**2))
+    return {"correct": correct}, given if prompts.given else drawn
+
+
+def accuracy_of(chance: float) -> Callable[[Prompts], Trial]:
+    return lambda prompts: answers(prompts, [chance] * TRIALS, 0.0)
+
+
+def gain_of(chances: Sequence[float], common: float) -> Callable[[Prompts], Trial]:
+    def trial(prompts: Prompts) -> Trial:
+        rows, true = answers(prompts, chances, common)
+        return rows, true - true[0]
+
+    return trial
+
+
+@cache
+def clouds(classes: int, channels: int) -> tuple[Tensor, Tensor]:
+    """Spread of the queries' channels, and keys of the classes."""
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.linspace(2, 0.1, channels).double() ** 2
+    return spread, torch.randn(classes, channels, generator=generator, dtype=torch.double)
+
+
+@cache
+def true_distances(directions: int) -> Tensor:
+    """Of the queries' own distribution: main directions are the channels of the largest spread."""
+    spread, keys = clouds(CLASSES, 24)
+    main = (keys * spread)[:, :directions]
+    distances = torch.cdist(main, main)
+    return distances / distances.max()
+
+
+def distances(prompts: Prompts, trials: int = TRIALS) -> dict[str, Tensor]:
+    spread, keys = clouds(CLASSES, 24)
+    n = len(prompts.sets)
+    queries = prompts.normal(n, trials, 24) * spread
+    # Which class is right, and logits by which near classes are confused.
+    gold = torch.arange(n) % CLASSES
+    gold = gold[torch.randperm(n, generator=prompts.generator)]
+    near = 1.5 * (true_distances(10) + true_distances(10).roll((2, 2), (0, 1)))
+    logits = -(near[gold] ** 2) / 2 + prompts.normal(n, CLASSES)
+    return {
+        "queries": queries.float(),
+        "keys": keys.float().expand(n, trials, -1, -1),
+        "positions": torch.arange(CLASSES).double().expand(n, -1),
+        "label_logits": logits,
+        "gold": gold,
+    }
+
+
+def auc_of(distance: float) -> Callable[[Prompts], Trial]:
+    return lambda prompts: attention(prompts, distance)
+
+
+def distance_trial(prompts: Prompts) -> Trial:
+    true = true_distances(10)
+    return distances(prompts), true.expand(TRIALS, -1, -1)
+
+
+@cache
+def true_correlation() -> Tensor:
+    """Of very many prompts."""
+    many = Prompts([20000], 0.0, torch.Generator().manual_seed(1))
+    rows = distances(many, 1)
+    confusion = pair_auc(rows["label_logits"], rows["gold"])
+    upper = torch.ones(CLASSES, CLASSES).triu(1).bool()
+    return rank_correlation(true_distances(10)[None, upper], confusion[upper])
+
+
+def correlation_trial(prompts: Prompts) -> Trial:
+    return distances(prompts), true_correlation().expand(TRIALS)
+
+
+QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+    "mean, normal": (normal_mean, mean_result, "mean"),
+    "mean, skewed": (skewed_mean, al.SaliencyFlows().result, "flows"),
+    "share": (share, al.SaliencyFlows().result, "share"),
+    "AUCROC 0.76": (auc_of(1.0), al.AttentionAUCROC().result, "aucroc"),
+    "AUCROC 0.92": (auc_of(2.0), al.AttentionAUCROC().result, "aucroc"),
+    "accuracy 0.5": (accuracy_of(0.5), comparison, "accuracy"),
+    "accuracy 0.8": (accuracy_of(0.8), comparison, "accuracy"),
+    "accuracy 0.95": (accuracy_of(0.95), comparison, "accuracy"),
+    "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
+    "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), comparison, "gain"),
+}
+SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+    "anchor distance": (distance_trial, al.AnchorDistances().result, "anchor_distance"),
+    "correlation": (correlation_trial, al.AnchorDistances().result, "correlation"),
+}
+
+
+def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+    """The interval of plain percentiles within sets; pooled only where every prompt has its own."""
+    sets = rows["demonstrations_id"]
+    if len(sets.unique()) == len(sets):
+        sets = torch.zeros_like(sets)
+    rows = {**rows, "demonstrations_id": sets}
+    strata = [(sets == number).nonzero().flatten() for number in sets.unique()]
+    drawn = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(resamples):
+        chosen = torch.cat(
+            [one[torch.randint(len(one), (len(one),), generator=generator)] for one in strata]
+        )
+        drawn.append(getattr(result({k: v[chosen] for k, v in rows.items()}), name))
+    ends = torch.tensor([0.025, 0.975], dtype=torch.double)
+    return torch.stack(drawn).double().nanquantile(ends, dim=0)
+
+
+def coverage(
+    quantity: str, layout: str, repeats: int, interval: Callable[..., Tensor], resamples: int
+) -> float:
+    """Share of the intervals that hold the true value, over at least so many trials."""
+    trial, result, name = (QUANTITIES | SLOW)[quantity]
+    sizes, effect = LAYOUTS[layout]
+    held: list[Tensor] = []
+    while sum(map(len, held)) < repeats:
+        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(held)))
+        rows, true = trial(prompts)
+        rows["demonstrations_id"] = prompts.sets
+        low, high = interval(result, rows, name, resamples)
+        # By definition a gain over itself and a distance from itself are 0, the largest is 1.
+        trials = torch.ones_like(true).bool()
+        if name in ("gain", "anchor_distance"):
+            trials = (true != 0) & (true != 1)
+        held.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
+    return float(torch.cat(held).double().mean())
+
+
+def after(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+    """The interval of the package."""
+    made = with_intervals(result, rows, resamples=resamples, info={})
+    return made.intervals[name]
+
+
+def print_table(
+    quantities: Sequence[str], layouts: Sequence[str], repeats: int, resamples: int
+) -> None:
+    print(f"| prompts | {' | '.join(quantities)} |")
+    print("| --- " * (1 + len(quantities)) + "|")
+    for layout in layouts:
+        cells = []
+        for quantity in quantities:
+            old, new = (coverage(quantity, layout, repeats, f, resamples) for f in (before, after))
+            cells.append(f"{old:.2f} / {new:.2f}")
+        print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    print()
+
+
+def studentised(values: np.ndarray, generator: np.random.Generator) -> tuple[float, float]:
+    """The bootstrap-t interval of a mean."""
+    n, mean, error = len(values), values.mean(), values.std(ddof=1) / sqrt(len(values))
+    drawn = generator.choice(values, (1000, n))
+    errors = np.maximum(drawn.std(1, ddof=1) / sqrt(n), 1e-12)
+    low, high = np.quantile((drawn.mean(1) - mean) / errors, [0.025, 0.975])
+    return mean - high * error, mean - low * error
+
+
+def print_methods(repeats: int) -> None:
+    """Coverage and width of other intervals of a mean, 1,000 resamples each."""
+    print("| mean of | percentile | expanded percentile | BCa | studentised |")
+    print("| --- | --- | --- | --- | --- |")
+    generator = np.random.default_rng(0)
+    for kind, n in product(("normal", "skewed"), (5, 10, 20, 50)):
+        draw = generator.normal if kind == "normal" else generator.exponential
+        true = 0.0 if kind == "normal" else 1.0
+        tail = population_of(torch.zeros(n)).tail
+        ends = []
+        for _ in range(repeats):
+            values = draw(size=n)
+            means = generator.choice(values, (1000, n)).mean(1)
+            bca = bootstrap((values,), np.mean, n_resamples=1000, method="BCa", rng=generator)
+            ends.append(
+                [
+                    np.quantile(means, [0.025, 0.975]),
+                    np.quantile(means, [tail, 1 - tail]),
+                    tuple(bca.confidence_interval),
+                    studentised(values, generator),
+                ]
+            )
+        low, high = np.moveaxis(np.array(ends), -1, 0)
+        held = ((low <= true) & (true <= high)).mean(0)
+        cells = [f"{c:.2f}, {w:.2f}" for c, w in zip(held, np.median(high - low, 0), strict=True)]
+        print(f"| {n}, {kind} | {' | '.join(cells)} |", flush=True)
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--resamples", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of few prompts, and of classes that no prompt has
+    print_methods(args.repeats)
+    print_table([*QUANTITIES], [*LAYOUTS], args.repeats, args.resamples)
+    print_table([*SLOW], FOR_DISTANCES, args.repeats // 5, args.resamples)
+
+
+if __name__ == "__main__":
+    main()
