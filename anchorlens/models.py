@@ -1,10 +1,8 @@
 """Load a model, prepare it, prove that its attention hooks act."""
 
 import copy
-import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -195,7 +193,15 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
 
 
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
+    """The bridge that ``TransformerBridge.boot_transformers`` makes of loaded weights.
+
+    By another function, because that one installs torchvision, and with it another torch, where a
+    model of images lacks it, and patches classes of transformers.
+    """
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformer_lens.model_bridge.sources.transformers import (
+        determine_architecture_from_hf_config,
+    )
 
     if not weights.config.architectures:  # models made in memory and converted files do not say
         weights.config.architectures = [type(weights).__name__]
@@ -203,18 +209,20 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     # settings claim that it does; it finds out by itself what the tokenizer really adds.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
+    config = copy.deepcopy(weights.config)
     try:
-        with patch.object(subprocess, "check_call", _install_nothing):
-            return TransformerBridge.boot_transformers(name, hf_model=weights, tokenizer=tokenizer)
+        weights.set_attn_implementation("eager")
+        return build_bridge_from_module(
+            weights,
+            determine_architecture_from_hf_config(config),
+            hf_config=config,
+            tokenizer=tokenizer,
+            model_name=name,
+        )
     except Exception as error:  # an unknown architecture, or one that its adapter cannot take
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
-
-
-def _install_nothing(*command: Any, **options: Any) -> None:
-    """TransformerLens would install torchvision for models of images, and with it another torch."""
-    raise OSError("nothing is installed while a model is loaded")
 
 
 def _few_logits(model: Any, vocabulary: int) -> Tensor:

@@ -1,5 +1,8 @@
 """Loading, and the proof that the hooks of a model act."""
 
+import copy
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +189,8 @@ def test_nothing_is_installed_for_a_model_of_images(
     """TransformerLens installs torchvision where it is missing; the text part needs none."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     commands: list[Any] = []
-    monkeypatch.setattr("subprocess.check_call", lambda *command, **_: commands.append(command))
+    for name in ("check_call", "run", "Popen"):
+        monkeypatch.setattr(subprocess, name, lambda *command, **_: commands.append(command))
     text = tiny_gemma3(len(sentencepiece_like)).config.to_dict()
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = Gemma3Config(
@@ -201,19 +205,44 @@ def test_nothing_is_installed_for_a_model_of_images(
     assert not commands
 
 
+def test_loading_replaces_nothing_that_other_threads_use(byte_level: Any) -> None:
+    """Three threads load at once, and none of them sees another ``subprocess`` meanwhile."""
+    functions = ("check_call", "run", "Popen")
+    before = [getattr(subprocess, name) for name in functions]
+    seen: list[Any] = []
+
+    class Watching(type(byte_level)):  # type: ignore[misc]
+        def encode(self, *args: Any, **kwargs: Any) -> Any:  # what TransformerLens asks it first
+            seen.append([getattr(subprocess, name) for name in functions])
+            return super().encode(*args, **kwargs)
+
+    def load(_: int) -> Any:
+        tokenizer = copy.deepcopy(byte_level)
+        tokenizer.__class__ = Watching
+        return al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+
+    with ThreadPoolExecutor(3) as threads:
+        models = list(threads.map(load, range(3)))
+    assert len(seen) >= 3 and all(functions == before for functions in seen)
+    assert [getattr(subprocess, name) for name in functions] == before
+    batch = questions(models[0], 2)[0]
+    first, *others = (run_pass(model, batch) for model in models)
+    assert all(torch.equal(other, first) for other in others)
+
+
 def test_another_model_than_transformers_has(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge import sources
 
-    boot = TransformerBridge.boot_transformers
+    build = sources.build_bridge_from_module
 
-    def spoiled(name: str, hf_model: Any, tokenizer: Any) -> Any:
+    def spoiled(weights: Any, *args: Any, **options: Any) -> Any:
         with torch.no_grad():
-            hf_model.transformer.h[0].attn.c_attn.bias.mul_(1.1)
-        return boot(name, hf_model=hf_model, tokenizer=tokenizer)
+            weights.transformer.h[0].attn.c_attn.bias.mul_(1.1)
+        return build(weights, *args, **options)
 
-    monkeypatch.setattr(TransformerBridge, "boot_transformers", spoiled)
+    monkeypatch.setattr(sources, "build_bridge_from_module", spoiled)
     for dtype in (torch.float32, torch.float16):
         with pytest.raises(ModelError, match=r"makes another model of .* off by 0\.\d+ of the"):
             al.load_model(tiny_gpt2(len(byte_level)).type(dtype), tokenizer=byte_level)
