@@ -21,9 +21,11 @@ from .hooked import (
     has_sinks,
     looking,
     refuse_folded_value_biases,
+    refuse_labels_beyond,
     require_prepared,
     rotary_switch,
     scores_name,
+    vocabulary_of,
 )
 from .losses import Loss, require_one_a_prompt
 from .prefix import Prefix, cache_of, inputs_after, prefix_of
@@ -198,11 +200,6 @@ def device_of(model: Any) -> torch.device:
     return torch.device(next(iter(model.parameters())).device)
 
 
-def vocabulary_of(model: HookedModel) -> int:
-    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
-    return int(model.W_E.shape[0])
-
-
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Refuse prompts that are longer than the context or hold tokens that the model lacks."""
     longest = int(batch.attention_mask.sum(1).max())
@@ -220,6 +217,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "that a prompt's numbers would depend on its batch; use batch_size=1, or "
             "build_prompts(..., max_length=..., drop_too_long=True)"
         )
+    refuse_labels_beyond(model, batch)
     largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
     if largest >= vocabulary_of(model):
         raise PromptError(

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .batch import PromptBatch
-from .errors import HookError, ModelError
+from .errors import HookError, ModelError, PromptError
 
 HookFunction = Callable[..., Tensor | None]
 Hook = tuple[str, HookFunction]
@@ -128,6 +128,21 @@ def looking(hooks: Sequence[Hook]) -> list[Hook]:
             )
 
     return [(name, partial(look, act)) for name, act in hooks]
+
+
+def vocabulary_of(model: HookedModel) -> int:
+    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
+    return int(model.W_E.shape[0])
+
+
+def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
+    """Refuse labels that the model does not predict; toy models may predict few of their tokens."""
+    largest, count = int(batch.label_token_ids.max()), model.cfg.d_vocab_out
+    if count < model.cfg.d_vocab and largest >= count:
+        raise PromptError(
+            f"label token {largest} is outside the {count} tokens that the model predicts "
+            "(d_vocab_out of its configuration); use other label words or another model"
+        )
 
 
 def has_sinks(model: Any) -> bool:

@@ -28,6 +28,7 @@ ORDER = [
     "losses",
     "forward",
     "probe",
+    "weights",
     "models",
     "results",
     "figures",
