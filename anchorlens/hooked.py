@@ -183,6 +183,21 @@ def _point_of(hook: Any) -> str:
     return "the gradient of shared demonstrations" if hook is None else str(hook.name)
 
 
+def vocabulary_of(model: HookedModel) -> int:
+    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
+    return int(model.W_E.shape[0])
+
+
+def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
+    """Refuse labels that the model does not predict; toy models may predict few of their tokens."""
+    largest, count = int(batch.label_token_ids.max()), model.cfg.d_vocab_out
+    if count < model.cfg.d_vocab and largest >= count:
+        raise PromptError(
+            f"label token {largest} is outside the {count} tokens that the model predicts "
+            "(d_vocab_out of its configuration); use other label words or another model"
+        )
+
+
 def has_sinks(model: Any) -> bool:
     """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
@@ -193,11 +208,6 @@ def rotary_switch(model: Any) -> int | None:
     config = getattr(getattr(model, "original_model", None), "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
-
-
-def vocabulary_of(model: HookedModel) -> int:
-    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
-    return int(model.W_E.shape[0])
 
 
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
@@ -218,6 +228,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "(--batch-size 1, in Python batch_size=1), or shorter prompts (in Python "
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
+    refuse_labels_beyond(model, batch)
     largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
     if largest >= vocabulary_of(model):
         raise PromptError(

@@ -1,10 +1,7 @@
 """Load a model, prepare it, prove that its attention hooks act."""
 
 import copy
-import subprocess
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,13 +10,16 @@ from .errors import ModelError
 from .forward import device_of
 from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
 from .model_state import undisturbed, without_user_hooks
-from .probe import probe
-from .processes import own_device
+from .probe import attends_to_later, n_tokens_of, probe
 from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore
+from .weights import best_device, moved, read_weights, refuse_device
 
 _ENCODER_DECODER = (
     "{} is an encoder-decoder; these analyses are of left-to-right language models, whose label "
     "words stand in the same prompt as the query"
+)
+_BIDIRECTIONAL = (
+    "{} is no left-to-right language model, but bidirectional: its tokens attend to later ones"
 )
 
 
@@ -49,9 +49,10 @@ def load_model(
         a BOS exactly where the tokenizer, as loaded, adds one.
 
     Raises:
-        ModelError: The model cannot be found or read, TransformerLens does not know its
-            architecture or computes other logits than transformers, or its attention hooks cannot
-            be made to act.
+        ModelError: The model cannot be found or read, its weights lack tensors or have them in
+            another shape, the device cannot be used, TransformerLens does not know the architecture
+            or computes other logits than transformers, or its attention hooks cannot be made to
+            act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -62,22 +63,26 @@ def load_model(
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
+        refuse_device(device or weights.device)
         if dtype is not None or device is not None:
-            weights = _moved(copy.deepcopy(weights), device or weights.device, dtype)
+            weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         name = weights.config.name_or_path or type(weights).__name__
     else:
-        name = str(source)
+        name, device = str(source), device or best_device()
+        refuse_device(device)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
-        weights = _moved(weights, device or _best_device(), dtype)
+        weights = moved(weights, device, dtype)
     if weights.config.is_encoder_decoder:
         raise ModelError(_ENCODER_DECODER.format(name))
     vocabulary = len(weights.get_input_embeddings().weight)
     # Before the bridge takes the weights apart.
-    expected = _few_logits(weights, vocabulary) if weights.can_generate() else None
+    longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
+    tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
+    expected = _few_logits(weights, tokens) if weights.can_generate() else None
     with torch.random.fork_rng(devices=[]):  # modules are made with weights that are drawn first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_another(name, expected, _few_logits(model, vocabulary))
+        _refuse_another(name, expected, _few_logits(model, tokens))
     return prepare_model(model)
 
 
@@ -110,6 +115,11 @@ def prepare_model(model: HookedModel) -> HookedModel:
         >>> al.prepare_model(model) is model
         True
     """
+    if any(kind.__name__ == "RemoteBridge" for kind in type(model).__mro__):  # not in 3.9
+        raise ModelError(
+            f"{model.cfg.model_name} is a RemoteBridge, which vLLM or inspect runs elsewhere: "
+            "there are no gradients and no attention patterns; load the same weights with al.load_model"
+        )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
         raise ModelError(
             f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
@@ -119,6 +129,11 @@ def prepare_model(model: HookedModel) -> HookedModel:
     with undisturbed(model), without_user_hooks(model):
         try:
             proven[model] = _connected(model)
+        except ModelError as error:
+            restore_model(model)
+            if attends_to_later(model):
+                raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name)) from error
+            raise
         except BaseException:
             restore_model(model)
             raise
@@ -150,55 +165,16 @@ def ensure_prepared(model: HookedModel) -> None:
         prepare_model(model)
 
 
-def _moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -> Any:
-    try:
-        # Quantised weights refuse any mention of a type.
-        return weights.to(device) if dtype is None else weights.to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise ModelError(
-            f"the model cannot be put on the device {str(device)!r}"
-            + ("" if dtype is None else f" as {dtype}")
-            + f": {str(error).partition(chr(10))[0]}; name a device that this machine has (cuda, "
-            "mps, cpu), and leave the type (--dtype) of quantised weights as it is"
-        ) from error
-
-
-def _best_device() -> str | torch.device:
-    if (own := own_device()) is not None:
-        return own
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Weights and tokenizer of a hub name, a folder or a .gguf file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    is_gguf = name.endswith(".gguf")
-    if is_gguf and not Path(name).is_file():
-        raise ModelError(f"there is no file {name}")
-    place, options = name, {}
-    if is_gguf:
-        place, options = str(Path(name).parent), {"gguf_file": Path(name).name}
-        dtype = dtype or torch.float32
-    try:
-        # Eager attention: the fused kernels never form the pattern that the hooks need.
-        weights = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype or "auto", attn_implementation="eager", **options
-        )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(place, **options)
-    except Exception as error:  # each reader of transformers raises its own
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(
-            f"{name!r} cannot be loaded as a causal language model: {reason} "
-            "Where no hub can be reached, give a local folder or a .gguf file (--model)"
-        ) from error
-    return weights, tokenizer
-
-
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
+    """The bridge that ``TransformerBridge.boot_transformers`` makes of loaded weights.
+
+    By another function, because that one installs torchvision, and with it another torch, where a
+    model of images lacks it, and patches classes of transformers.
+    """
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformer_lens.model_bridge.sources.transformers import (
+        determine_architecture_from_hf_config,
+    )
 
     if not weights.config.architectures:  # models made in memory and converted files do not say
         weights.config.architectures = [type(weights).__name__]
@@ -206,22 +182,23 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     # settings claim that it does; it finds out by itself what the tokenizer really adds.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
+    config = copy.deepcopy(weights.config)
     try:
-        with patch.object(subprocess, "check_call", _install_nothing):
-            return TransformerBridge.boot_transformers(name, hf_model=weights, tokenizer=tokenizer)
+        weights.set_attn_implementation("eager")
+        return build_bridge_from_module(
+            weights,
+            determine_architecture_from_hf_config(config),
+            hf_config=config,
+            tokenizer=tokenizer,
+            model_name=name,
+        )
     except Exception as error:  # an unknown architecture, or one that its adapter cannot take
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
 
 
-def _install_nothing(*command: Any, **options: Any) -> None:
-    """TransformerLens would install torchvision for models of images, and with it another torch."""
-    raise OSError("nothing is installed while a model is loaded")
-
-
-def _few_logits(model: Any, vocabulary: int) -> Tensor:
-    tokens = torch.arange(8, device=device_of(model))[None] % vocabulary
+def _few_logits(model: Any, tokens: Tensor) -> Tensor:
     with undisturbed(model), without_user_hooks(model), torch.no_grad():
         outputs = model(tokens, attention_mask=torch.ones_like(tokens))
     logits: Tensor = getattr(outputs, "logits", outputs)
@@ -245,11 +222,26 @@ def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(point.startswith(("encoder", "decoder")) for point in names):
         raise ModelError(_ENCODER_DECODER.format(name))
-    generates = getattr(getattr(model, "original_model", None), "can_generate", None)
+    original = getattr(model, "original_model", None)
+    generates = getattr(original, "can_generate", None)
     if generates is not None and not generates():
+        if isinstance(model, HookedModel) and attends_to_later(model):
+            raise ModelError(_BIDIRECTIONAL.format(name))
         raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
     if not isinstance(model, HookedModel):
         raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
+    # A model of TransformerLens itself is what its settings say; a bridge over BERT is not.
+    if original is None and getattr(model.cfg, "attention_dir", None) == "bidirectional":
+        raise ModelError(_BIDIRECTIONAL.format(name))
+    if not model.cfg.n_layers:
+        raise ModelError(f"{name} has no layers, and these analyses are of attention in layers")
+    if model.cfg.n_ctx < n_tokens_of(model):
+        raise ModelError(
+            f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
+            f"{n_tokens_of(model)}; make the model with a longer one"
+        )
+    if device_of(model).type == "meta":
+        raise ModelError(f"{name} is on the device 'meta', whose tensors have no numbers")
     missing = [
         layer
         for layer in range(model.cfg.n_layers)

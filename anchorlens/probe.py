@@ -35,7 +35,7 @@ class _Layer:
 
 
 def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """One forward and backward over three tokens.
+    """One forward and backward over three tokens, or as many as :func:`n_tokens_of` says.
 
     Returns:
         What is wrong with the score and pattern hooks of each layer, empty when all of them act;
@@ -44,9 +44,7 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
     Raises:
         ModelError: The model has no backward pass.
     """
-    n_heads = model.cfg.n_heads
-    # No axis of heads may be as long as the prompt, so that the two cannot be mistaken.
-    length = next(n for n in (3, 4, 5) if n not in (n_heads, model.cfg.n_key_value_heads))
+    n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
     tokens = torch.arange(length, device=device_of(model))[None] % vocabulary_of(model)
     hooks: list[Hook] = [("blocks.0.hook_resid_pre", _make_leaf)]
@@ -68,6 +66,19 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
     shape = (1, n_heads, length, length)
     faults = {number: _fault(layer, shape) for number, layer in enumerate(layers)}
     return {number: fault for number, fault in faults.items() if fault}, operands
+
+
+def n_tokens_of(model: HookedModel) -> int:
+    """Tokens of the pass: no axis of heads is as long, so that the two cannot be mistaken."""
+    return next(n for n in (3, 4, 5) if n not in (model.cfg.n_heads, model.cfg.n_key_value_heads))
+
+
+def attends_to_later(model: HookedModel) -> bool:
+    """Whether the last of three tokens changes what the model says after the two before it."""
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
+    with undisturbed(model), torch.no_grad():
+        logits = model(tokens % vocabulary_of(model))[:, :-1].float()
+    return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
 
 
 def _make_leaf(resid: Tensor, hook: Any) -> Tensor:

@@ -69,8 +69,9 @@ def identity(model: Any) -> dict[str, str]:
         values = torch.atleast_1d(parameter.detach())
         few = values[_some_places(values.shape)].float().cpu()
         weights.update(few.numpy().tobytes())
-    original = getattr(model, "original_model", None)  # none in a HookedTransformer
-    config = vars(model.cfg) if original is None else original.config.to_dict()
+    # None in a HookedTransformer and other models that TransformerLens makes itself.
+    original = getattr(getattr(model, "original_model", None), "config", None)
+    config = vars(model.cfg) if original is None else original.to_dict()
     said = {name: one for name, one in config.items() if name not in _ELSEWHERE}
     return {
         "model": str(model.cfg.model_name),

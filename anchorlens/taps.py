@@ -49,7 +49,8 @@ def connect_operands(attention: Any) -> bool:
 
 def form_patterns(model: Any) -> None:
     """Have transformers form the attention pattern, which its fused kernels do not."""
-    implementation = getattr(model.original_model.config, "_attn_implementation", "eager")
+    config = getattr(model.original_model, "config", None)  # none in TransformerLens's own models
+    implementation = getattr(config, "_attn_implementation", "eager")
     if implementation != "eager":
         model.original_model.set_attn_implementation("eager")
         _fused[model] = implementation

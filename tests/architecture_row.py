@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import transformers
 from conftest import randomize
+from hooked_transformers import CONVERTED
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LINE = ".".join(version("transformer-lens").split(".")[:2])
 
 # What configs share, by the names that most of them use; a config ignores what it has no use for.
 COMMON: dict[str, Any] = {
@@ -51,6 +55,12 @@ class Architecture:
     def model_class(self) -> str:
         """Name of the transformers class of the model."""
         return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, self.config).model_type])
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of model that this line of TransformerLens makes of it."""
+        converted = LINE.startswith("3.") and self.model_class in CONVERTED
+        return ("bridge", "processed") + ("HookedTransformer",) * converted
 
     def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> Any:
         """The model, the same at every call."""

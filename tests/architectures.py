@@ -1,6 +1,7 @@
 """A tiny random model of every architecture: one row each, nothing downloaded."""
 
 from architecture_row import row
+from toys import TOYS
 
 WINDOW = 12  # shorter than the prompts, so that it acts
 GROUPED = {"num_key_value_heads": 2}
@@ -268,4 +269,5 @@ ROWS = [
         "NanoChat", "norms without parameters after the rotary embedding", "NanoChatConfig", GROUPED
     ),
 ]
-BY_NAME = {row.name: row for row in ROWS}
+ALL = [*ROWS, *TOYS]
+BY_NAME = {row.name: row for row in ALL}

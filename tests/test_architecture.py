@@ -31,6 +31,7 @@ ORDER = [
     "losses",
     "forward",
     "probe",
+    "weights",
     "models",
     "results",
     "intervals",

@@ -7,11 +7,10 @@ from typing import Any
 import plain
 import pytest
 import torch
-from architectures import ROWS
+from architectures import ALL
 from comparison import DIRECTIONS, batch_of, weights_of
 from conftest import centred, difference
-from hooked_transformers import CONVERTED
-from test_matrix import KINDS, LINE, hooked
+from test_matrix import LINE, hooked
 from test_run import assert_same
 from torch import Tensor
 
@@ -38,10 +37,9 @@ NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llam
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 CASES = [
     pytest.param(row.name, kind, id=f"{row.name}-{kind}")
-    for row in ROWS
-    for kind in KINDS
+    for row in ALL
+    for kind in row.kinds
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
-    if kind != "HookedTransformer" or row.model_class in CONVERTED
 ]
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME, ROWS
+from architecture_row import LINE
+from architectures import ALL, BY_NAME
 from comparison import (
     batch_of,
     difference_of_keys,
@@ -27,7 +28,8 @@ from comparison import (
     weights_of,
 )
 from conftest import boot, logits_of
-from hooked_transformers import CONVERTED, hooked_transformer
+from hooked_transformers import hooked_transformer
+from toys import PlainToy, hooked_toy, native_bridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -37,7 +39,6 @@ pytestmark = pytest.mark.without_jaxtyping
 
 # What is said of a model that is refused, by the package or by TransformerLens itself.
 REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"
-LINE = ".".join(version("transformer-lens").split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,21 @@ class Kind:
     sides: tuple[str, ...] = ("right", "left")  # of the padding
 
 
+def unprepared(weights: Any, tokenizer: Any) -> Any:
+    """A bridge as anyone makes one."""
+    make = native_bridge if isinstance(weights, PlainToy) else boot
+    return make(weights, tokenizer)
+
+
 def bridge(weights: Any, tokenizer: Any) -> Any:
+    if isinstance(weights, PlainToy):
+        return al.prepare_model(native_bridge(weights, tokenizer))
     return al.load_model(weights, tokenizer=tokenizer)
 
 
 def processed_bridge(weights: Any, tokenizer: Any) -> Any:
     """Layer norms folded where TransformerLens can, weights centred."""
-    model = al.load_model(weights, tokenizer=tokenizer)
+    model = bridge(weights, tokenizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* does not support (fold_ln|center)")
         model.enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
@@ -64,6 +73,8 @@ def processed_bridge(weights: Any, tokenizer: Any) -> Any:
 
 def hooked_transformer_of(weights: Any, tokenizer: Any) -> Any:
     """As HookedTransformer.from_pretrained gives it, but for the value biases."""
+    if isinstance(weights, PlainToy):
+        return al.prepare_model(hooked_toy(weights, tokenizer))
     return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
 
 
@@ -71,14 +82,13 @@ PROCESSED = {torch.float32: 1e-4, torch.float64: 1e-6}
 KINDS = {
     "bridge": Kind(bridge, {torch.float32: 1e-4, torch.float64: 1e-9}),
     "processed": Kind(processed_bridge, PROCESSED, ("left",)),
+    "HookedTransformer": Kind(hooked_transformer_of, PROCESSED),
 }
-if LINE.startswith("3."):
-    KINDS["HookedTransformer"] = Kind(hooked_transformer_of, PROCESSED)
 CASES = [
     pytest.param(row.name, dtype, kind, side, id=f"{row.name}-{str(dtype)[6:]}-{kind}-{side}")
-    for row in ROWS
+    for row in ALL
     for dtype in (torch.float32, torch.float64)
-    for kind in KINDS
+    for kind in row.kinds
     for side in KINDS[kind].sides
 ]
 
@@ -92,7 +102,7 @@ def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
 
 def hooks_are_native(name: str) -> bool:
     """Whether an edit of the scores acts on a bridge that is not prepared."""
-    model = boot(copy.deepcopy(weights_of(name, torch.float32)), tokenizer())
+    model = unprepared(copy.deepcopy(weights_of(name, torch.float32)), tokenizer())
     batch = batch_of("right").prompt(0)
     hooks = [(scores_name(k), lambda scores, hook: scores * 0) for k in range(model.cfg.n_layers)]
     with warnings.catch_warnings():
@@ -126,8 +136,6 @@ def test_equals_plain_transformers(
 ) -> None:
     row = BY_NAME[name]
     results = request.config.getoption("--matrix-results")
-    if kind == "HookedTransformer" and row.model_class not in CONVERTED:
-        pytest.skip("this line of TransformerLens makes no HookedTransformer of it")
     reason = row.refused.get(LINE, row.refused.get(kind))
     if reason is not None:
         with pytest.raises((ModelError, RuntimeError), match=REFUSAL):

@@ -1,21 +1,25 @@
 """Loading, and the proof that the hooks of a model act."""
 
+import copy
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import questions, randomize, tiny_gemma3, tiny_gpt2
+from conftest import boot, questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 import anchorlens as al
+from anchorlens import models
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.forward import run_pass
 from anchorlens.hooked import require_prepared
@@ -55,48 +59,6 @@ def test_loaded_model(byte_level: Any) -> None:
     torch.testing.assert_close(logits_of(model, tokens), expected)
     double = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level, dtype=torch.float64)
     assert {parameter.dtype for parameter in double.parameters()} == {torch.float64}
-
-
-def test_gguf_file(tmp_path: Path, byte_level: Any) -> None:
-    config = Qwen2Config(
-        vocab_size=len(byte_level),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    weights: Any = randomize(Qwen2ForCausalLM(config))
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(byte_level))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
-    for name, tensor in weights.state_dict().items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None
-        writer.add_tensor(stored, tensor.numpy())
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    model = al.load_model(path, tokenizer=byte_level, device="cpu")
-    tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
-    torch.testing.assert_close(
-        logits_of(model, tokens), logits_of(weights, tokens), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +148,8 @@ def test_nothing_is_installed_for_a_model_of_images(
     """TransformerLens installs torchvision where it is missing; the text part needs none."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     commands: list[Any] = []
-    monkeypatch.setattr("subprocess.check_call", lambda *command, **_: commands.append(command))
+    for name in ("check_call", "run", "Popen"):
+        monkeypatch.setattr(subprocess, name, lambda *command, **_: commands.append(command))
     text = tiny_gemma3(len(sentencepiece_like)).config.to_dict()
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = Gemma3Config(
@@ -201,19 +164,86 @@ def test_nothing_is_installed_for_a_model_of_images(
     assert not commands
 
 
+def test_loading_replaces_nothing_that_other_threads_use(byte_level: Any) -> None:
+    """Three threads load at once, and none of them sees another ``subprocess`` meanwhile."""
+    functions = ("check_call", "run", "Popen")
+    before = [getattr(subprocess, name) for name in functions]
+    seen: list[Any] = []
+
+    class Watching(type(byte_level)):  # type: ignore[misc]
+        def encode(self, *args: Any, **kwargs: Any) -> Any:  # what TransformerLens asks it first
+            seen.append([getattr(subprocess, name) for name in functions])
+            return super().encode(*args, **kwargs)
+
+    def load(_: int) -> Any:
+        tokenizer = copy.deepcopy(byte_level)
+        tokenizer.__class__ = Watching
+        return al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
+
+    with ThreadPoolExecutor(3) as threads:
+        models = list(threads.map(load, range(3)))
+    assert len(seen) >= 3 and all(functions == before for functions in seen)
+    assert [getattr(subprocess, name) for name in functions] == before
+    batch = questions(models[0], 2)[0]
+    first, *others = (run_pass(model, batch) for model in models)
+    assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
+    tmp_path: Path, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "read_weights", None)
+    with pytest.raises(ModelError, match=r"device 'meta': its tensors have shapes and no numbers"):
+        al.load_model(tmp_path, device="meta")
+    for device in ("no-such-device", torch.device("cuda", 63)):
+        with pytest.raises(ModelError, match=r"cannot be put on the device .*(cuda, mps, cpu)"):
+            al.load_model(tmp_path, device=device)
+    weights: Any = tiny_gpt2(len(byte_level))
+    with pytest.raises(ModelError, match="shapes and no numbers"):
+        al.load_model(weights.to("meta"), tokenizer=byte_level)
+
+
+@pytest.mark.parametrize("through", ["load", "prepare"])
+def test_models_that_are_too_small(byte_level: Any, through: str) -> None:
+    def prepared(**sizes: Any) -> Any:
+        weights = tiny_gpt2(len(byte_level), **sizes)
+        if through == "load":
+            return al.load_model(weights, tokenizer=byte_level)
+        return al.prepare_model(boot(weights, byte_level))
+
+    with pytest.raises(ModelError, match="has no layers"):
+        prepared(n_layer=0)
+    with pytest.raises(ModelError, match=r"context of .* is 2 tokens, and the check .* takes 3"):
+        prepared(n_positions=2)
+    assert prepared(n_positions=3, n_layer=1).cfg.n_ctx == 3
+
+
+@pytest.mark.parametrize("kind", [BertLMHeadModel, BertForMaskedLM])
+@pytest.mark.parametrize("through", ["load", "prepare"])
+def test_bidirectional_models_are_told_so(byte_level: Any, kind: Any, through: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
+    weights: Any = randomize(kind(BertConfig(vocab_size=len(byte_level), **sizes)))
+    with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
+        if through == "load":
+            al.load_model(weights, tokenizer=byte_level)
+        else:
+            al.prepare_model(boot(weights, byte_level))
+
+
 def test_another_model_than_transformers_has(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge import sources
 
-    boot = TransformerBridge.boot_transformers
+    build = sources.build_bridge_from_module
 
-    def spoiled(name: str, hf_model: Any, tokenizer: Any) -> Any:
+    def spoiled(weights: Any, *args: Any, **options: Any) -> Any:
         with torch.no_grad():
-            hf_model.transformer.h[0].attn.c_attn.bias.mul_(1.1)
-        return boot(name, hf_model=hf_model, tokenizer=tokenizer)
+            weights.transformer.h[0].attn.c_attn.bias.mul_(1.1)
+        return build(weights, *args, **options)
 
-    monkeypatch.setattr(TransformerBridge, "boot_transformers", spoiled)
+    monkeypatch.setattr(sources, "build_bridge_from_module", spoiled)
     for dtype in (torch.float32, torch.float16):
         with pytest.raises(ModelError, match=r"makes another model of .* off by 0\.\d+ of the"):
             al.load_model(tiny_gpt2(len(byte_level)).type(dtype), tokenizer=byte_level)

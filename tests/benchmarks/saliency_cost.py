@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 import anchorlens as al
 from anchorlens.forward import run_pass
 from anchorlens.model_state import undisturbed
-from anchorlens.models import read_weights
+from anchorlens.weights import read_weights
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

@@ -25,9 +25,9 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 from anchorlens.hooked import layer_numbers
-from anchorlens.models import read_weights
 from anchorlens.passes import Passes
 from anchorlens.sharing import shared_passes
+from anchorlens.weights import read_weights
 
 Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}

@@ -1,0 +1,188 @@
+"""Weights that are not all of the configured model: what is refused, what is a warning."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from conftest import randomize, tiny_gpt2, tiny_llama
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    GPT2ForSequenceClassification,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import anchorlens as al
+from anchorlens import models
+from anchorlens.errors import ModelError
+
+pytestmark = pytest.mark.filterwarnings("error")
+VOCABULARY = 700
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise AssertionError("a model ran before its weights were checked")
+
+    monkeypatch.setattr(models, "_few_logits", run)
+
+
+def save(weights: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:
+    weights.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **options: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+
+
+def load(folder: Path, tokenizer: Any) -> Any:
+    return al.load_model(folder, tokenizer=tokenizer, device="cpu")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_weights_of_another_architecture(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+    config = tiny_llama(VOCABULARY).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    message = (
+        r"not those of its configuration \(LlamaForCausalLM\): \d+ tensors \(lm_head\.weight, "
+    )
+    with pytest.raises(ModelError, match=message + r".*and others\) are missing.*config\.json"):
+        load(folder, byte_level)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_missing_tensors_are_named(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+    names = ["transformer.h.1.attn.c_proj.weight", "transformer.ln_f.bias"]
+    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in names])
+    with pytest.raises(ModelError, match=rf"2 tensors \({', '.join(names)}\) are missing"):
+        load(folder, byte_level)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_more_layers_than_weights(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+    change_config(folder, n_layer=5)
+    with pytest.raises(ModelError, match=r"24 tensors \(transformer\.h\.3\.attn.* are missing"):
+        load(folder, byte_level)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_tensors_of_another_shape(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+    change_config(folder, n_positions=256)
+    message = (
+        r"1 tensor \(transformer\.wpe\.weight \(\(512, 24\), not \(256, 24\)\)\) is of another"
+    )
+    with pytest.raises(ModelError, match=message):
+        load(folder, byte_level)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_missing_head_is_not_tied(tmp_path: Path, byte_level: Any) -> None:
+    """A classifier's weights have no unembedding, and one would be drawn at random."""
+    config = tiny_llama(VOCABULARY).config
+    config.pad_token_id = 0
+    save(randomize(LlamaForSequenceClassification(config)), byte_level, tmp_path)
+    with pytest.raises(ModelError, match=r"1 tensor \(lm_head\.weight\) is missing"):
+        load(tmp_path, byte_level)
+
+
+def test_fewer_layers_than_weights_is_a_warning(tmp_path: Path, byte_level: Any) -> None:
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
+    change_config(folder, n_layer=2)
+    message = r"no use for .* \d+ tensors \(transformer\.h\.2\.attn.* are left out.* another model"
+    with pytest.warns(UserWarning, match=message):
+        model = load(folder, byte_level)
+    assert model.cfg.n_layers == 2
+
+
+def test_complete_weights_load_without_a_word(tmp_path: Path, byte_level: Any) -> None:
+    """Tied embeddings, shards, the head of another task, masks that older versions stored."""
+    plain = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "plain")
+    assert "lm_head.weight" not in load_file(plain / "model.safetensors")
+    sharded = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    untied = save(tiny_llama(VOCABULARY), byte_level, tmp_path / "untied")
+    masks = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "masks")
+    old = {"attn.bias": torch.ones(1, 1, 4, 4), "attn.masked_bias": torch.tensor(-1e4)}
+    change_tensors(
+        masks, lambda tensors: tensors.update({f"transformer.h.0.{key}": old[key] for key in old})
+    )
+    config = tiny_gpt2(VOCABULARY).config
+    config.pad_token_id = 0
+    classifier = randomize(GPT2ForSequenceClassification(config))
+    other_head = save(classifier, byte_level, tmp_path / "classifier")
+    for folder in (plain, sharded, untied, masks, other_head):
+        load(folder, byte_level)
+
+
+def write_gguf(path: Path, weights: Any, without: tuple[str, ...] = ()) -> None:
+    config = weights.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in weights.state_dict().items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None
+        if name not in without:
+            writer.add_tensor(stored, tensor.numpy())
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+
+
+def qwen2(**options: Any) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    return randomize(Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **sizes, **options)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_file(tmp_path: Path, byte_level: Any, tied: bool) -> None:
+    weights = qwen2(tie_word_embeddings=tied)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, weights, without=("lm_head.weight",) if tied else ())
+    model = load(path, byte_level)
+    tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), weights(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_gguf_file_that_lacks_a_tensor(tmp_path: Path, byte_level: Any) -> None:
+    missing = "model.layers.1.mlp.up_proj.weight"
+    write_gguf(tmp_path / "tiny.gguf", qwen2(tie_word_embeddings=False), without=(missing,))
+    with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):
+        load(tmp_path / "tiny.gguf", byte_level)

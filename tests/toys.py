@@ -1,0 +1,341 @@
+"""Toy models of TransformerLens's own, computed a second time in plain PyTorch from their settings.
+
+``PlainToy`` is the reference: it has what the oracle of plain.py asks of a transformers model, and
+shares no code with TransformerLens. Its parameters have the names of those of ``boot_native``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from architecture_row import LINE
+from conftest import randomize
+from hooked_transformers import with_its_bos
+from torch import Tensor, nn
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+
+COMMON: dict[str, Any] = {
+    "n_layers": 3,
+    "d_model": 32,
+    "n_heads": 4,
+    "d_head": 8,
+    "d_mlp": 48,
+    "n_ctx": 128,
+    "act_fn": "gelu",
+    "normalization_type": "LN",
+    "positional_embedding_type": "standard",
+    "init_weights": False,
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.functional.gelu,
+    "relu": nn.functional.relu,
+    "silu": nn.functional.silu,
+    "solu_ln": lambda x: x * x.exp() / x.exp().sum(-1, keepdim=True),
+}
+
+
+class Norm(nn.Module):
+    """Layer norm, root mean square norm, the same without parameters, or none."""
+
+    def __init__(self, kind: str | None, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind in ("LN", "RMS"):
+            self.weight = nn.Parameter(torch.ones(width))
+        if kind == "LN":
+            self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            return x
+        if self.kind.startswith("LN"):
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5) ** 0.5
+        x = x * self.weight if hasattr(self, "weight") else x
+        return x + self.bias if hasattr(self, "bias") else x
+
+
+class ToyAttention(nn.Module):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        wide, narrow = cfg.n_heads * cfg.d_head, cfg.n_key_heads * cfg.d_head
+        self.q, self.o = nn.Linear(cfg.d_model, wide), nn.Linear(wide, cfg.d_model)
+        self.k, self.v = nn.Linear(cfg.d_model, narrow), nn.Linear(cfg.d_model, narrow)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """``attention_mask``: True where nobody attends."""
+        query, key, value = (self.by_head(project(x)) for project in (self.q, self.k, self.v))
+        if self.cfg.positional_embedding_type == "rotary":
+            query, key = self.turned(query), self.turned(key)
+        shared = self.cfg.n_heads // self.cfg.n_key_heads
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        scores = capped(query @ key.mT / self.cfg.scale, self.cfg.attn_scores_soft_cap)
+        pattern = torch.softmax(scores.masked_fill(attention_mask, -torch.inf), -1)
+        return self.o((pattern @ value).transpose(1, 2).flatten(2)), pattern
+
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.cfg.d_head)).transpose(1, 2)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """As complex numbers: pairs of channels, multiplied by a number of length 1."""
+        width = self.cfg.rotary_dim
+        frequencies = self.cfg.rotary_base ** -(torch.arange(0, width, 2, dtype=x.dtype) / width)
+        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * self.cfg.rescale(frequencies)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        head, rest = x[..., :width], x[..., width:]
+        pairs = head.unflatten(-1, (-1, 2)) if self.cfg.adjacent else head.unflatten(-1, (2, -1)).mT
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+        turned = turned if self.cfg.adjacent else turned.mT
+        return torch.cat([turned.flatten(-2), rest], -1)
+
+
+class ToyMLP(nn.Module):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.act = ACTIVATIONS[cfg.act_fn]
+        self.gated = cfg.gated_mlp
+        if cfg.gated_mlp:
+            self.gate = nn.Linear(cfg.d_model, cfg.d_mlp, bias=False)
+            self.add_module("in", nn.Linear(cfg.d_model, cfg.d_mlp, bias=False))
+            self.out = nn.Linear(cfg.d_mlp, cfg.d_model, bias=False)
+            return
+        self.fc_in = nn.Linear(cfg.d_model, cfg.d_mlp)
+        self.fc_out = nn.Linear(cfg.d_mlp, cfg.d_model)
+        if cfg.act_fn == "solu_ln":
+            self.ln = Norm("LN", cfg.d_mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.out(self.act(self.gate(x)) * getattr(self, "in")(x))  # type: ignore[no-any-return]
+        hidden = self.act(self.fc_in(x))
+        return self.fc_out(self.ln(hidden) if hasattr(self, "ln") else hidden)  # type: ignore[no-any-return]
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.ln1, self.attn = Norm(cfg.normalization_type, cfg.d_model), ToyAttention(cfg)
+        self.attn_only = cfg.attn_only
+        if not cfg.attn_only:
+            self.ln2, self.mlp = Norm(cfg.normalization_type, cfg.d_model), ToyMLP(cfg)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        attended, pattern = self.attn(self.ln1(x), attention_mask=attention_mask)
+        x = x + attended
+        return (x if self.attn_only else x + self.mlp(self.ln2(x))), pattern
+
+
+class PlainToy(nn.Module):
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.cfg = cfg = settings(options)
+        self.config = SimpleNamespace(num_hidden_layers=cfg.n_layers)
+        self.tok_embed = nn.Embedding(cfg.d_vocab, cfg.d_model)
+        if cfg.positional_embedding_type == "standard":
+            self.pos = nn.Embedding(cfg.n_ctx, cfg.d_model)
+        self.layers = nn.ModuleList([ToyBlock(cfg) for _ in range(cfg.n_layers)])
+        last = cfg.normalization_type
+        if cfg.final_rms:
+            last = "RMSPre" if last in ("LNPre", "RMSPre") else "RMS"
+        self.ln_out = Norm(last, cfg.d_model)
+        self.head = nn.Linear(cfg.d_model, cfg.d_vocab, bias=False)
+
+    def forward(self, tokens: Tensor, **_: Any) -> Any:
+        n_tokens = tokens.shape[1]
+        x = self.tok_embed(tokens)
+        x = x + self.pos.weight[:n_tokens] if hasattr(self, "pos") else x
+        later = torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)[None, None]
+        patterns = []
+        for block in self.layers:
+            x, pattern = block(x, attention_mask=later)
+            patterns.append(pattern)
+        logits = capped(self.head(self.ln_out(x)), self.cfg.output_logits_soft_cap)
+        return SimpleNamespace(logits=logits, attentions=tuple(patterns))
+
+
+def settings(options: Mapping[str, Any]) -> Any:
+    """What the settings of TransformerLens say, with its defaults written out."""
+    cfg = SimpleNamespace(**options)
+    cfg.n_key_heads = options.get("n_key_value_heads", cfg.n_heads)
+    cfg.rotary_dim = options.get("rotary_dim", cfg.d_head)
+    cfg.rotary_base = options.get("rotary_base", 10000)
+    cfg.rescale = RESCALED.get(options.get("rope_scaling", {}).get("rope_type"), lambda x: x)
+    cfg.adjacent = options.get("rotary_adjacent_pairs", False)
+    cfg.scale = options.get("attn_scale", cfg.d_head**0.5)
+    for name in ("attn_only", "gated_mlp", "final_rms"):
+        setattr(cfg, name, options.get(name, False))
+    for name in ("attn_scores_soft_cap", "output_logits_soft_cap"):
+        setattr(cfg, name, options.get(name, 0.0))
+    return cfg
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def llama3(frequencies: Tensor) -> Tensor:
+    """Low frequencies are divided by 4, high ones are not, and those between go over."""
+    turns = 32 * frequencies / (2 * torch.pi)  # in the context of the first training
+    share = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return frequencies * (share + (1 - share) / 4)
+
+
+# As in the rope_scaling of the rows below: factor 4, and for llama3 low 1, high 4, context 32.
+RESCALED: dict[str | None, Callable[[Tensor], Tensor]] = {
+    "linear": lambda frequencies: frequencies / 4,
+    "dynamic": lambda x: x * 4 ** -(torch.arange(len(x), dtype=x.dtype) / (len(x) - 1)),
+    "llama3": llama3,
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A row of the matrix; see ``Architecture``.
+
+    Attributes:
+        name: What people call it.
+        special: What it has that others lack.
+        options: Settings, as both lines of TransformerLens take them.
+        kinds: Kinds of model that this line of TransformerLens makes of it.
+        scale: As of an ``Architecture``.
+        refused: The same.
+        wrong: The same.
+    """
+
+    name: str
+    special: str
+    options: Mapping[str, Any]
+    kinds: tuple[str, ...]
+    scale: float
+    refused: Mapping[str, str]
+    wrong: Mapping[str, str]
+
+    def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> PlainToy:
+        model = PlainToy({**self.options, "d_vocab": vocab_size})
+        randomize(model, scale=self.scale)
+        return model.to(dtype)
+
+
+def toy(
+    name: str,
+    special: str,
+    scale: float = 0.25,
+    refused: Mapping[str, str] | None = None,
+    wrong: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Toy:
+    merged = COMMON | options
+    is_rotary = merged["positional_embedding_type"] == "rotary"
+    # boot_native turns adjacent pairs, whatever is set, and has no other positions.
+    native = merged.get("rotary_adjacent_pairs", False) == is_rotary
+    native = native and (LINE.startswith("4.") or merged["act_fn"] != "solu_ln")
+    # The other toys of 3.9 know no rope_scaling.
+    hooked = LINE.startswith("3.") and "rope_scaling" not in merged
+    kinds = ("bridge", "processed") * native + ("HookedTransformer",) * hooked
+    return Toy(name, special, merged, kinds, scale, refused or {}, wrong or {})
+
+
+def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
+    """``TransformerBridge.boot_native`` with the toy's weights."""
+    options = dict(toy.options)
+    scaling = options.pop("rope_scaling", None)
+    config: Any = TransformerBridgeConfig(**options, architecture="TransformerLensNative")
+    if scaling is not None:
+        config.rope_scaling = scaling
+    weights = toy.state_dict()
+    dtype = toy.head.weight.dtype
+    bridge = TransformerBridge.boot_native(config, tokenizer=with_its_bos(tokenizer), dtype=dtype)
+    theirs = {
+        name.replace("._original_component", ""): parameter
+        for name, parameter in bridge.original_model.named_parameters()
+    }
+    without = {name: torch.zeros_like(theirs[name]) for name in theirs.keys() - weights.keys()}
+    assert weights.keys() <= theirs.keys() and without.keys() <= {"head.bias"}  # of 3.9
+    with torch.no_grad():
+        for name, weight in (weights | without).items():
+            theirs[name].copy_(weight)
+    return bridge
+
+
+def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
+    """The ``HookedTransformer(cfg)`` of transformer-lens 3.9 with the toy's weights."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    cfg, weights = toy.cfg, toy.state_dict()
+    config = HookedTransformerConfig(**toy.options, dtype=toy.head.weight.dtype, device="cpu")
+    model = HookedTransformer(config, tokenizer=with_its_bos(tokenizer))
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    ours = {"embed.W_E": weights["tok_embed.weight"], "unembed.W_U": weights["head.weight"].T}
+    if "pos.weight" in weights:
+        ours["pos_embed.W_pos"] = weights["pos.weight"]
+    norms = {"ln_final": "ln_out"}
+    for layer in range(cfg.n_layers):
+        block, theirs = f"layers.{layer}", f"blocks.{layer}"
+        norms |= {f"{theirs}.{name}": f"{block}.{name}" for name in ("ln1", "ln2")}
+        norms[f"{theirs}.mlp.ln"] = f"{block}.mlp.ln"
+        for name in "qkv":
+            weight = weights[f"{block}.attn.{name}.weight"].unflatten(0, (-1, cfg.d_head))
+            bias = weights[f"{block}.attn.{name}.bias"].unflatten(0, (-1, cfg.d_head))
+            hidden = "_" * (name != "q" and cfg.n_key_heads != cfg.n_heads)
+            ours[f"{theirs}.attn.{hidden}W_{name.upper()}"] = weight.mT
+            ours[f"{theirs}.attn.{hidden}b_{name.upper()}"] = bias
+        weight = weights[f"{block}.attn.o.weight"].T
+        ours[f"{theirs}.attn.W_O"] = weight.unflatten(0, (-1, cfg.d_head))
+        ours[f"{theirs}.attn.b_O"] = weights[f"{block}.attn.o.bias"]
+        for name, plain in MLP[cfg.gated_mlp].items():
+            if (weight := weights.get(f"{block}.mlp.{plain}")) is not None:
+                ours[f"{theirs}.mlp.{name}"] = weight.T if weight.ndim == 2 else weight
+    for theirs, name in norms.items():
+        for suffix, end in (("weight", "w"), ("bias", "b")):
+            if f"{name}.{suffix}" in weights:
+                ours[f"{theirs}.{end}"] = weights[f"{name}.{suffix}"]
+    assert len(ours) == len(weights) and set(ours) <= set(state)
+    # Biases that a toy has only here are zero; masks stay as they are.
+    computed = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+    model.load_state_dict(
+        model.state_dict()
+        | {name: value for name, value in state.items() if not name.endswith(computed)}
+        | ours
+    )
+    return model
+
+
+MLP = {
+    False: {"W_in": "fc_in.weight", "b_in": "fc_in.bias"}
+    | {"W_out": "fc_out.weight", "b_out": "fc_out.bias"},
+    True: {"W_gate": "gate.weight", "W_in": "in.weight", "W_out": "out.weight"},
+}
+
+ROTARY: dict[str, Any] = {"positional_embedding_type": "rotary", "rotary_adjacent_pairs": True}
+SCALED: dict[str, Any] = {"factor": 4.0}
+TOYS = [
+    toy("Toy", "layer norms, learned positions"),
+    toy("Toy (attention only)", "two layers without MLP", n_layers=2, attn_only=True),
+    toy("Toy (one layer)", "attention only, no norm", scale=0.45, n_layers=1, attn_only=True,
+        normalization_type=None),
+    toy("Toy (no norm)", "no norm anywhere", scale=0.32, n_layers=2, normalization_type=None,
+        act_fn="relu", d_mlp=8),
+    toy("Toy (rotary)", "adjacent-pair partial rotary", **ROTARY, rotary_dim=4),
+    toy("Toy (rotary halves)", "rotary of halves", positional_embedding_type="rotary"),
+    toy("Toy (grouped keys)", "rotary, grouped keys, root mean square norms, gated MLP", **ROTARY,
+        n_key_value_heads=2, normalization_type="RMS", gated_mlp=True, act_fn="silu",
+        final_rms=True),
+    toy("Toy (soft caps)", "norms without parameters, capped scores and logits, a scale",
+        normalization_type="LNPre", attn_scores_soft_cap=3.0, output_logits_soft_cap=5.0,
+        attn_scale=2.0),
+    toy("Toy (RMSPre)", "root mean square norms without parameters", normalization_type="RMSPre",
+        final_rms=True),
+    toy("Toy (SoLU)", "SoLU with a norm inside the MLP", act_fn="solu_ln"),
+    toy("Toy (linear rotary)", "positions divided", **ROTARY,
+        rope_scaling=SCALED | {"rope_type": "linear"}),
+    toy("Toy (dynamic rotary)", "a larger base", **ROTARY,
+        rope_scaling=SCALED | {"rope_type": "dynamic"}),
+    toy("Toy (llama3 rotary)", "low frequencies divided", **ROTARY,
+        rope_scaling=SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0,
+                               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+]  # fmt: skip
