@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
+from .fingerprint import fingerprint, versions
 from .forward import check_fits, device_of, undisturbed
 from .hooked import HookedModel
 from .memory import PartsThatFit, joined
@@ -25,7 +26,7 @@ from .processes import (
     refuse_split_weights,
     same_everywhere,
 )
-from .store import Store, fingerprint, same_rows, versions
+from .store import Store, same_rows
 
 
 def collect(

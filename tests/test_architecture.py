@@ -13,6 +13,8 @@ ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
     "files",
+    "checksum",
+    "sealed",
     "processes",
     "tasks",
     "batch",
@@ -39,6 +41,7 @@ ORDER = [
     "metrics.distances",
     "metrics.loyalty",
     "metrics.accuracy",
+    "fingerprint",
     "store",
     "passes",
     "sharing",
