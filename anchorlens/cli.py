@@ -23,13 +23,14 @@ from .experiments.paper_figures import paper_figures
 from .experiments.paper_parts import PAPER_PARTS
 from .experiments.paper_tables import paper_tables
 from .files import write_whole
+from .fingerprint import versions
 from .memory import is_out_of_memory
 from .models import load_model
 from .processes import is_main, join_launched, together
 from .prompts import build_prompts
 from .report import write_report
 from .stopping import stoppable
-from .store import forget_rows, versions
+from .store import forget_rows
 from .tasks import BUNDLED, TASKS
 
 app = typer.Typer(

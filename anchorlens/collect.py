@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from .batch import PromptBatch
 from .errors import MetricError, PromptError, StoreError
+from .fingerprint import fingerprint, versions
 from .forward import device_of
 from .hooked import HookedModel, check_fits
 from .intervals import warn_of_few
@@ -28,7 +29,7 @@ from .processes import (
     refuse_split_weights,
     same_everywhere,
 )
-from .store import Store, fingerprint, same_rows, versions
+from .store import Store, same_rows
 
 
 def collect(

@@ -1,6 +1,5 @@
 """The base record of every result: numbers with named axes, their intervals, saved and loaded."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -9,15 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import pandas as pd
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from jaxtyping import jaxtyped
 from torch import Tensor
 
 from .errors import MetricError, StoreError
 from .files import write_whole
+from .sealed import sealed, unsealed
 
 Rows = Mapping[str, Tensor]
 _R = TypeVar("_R", bound="Record")
+_BOUNDS = "intervals."  # before the name of a field, in a file
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,8 +98,14 @@ class Record:
     def save(self, path: str | Path) -> Path:
         """Write the record into one safetensors file, its ``info`` as json in the header.
 
+        The file holds a digest of all of it. Files of equal records are equal byte for byte.
+
         Returns:
             The path.
+
+        Raises:
+            StoreError: Json cannot hold ``info``, the tensors are not as the record's fields say,
+                or the file cannot be written.
 
         Examples:
             >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
@@ -108,12 +114,11 @@ class Record:
             True
         """
         path = Path(path)
-        bounds = {f"intervals.{name}": bound for name, bound in self.intervals.items()}
-        own = self.tensors() | bounds
-        header = {"record": type(self).__name__, "info": json.dumps(dict(self.info))}
-        # Copies, as safetensors takes no two tensors that share memory.
-        copies = {name: tensor.contiguous().clone() for name, tensor in own.items()}
-        write_whole(path, save(copies, metadata=header))
+        if reason := self._misfit():
+            raise StoreError(f"{path} is not written, as no {type(self).__name__} is so: {reason}")
+        bounds = {f"{_BOUNDS}{name}": bound for name, bound in self.intervals.items()}
+        header = {"record": type(self).__name__, "info": dict(self.info)}
+        write_whole(path, sealed(header, self.tensors() | bounds))
         return path
 
     @classmethod
@@ -121,21 +126,53 @@ class Record:
         """Read a record that :meth:`save` wrote.
 
         Raises:
-            StoreError: The file is not one, or holds another kind of record.
+            StoreError: The file cannot be read, is damaged, is none of a record, holds another
+                kind of record, or was saved by an earlier version.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path} cannot be read as a saved record: {error}") from error
+        header, stored = unsealed(path)
         if header.get("record") != cls.__name__:
             raise StoreError(
                 f"{path} holds a {header.get('record')}, not a {cls.__name__}; load it with that"
             )
-        bounds = {name[10:]: value for name, value in stored.items() if name[:10] == "intervals."}
-        values = {name: value for name, value in stored.items() if name[:10] != "intervals."}
-        return cls(**values, intervals=bounds, info=json.loads(header["info"]))
+        cut = len(_BOUNDS)
+        bounds = {name[cut:]: value for name, value in stored.items() if name[:cut] == _BOUNDS}
+        values = {name: value for name, value in stored.items() if name[:cut] != _BOUNDS}
+        info = header.get("info")
+        if not isinstance(info, dict):
+            reason = f"its info is a {type(info).__name__}, not a dict"
+        elif values.keys() != cls.axes().keys():
+            reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"
+        else:
+            record = cls(**values, intervals=bounds, info=info)
+            reason = record._misfit()
+            if not reason:
+                return record
+        raise StoreError(
+            f"{path} does not hold what a {cls.__name__} of this version holds: {reason}; compute "
+            "the result again and save it"
+        )
+
+    def _misfit(self) -> str:
+        """What of the tensors is not as the annotations of the fields say; "" where all is."""
+        hints = get_type_hints(type(self))
+        tensors = self.tensors()
+        with jaxtyped("context"):  # so that an axis is as long in all fields
+            for name, value in tensors.items():
+                if not isinstance(value, hints[name]):
+                    return f"{name} is {_shape(value)}, but expected {hints[name].__name__}"
+        for name, bounds in self.intervals.items():
+            if name not in tensors:
+                return f"there is an interval of {name}, which is no field of numbers"
+            expected = (2, *tensors[name].shape)
+            if not bounds.is_floating_point() or tuple(bounds.shape) != expected:
+                return f"the interval of {name} is {_shape(bounds)}, but expected floats {expected}"
+        return ""
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def by_set(rows: Rows) -> list[dict[str, Tensor]]:

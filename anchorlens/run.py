@@ -10,6 +10,7 @@ from torch import Tensor
 from .batch import PromptBatch
 from .collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from .errors import MetricError
+from .fingerprint import fingerprint
 from .forward import device_of
 from .hooked import HookedModel
 from .losses import Loss, label_cross_entropy
@@ -19,7 +20,7 @@ from .observed import Watched, check_hooks, check_metrics, refuse_moved_hooks
 from .passes import HooksOfBatch, no_hooks, whole_passes
 from .processes import main_first, together
 from .sharing import shared_passes
-from .store import Store, fingerprint
+from .store import Store
 
 
 @together()

@@ -5,89 +5,20 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-from .batch import PromptBatch
 from .errors import StoreError
 from .files import remove_leftovers, write_whole
+from .sealed import sealed, unsealed
 
-PACKAGES = ("anchorlens", "transformer-lens", "transformers", "torch")
-
-# Where an object without a repr of its own lies in memory says nothing about what it is.
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Of a configuration, where it comes from and goes to; the rest decides the numbers.
-_ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
 _OURS = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide the numbers."""
-    return {package: version(package) for package in PACKAGES}
-
-
-def fingerprint(model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, str]) -> Any:
-    """What must be equal for stored rows to be those of this run.
-
-    Hooks are functions and cannot be told apart by what they say, so that a resumed run computes
-    the first batch that is stored again besides (see ``collect``).
-    """
-    prompts = hashlib.sha256()
-    for batch in batches:
-        for name, value in vars(batch).items():
-            if isinstance(value, Tensor):
-                prompts.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                prompts.update(value.cpu().numpy().tobytes())
-            else:
-                prompts.update(f"{name} {value!r}".encode())
-    parameters = list(model.parameters())
-    return {
-        **identity(model),
-        "dtype": ", ".join(sorted({str(one.dtype) for one in parameters})),
-        "device": ", ".join(sorted({one.device.type for one in parameters})),
-        "prompts": prompts.hexdigest(),
-        **{name: _ADDRESS.sub("", value) for name, value in settings.items()},
-        **versions(),
-    }
-
-
-def identity(model: Any) -> dict[str, str]:
-    """What tells one model from another: name, configuration, and some of every stored weight."""
-    weights = hashlib.sha256()
-    for parameter in model.parameters():
-        values = torch.atleast_1d(parameter.detach())
-        few = values[_some_places(values.shape)].float().cpu()
-        weights.update(few.numpy().tobytes())
-    # None in a HookedTransformer and other models that TransformerLens makes itself.
-    original = getattr(getattr(model, "original_model", None), "config", None)
-    config = vars(model.cfg) if original is None else original.to_dict()
-    said = {name: one for name, one in config.items() if name not in _ELSEWHERE}
-    return {
-        "model": str(model.cfg.model_name),
-        "configuration": hashlib.sha256(
-            _ADDRESS.sub("", json.dumps(said, sort_keys=True, default=str)).encode()
-        ).hexdigest(),
-        "weights": weights.hexdigest(),
-    }
-
-
-@cache
-def _some_places(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """In steps of the golden ratio, so that what was done to one head shows."""
-    count = prod(shape)
-    steps = torch.arange(min(count, 256), dtype=torch.double) * 0.6180339887498949 % 1
-    return torch.unravel_index((steps * count).long(), shape)
 
 
 class _Kept(NamedTuple):
@@ -178,7 +109,7 @@ class Store:
         if path.is_dir():
             with suppress(OSError):  # one that is not empty fails below, with its name
                 path.rmdir()
-        write_whole(path, _bytes_of(self.run, number, rows))
+        write_whole(path, sealed({"run": dict(self.run), "batch": number}, rows))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -239,25 +170,12 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _bytes_of(run: Mapping[str, str], number: int, rows: Mapping[str, Tensor]) -> bytes:
-    # Copies, as safetensors takes no two tensors that share memory.
-    copies = {name: rows[name].contiguous().clone() for name in rows}
-    said = {"run": dict(run), "batch": number}
-    digest = hashlib.sha256(json.dumps(said).encode() + save(copies)).hexdigest()
-    # One entry, because safetensors writes several in any order.
-    return save(copies, metadata={"anchorlens": json.dumps({**said, "digest": digest})})
-
-
 def _read(path: Path) -> _Kept | None:
     """What a file of rows holds; None where it is not byte for byte what was written."""
     try:
-        data = path.read_bytes()
-        rows = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        said = json.loads(header["__metadata__"]["anchorlens"])
-        kept = _Kept(said["run"], said["batch"], rows)
-        return kept if _bytes_of(*kept) == data else None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        header, rows = unsealed(path)
+        return _Kept(dict(header["run"]), int(header["batch"]), rows)
+    except (StoreError, KeyError, TypeError, ValueError):
         return None
 
 

@@ -13,6 +13,8 @@ ROOT = Path(anchorlens.__file__).parent
 ORDER = [
     "errors",
     "files",
+    "checksum",
+    "sealed",
     "processes",
     "datafiles",
     "tasks",
@@ -44,6 +46,7 @@ ORDER = [
     "metrics.distances",
     "metrics.loyalty",
     "metrics.accuracy",
+    "fingerprint",
     "store",
     "passes",
     "sharing",

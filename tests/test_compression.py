@@ -150,7 +150,7 @@ def test_saved_and_loaded(model: Any, tmp_path: Any) -> None:
     assert (again.size, again.info, again.is_cut) == (context.size, context.info, context.is_cut)
     beta = tmp_path / "other.safetensors"
     al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(beta)
-    with pytest.raises(StoreError, match="cannot be read as a compressed context"):
+    with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a CompressedContext"):
         al.CompressedContext.load(beta)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.store import Store, forget_rows, same_rows, versions
+from anchorlens.fingerprint import versions
+from anchorlens.store import Store, forget_rows, same_rows
 
 
 class Killed(BaseException):

@@ -1,6 +1,5 @@
 """A compressed context: keys and values of some of the demonstrations, which answer queries."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,14 +7,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from .. import edges
 from ..batch import PromptBatch
 from ..errors import ModelError, PromptError, StoreError
+from ..files import write_whole
+from ..fingerprint import identity
 from ..forward import device_of, run_pass
 from ..hooked import Hook, HookedModel, scores_name
 from ..hooks import block_edges
@@ -23,7 +22,7 @@ from ..metrics.metric import hooks_by_layer
 from ..model_state import undisturbed, without_user_hooks
 from ..models import ensure_prepared
 from ..prefix import Prefix
-from ..store import identity
+from ..sealed import sealed, unsealed
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +97,19 @@ class CompressedContext:
         return run_pass(model, compact, hooks=hooks, prefix=prefix)
 
     def save(self, path: str | Path) -> Path:
-        """Write the context into one safetensors file.
+        """Write the context into one safetensors file, with a digest of all of it.
 
         Returns:
             The path.
+
+        Raises:
+            StoreError: Json cannot hold ``info``, or the file cannot be written.
         """
-        tensors = {f"key.{n}": one for n, one in enumerate(self.prefix.keys)}
-        tensors |= {f"value.{n}": one for n, one in enumerate(self.prefix.values)}
+        tensors = {f"key.{n}": keys for n, keys in enumerate(self.prefix.keys)}
+        tensors |= {f"value.{n}": values for n, values in enumerate(self.prefix.values)}
         tensors |= {name: getattr(self, name) for name in ("tokens", "kept", "key_positions")}
-        header = {"query_position": self.query_position, "layers": len(self.prefix.keys)}
-        copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(copies, path, metadata={"context": json.dumps(header | {"info": self.info})})
+        header = {"query_position": self.query_position, "info": self.info}
+        write_whole(Path(path), sealed({"context": header}, tensors))
         return Path(path)
 
     @classmethod
@@ -116,7 +117,8 @@ class CompressedContext:
         """Read a context that :meth:`save` wrote.
 
         Raises:
-            StoreError: The file is not one.
+            StoreError: The file cannot be read, is damaged, is none of a context, or was saved by
+                an earlier version.
 
         Examples:
             >>> context = al.compress(model, batch)
@@ -124,27 +126,30 @@ class CompressedContext:
             >>> bool((same.kept == context.kept).all())
             True
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["context"])
-                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError) as error:
-            raise StoreError(f"{path} cannot be read as a compressed context: {error}") from error
-        layers = range(header["layers"])
-        kept, keys = stored["kept"], tuple(stored[f"key.{n}"] for n in layers)
+        header, stored = unsealed(path)
+        if "context" not in header:
+            raise StoreError(f"{path} holds a {header.get('record')}, not a CompressedContext")
+        said = header["context"]
+        if not _is_context(said, stored):
+            raise StoreError(
+                f"{path} does not hold what a CompressedContext of this version holds; compress "
+                "the demonstrations again and save that"
+            )
+        layers = range(len(stored) // 2 - 1)
+        keys = tuple(stored[f"key.{n}"] for n in layers)
         prefix = Prefix(
             keys=keys,
             values=tuple(stored[f"value.{n}"] for n in layers),
             attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool),
-            next_position=torch.tensor([header["query_position"]]),
+            next_position=torch.tensor([said["query_position"]]),
         )
         return cls(
             prefix=prefix,
             tokens=stored["tokens"],
-            kept=kept,
+            kept=stored["kept"],
             key_positions=stored["key_positions"],
-            query_position=header["query_position"],
-            info=header["info"],
+            query_position=said["query_position"],
+            info=said["info"],
         )
 
     def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
@@ -192,6 +197,26 @@ class CompressedContext:
                 layers = [layer for layer, one in enumerate(windows) if one == window]
                 hooks += block_edges(model, beyond[None], layers, first_query=n_keys)
         return hooks
+
+
+def _is_context(said: Any, stored: Mapping[str, Tensor]) -> bool:
+    """Whether types and shapes of what a file holds are those of a context."""
+    layers = range(len(stored) // 2 - 1)
+    states = {f"{kind}.{n}" for kind in ("key", "value") for n in layers}
+    if not layers or stored.keys() != {*states, "tokens", "kept", "key_positions"}:
+        return False
+    if not isinstance(said, dict) or said.keys() != {"query_position", "info"}:
+        return False
+    if type(said["query_position"]) is not int or not isinstance(said["info"], dict):
+        return False
+    expected: dict[str, Any] = {name: Float[Tensor, "1 _ cached _"] for name in states}
+    expected |= {"tokens": Int[Tensor, " position"], "kept": Bool[Tensor, " position"]}
+    expected |= {"key_positions": Int[Tensor, " key"]}
+    with jaxtyped("context"):  # so that an axis is as long in all of them
+        if not all(isinstance(stored[name], expected[name]) for name in expected):
+            return False
+    kept, cached = int(stored["kept"].sum()), stored["key.0"].shape[2]
+    return len(stored["key_positions"]) == kept and cached in (kept, len(stored["tokens"]))
 
 
 def columns_of(batch: PromptBatch, keep: Bool[Tensor, " position"]) -> PromptBatch:

@@ -13,6 +13,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from ..errors import HookError, MetricError
+from ..fingerprint import fingerprint
 from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
 from ..intervals import with_intervals
@@ -25,7 +26,7 @@ from ..processes import main_first, together
 from ..results import Record, Rows
 from ..sharing import late_starts, shared_passes
 from ..start import Start, kept_starts
-from ..store import Store, fingerprint
+from ..store import Store
 from .places import Where
 
 

@@ -14,11 +14,12 @@ from tqdm.auto import tqdm
 
 from ..checks import one_set_per_query
 from ..errors import AnchorlensError, DataError
+from ..fingerprint import fingerprint, tokenizer_identity
 from ..hooked import HookedModel, layer_numbers
 from ..metrics.distances import AnchorDistances
 from ..models import ensure_prepared
 from ..processes import gathered, is_main, main_first, together
-from ..store import Store, fingerprint
+from ..store import Store
 from ..tasks import BUNDLED, TASKS, Example, Task, sample_demonstrations, sample_queries
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
@@ -162,6 +163,7 @@ def _said(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
         "isolated": f"{setting.layers} layers, {setting.draws} draws",
         "queries": str(len(setting.queries)),
         "examples": texts.hexdigest(),
+        "tokenizer": tokenizer_identity(setting.tokenizer),
     }
 
 

@@ -1,0 +1,85 @@
+"""A checksum of every byte of a tensor: equal on all devices, and computed on the tensor's own.
+
+The bytes are read as words of 32 bits. Each row of 4,096 words gives one number, the sum of its
+words times fixed random odd weights of 64 bits, modulo 2^64. A row that differs in one word always
+gives another number; rows that differ in any other way give the same one with a probability of
+2^-32 at most, over the draw of the weights. Integers are exact in any order of summation, so that
+a GPU and a CPU agree. The order of the rows is in the order of the numbers.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WIDTH = 4096
+_ROW = 4 * WIDTH  # bytes
+# Rows at a time: 16 MB for a thread or a GPU, and as little as a cache of a CPU holds.
+_ROWS, _ROWS_CPU = 1024, 16
+_WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * WIDTH), dtype="<i8") | 1
+
+
+def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
+    """A digest of the names, types, shapes and all bytes of tensors.
+
+    Tensors on the meta device have no bytes; the rest of them counts.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        for part in _plain(tensor.detach()):
+            digest.update(b"" if part.is_meta else row_sums(part).tobytes())
+    return digest.hexdigest()
+
+
+def row_sums(tensor: Tensor) -> np.ndarray:
+    """The number of each row of 16 KiB of a tensor's bytes, the last row padded with zeros."""
+    data = _bytes(tensor)
+    whole = len(data) // _ROW * _ROW
+    sums = [_sums(data[:whole])]
+    if whole < len(data):
+        sums += [_sums(torch.nn.functional.pad(data[whole:], (0, whole + _ROW - len(data))))]
+    return np.concatenate(sums)
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor consists of: a quantised or distributed one holds others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+        return
+    yield tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    data = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    # Words must begin at a multiple of their size.
+    return data.clone() if data.storage_offset() % 4 else data
+
+
+def _sums(data: Tensor) -> np.ndarray:
+    words = data.view(torch.int32).view(-1, WIDTH)
+    return _sums_on_cpu(words.numpy()) if words.device.type == "cpu" else _sums_on_device(words)
+
+
+def _sums_on_cpu(words: np.ndarray) -> np.ndarray:
+    # numpy, because small operations of PyTorch wait for its threads where others use the cores.
+    def sums(part: np.ndarray) -> np.ndarray:
+        few = np.split(part, range(_ROWS_CPU, len(part), _ROWS_CPU))
+        return np.concatenate([rows.astype(np.int64) @ _WEIGHTS for rows in few])
+
+    parts = np.split(words, range(_ROWS, len(words), _ROWS))
+    if len(parts) == 1:
+        return sums(words)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return np.concatenate(list(pool.map(sums, parts)))
+
+
+def _sums_on_device(words: Tensor) -> np.ndarray:
+    weights = torch.tensor(_WEIGHTS, device=words.device)
+    parts = [(part.long() * weights).sum(1) for part in words.split(_ROWS)]
+    return torch.cat(parts).cpu().numpy()

@@ -1,0 +1,322 @@
+"""Whatever decides a number is in the fingerprint; what does not is not."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import questions, tiny_gpt2, tiny_llama
+from test_store import Logits, run
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import anchorlens as al
+from anchorlens import checksum
+from anchorlens.checksum import digest_of, row_sums
+from anchorlens.errors import StoreError
+from anchorlens.fingerprint import fingerprint, identity, tokenizer_identity
+
+EXAMPLES = al.load_examples("questions")
+
+
+def digest(tensor: Tensor) -> str:
+    return digest_of(iter([("weight", tensor)]))
+
+
+def negated_row(weights: Tensor) -> None:
+    weights[7] *= -1
+
+
+def negated_rows(weights: Tensor) -> None:
+    weights[[7, 9]] *= -1
+
+
+def swapped_rows(weights: Tensor) -> None:
+    weights[[3, 40]] = weights[[40, 3]]
+
+
+def swapped_columns(weights: Tensor) -> None:
+    weights[:, [1, 2]] = weights[:, [2, 1]]
+
+
+def one_element(weights: Tensor) -> None:
+    weights[-1, -1] += 1e-6
+
+
+def one_sign(weights: Tensor) -> None:
+    weights[0, 0] *= -1
+
+
+def permuted_row(weights: Tensor) -> None:
+    weights[5] = weights[5].flip(0)
+
+
+def all_negated(weights: Tensor) -> None:
+    weights *= -1
+
+
+CHANGES = [
+    negated_row,
+    negated_rows,
+    swapped_rows,
+    swapped_columns,
+    one_element,
+    one_sign,
+    permuted_row,
+    all_negated,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shape", [(64, 4096), (128, 768), (50, 8)])
+def test_every_change_of_a_weight_shows(
+    change: Callable[[Tensor], None], shape: tuple[int, int]
+) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    changed = weights.clone()
+    change(changed)
+    assert not torch.equal(weights, changed)
+    assert digest(weights) != digest(changed)
+    assert digest(weights) == digest(weights.T.contiguous().T)  # however it lies in memory
+
+
+def test_each_bit_shows() -> None:
+    weights = torch.randn(33)
+    digests = {digest(weights)}
+    for byte in range(4 * 33):
+        for bit in range(8):
+            changed = weights.clone()
+            changed.view(torch.uint8)[byte] ^= 1 << bit
+            digests.add(digest(changed))
+    assert len(digests) == 1 + 33 * 32
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
+def test_a_gpu_gives_the_sums_of_a_cpu(rows: int) -> None:
+    """Its way, run on a CPU."""
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, checksum.WIDTH), dtype=torch.int32)
+    expected = [
+        sum(int(word) * int(weight) for word, weight in zip(row, checksum._WEIGHTS, strict=True))
+        for row in words[:: max(1, rows // 2)].tolist()
+    ]
+    if rows:
+        on_cpu, on_device = checksum._sums_on_cpu(words.numpy()), checksum._sums_on_device(words)
+        assert np.array_equal(on_cpu, on_device)
+        found = [int(value) for value in on_cpu[:: max(1, rows // 2)]]
+        assert [value % 2**64 for value in found] == [value % 2**64 for value in expected]
+    else:
+        assert len(row_sums(words)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_a_real_gpu_gives_the_sums_of_a_cpu() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        weights = torch.randn(3001, 777).to(dtype)
+        assert digest(weights) == digest(weights.cuda())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.zeros(0, 4),
+        torch.arange(7, dtype=torch.uint8),  # an odd number of bytes
+        torch.arange(9, dtype=torch.uint8)[1:],  # words would begin at an odd byte
+        torch.randn(5, dtype=torch.bfloat16)[1:],
+        torch.randn(8).to(torch.float8_e4m3fn),
+        torch.randn(4, 6).T[::2],
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+        torch.zeros(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.randn(3)),
+        torch.ones(3).expand(4, 3),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}",
+)
+def test_any_kind_of_tensor(tensor: Tensor) -> None:
+    assert digest(tensor) == digest(tensor.detach().clone())
+    assert digest(tensor) != digest(torch.zeros(1, dtype=tensor.dtype))
+
+
+class Quantised(torch.Tensor):
+    """Like those of torchao: two tensors that are one."""
+
+    stored: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inner: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: Tensor, scale: Tensor) -> None:
+        self.stored, self.scale = inner, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return Quantised(args[0].stored, args[0].scale)
+
+
+def test_a_tensor_that_holds_others() -> None:
+    inner, scale = torch.arange(6, dtype=torch.int8), torch.ones(1)
+    assert digest(Quantised(inner, scale)) == digest(Quantised(inner.clone(), scale.clone()))
+    assert digest(Quantised(inner, scale)) != digest(Quantised(inner, scale * 2))
+    assert digest(Quantised(inner, scale)) != digest(Quantised(inner + 1, scale))
+
+
+def test_scales_beside_a_quantised_weight() -> None:
+    def model(scale: float) -> Any:
+        layer = torch.nn.Linear(2, 2, bias=False)
+        layer.weight = torch.nn.Parameter(torch.ones(4, 1, dtype=torch.uint8), requires_grad=False)
+        state = {"absmax": torch.tensor([scale])}
+        layer.weight.quant_state = SimpleNamespace(as_dict=lambda packed: state)  # type: ignore[attr-defined]
+        layer.cfg = SimpleNamespace(model_name="quantised")  # type: ignore[assignment]
+        return layer
+
+    assert identity(model(1.0)) == identity(model(1.0))
+    assert identity(model(1.0))["weights"] != identity(model(2.0))["weights"]
+
+
+def test_a_row_that_only_a_later_batch_uses(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2, count=4, batch_size=1)
+    earlier = torch.cat([batch.tokens.flatten() for batch in batches[:-1]])
+    alone = [token for token in batches[-1].tokens.flatten().tolist() if token not in earlier]
+    run(gpt2, Logits(), tmp_path, batches=batches, metrics=[Logits()])
+    embedding = next(value for value in gpt2.parameters() if value.shape[0] == gpt2.cfg.d_vocab)
+    with torch.no_grad():
+        embedding[alone[0], 3] += 0.1
+    with pytest.raises(StoreError, match=r"another run.* weights: stored"):
+        run(gpt2, Logits(), tmp_path, batches=batches, metrics=[Logits()])
+
+
+def buffers_of(model: Any) -> dict[str, Tensor]:
+    return dict(getattr(model, "original_model", model).named_buffers())
+
+
+def test_a_changed_buffer(llama: Any) -> None:
+    before = identity(llama)
+    assert identity(llama) == before
+    name, buffer = next(iter(buffers_of(llama).items()))
+    original = buffer.clone()
+    buffer[-1] += 0.5
+    assert identity(llama)["weights"] != before["weights"], name
+    buffer.copy_(original)
+    assert identity(llama) == before
+
+
+def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
+    before = identity(gpt2)["weights"]
+    inside = getattr(gpt2, "original_model", gpt2)
+    tensors = {id(value): value for value in (*inside.parameters(), *inside.buffers())}
+    assert len(tensors) > 10
+    for tensor in tensors.values():
+        last = (-1,) * tensor.dim()
+        with torch.no_grad():
+            original = tensor[last].clone()
+            tensor[last] = ~original if tensor.dtype == torch.bool else original + 1
+            assert identity(gpt2)["weights"] != before
+            tensor[last] = original
+    assert identity(gpt2)["weights"] == before
+
+
+def test_two_weights_that_changed_places() -> None:
+    """Of one shape, so that only their names tell."""
+    layer = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    layer.cfg = SimpleNamespace(model_name="two")  # type: ignore[assignment]
+    before = identity(layer)["weights"]
+    other = torch.nn.ModuleDict({"b": layer["a"], "a": layer["b"]})
+    other.cfg = layer.cfg
+    assert identity(other)["weights"] != before
+
+
+def test_rotations_that_follow_the_prompts_do_not_count(hooked: Any, byte_level: Any) -> None:
+    """A dynamic rotation is written anew by a long prompt; the model is the same afterwards."""
+    weights: Any = tiny_llama(900)
+    config = weights.config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config.max_position_embeddings = 16
+    long: Any = type(weights)(config)
+    model = SimpleNamespace(cfg=SimpleNamespace(model_name="x"), original_model=long)
+    model.named_modules = long.named_modules
+    before = identity(model)
+    frequencies = long.model.rotary_emb.inv_freq.clone()
+    long(torch.arange(40)[None])
+    assert not torch.equal(long.model.rotary_emb.inv_freq, frequencies)
+    assert identity(model) == before
+    long.model.rotary_emb.original_inv_freq += 1
+    if "original_inv_freq" in dict(long.model.rotary_emb.named_buffers()):
+        assert identity(model) != before
+
+
+def test_settings_of_the_process_count(gpt2: Any) -> None:
+    before = fingerprint(gpt2, (), {})
+    assert fingerprint(gpt2, (), {}) == before
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = fingerprint(gpt2, (), {})
+    assert {name for name in before if before[name] != inside[name]} == {"precision"}
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        inside = fingerprint(gpt2, (), {})
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert {name for name in before if before[name] != inside[name]} == {"precision"}
+    assert {"tokenizers", "scipy", "torch", "transformers"} <= before.keys()
+
+
+def without_a_merge(tokenizer: Any) -> Any:
+    """A tokenizer of the same vocabulary that reads some words otherwise."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["model"]["merges"] = rules["model"]["merges"][:-40]
+    backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(rules))
+    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.mark.without_jaxtyping
+def test_another_tokenizer_is_another_paper(hooked: Any, byte_level: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"queries": 11, "seeds": [1], "layers": 1, "draws": 1}
+    options |= {"parts": [al.PAPER_PARTS[1]], "progress": False}
+
+    def numbers(tokenizer: Any, folder: Path | None) -> list[Any]:
+        model = hooked(tiny_gpt2(len(byte_level), n_positions=512), tokenizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = {"questions": (EXAMPLES, EXAMPLES)}
+            return list(al.paper(model, data, folder=folder, **options).value)
+
+    other = without_a_merge(byte_level)
+    first = numbers(byte_level, tmp_path)
+    assert numbers(other, None) != first
+    assert numbers(byte_level, tmp_path) == first
+    with pytest.raises(StoreError, match=r"another run.* tokenizer: stored"):
+        numbers(other, tmp_path)
+
+
+def test_what_makes_another_tokenizer(byte_level: Any) -> None:
+    before = tokenizer_identity(byte_level)
+    byte_level("some text", truncation=True, max_length=3)
+    assert tokenizer_identity(byte_level) == before
+    assert tokenizer_identity(without_a_merge(byte_level)) != before
+    for name, value in (("model_max_length", 77), ("pad_token", "!"), ("bos_token", "!")):
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=type(byte_level.backend_tokenizer).from_str(
+                byte_level.backend_tokenizer.to_str()
+            ),
+            bos_token=byte_level.bos_token,
+            eos_token=byte_level.eos_token,
+        )
+        setattr(other, name, value)
+        assert tokenizer_identity(other) != before, name
