@@ -1,4 +1,4 @@
-"""Random configurations of the architectures: the numbers of plain transformers, or a ModelError."""
+"""Random configurations of architectures: the numbers of plain transformers, or a ModelError."""
 
 import copy
 import random
@@ -34,9 +34,9 @@ def configured(chance: random.Random) -> tuple[Architecture, dict[str, Any]]:
         if name in options:
             changes[name] = [chance.choice(options[name]) for _ in range(layers)]
     if "attention_types" in options:
-        changes["attention_types"] = [[["global", "local"], layers // 2]] if layers % 2 == 0 else [
-            [["global"], layers]
-        ]
+        changes["attention_types"] = (
+            [[["global", "local"], layers // 2]] if layers % 2 == 0 else [[["global"], layers]]
+        )
     for name in ("num_key_value_heads", "num_kv_heads"):
         if name in options:
             changes[name] = chance.choice([k for k in range(1, heads + 1) if heads % k == 0])
@@ -157,5 +157,3 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
         "logits": al.target_logits(model, [batch], **quiet),
         "isolated": al.target_logits(model, [batch], hooks=isolated, **quiet),
     }
-
-

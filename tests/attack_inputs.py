@@ -195,7 +195,9 @@ def calls() -> list[Call]:
             },
             ("source", "split", "text", "label", "classes"),
         ),
-        Call(al.load_model, {"source": here.folder}, {"source": [here.folder, "x.gguf", here.data]}),
+        Call(
+            al.load_model, {"source": here.folder}, {"source": [here.folder, "x.gguf", here.data]}
+        ),
         Call(al.prepare_model, {"model": model}, {"model": models}, ("model",)),
         Call(
             al.run,
@@ -218,11 +220,7 @@ def calls() -> list[Call]:
                 "batches": bad_lists,
                 "loss": odd_losses(),
                 "hooks": hooks,
-                "metrics": [
-                    [al.AnchorDistances(directions=one)] for one in (0, -1, 10_000, 1.5, "2")
-                ]
-                + [[al.Loyalty(top=one)] for one in (0, -1, 10_000, 1.5)]
-                + [[al.SaliencyFlows(name=one)] for one in ("", "a/b", None, 3)],
+                "metrics": odd_options(),
             },
             ("loss",),
         ),
@@ -313,7 +311,9 @@ def calls() -> list[Call]:
             },
             ("model", "batches", "places", "draws"),
         ),
-        Call(al.first_and_last, {"model": model, "depths": [1]}, {"depths": [[0], [99], [-1], [1.5]]}),
+        Call(
+            al.first_and_last, {"model": model, "depths": [1]}, {"depths": [[0], [99], [-1], [1.5]]}
+        ),
         Call(al.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}, ("width",)),
         Call(al.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}, ("layers",)),
         Call(
@@ -357,7 +357,11 @@ def calls() -> list[Call]:
                 **{"tokenizer": here.tokenizer, "task": here.task, "demonstrations": here.demos},
                 "queries": here.queries,
             },
-            {"demonstrations": examples, "queries": [[], [al.Example("x", 99)]], "batch_size": sizes},
+            {
+                "demonstrations": examples,
+                "queries": [[], [al.Example("x", 99)]],
+                "batch_size": sizes,
+            },
             ("tokenizer", "task"),
         ),
         Call(
@@ -396,7 +400,9 @@ def calls() -> list[Call]:
             {"layer": [99, -99, 1.5, "x"]},
             ("distances",),
         ),
-        Call(al.plot_isolation, {"records": {"a": here.isolation}}, {"records": [{}]}, ("records",)),
+        Call(
+            al.plot_isolation, {"records": {"a": here.isolation}}, {"records": [{}]}, ("records",)
+        ),
         Call(
             saved.load,
             {"path": here.results["saliency_flows"].save(here.folder / "record.safetensors")},
@@ -422,8 +428,19 @@ def calls() -> list[Call]:
                 **{"label_classes": [[0, 1], [1, 0]], "label_token_ids": [5, 6], "gold": [0, 1]},
             },
             {
-                "tokens": [torch.zeros(0, 6), torch.zeros(2), torch.rand(2, 6), -torch.ones(2, 6).long()],
-                "label_positions": [[[1, 9], [1, 3]], [[3, 1], [1, 3]], [[1], [1, 3]], [[1, 5]] * 2, []],
+                "tokens": [
+                    torch.zeros(0, 6),
+                    torch.zeros(2),
+                    torch.rand(2, 6),
+                    -torch.ones(2, 6).long(),
+                ],
+                "label_positions": [
+                    [[1, 9], [1, 3]],
+                    [[3, 1], [1, 3]],
+                    [[1], [1, 3]],
+                    [[1, 5]] * 2,
+                    [],
+                ],
                 "label_classes": [[[0, 2], [1, 0]], [[0], [1]], [], [[0.5, 1], [0, 1]]],
                 "label_token_ids": [[5, 5], [], [-1, 5], [0.5, 1.0], [[5, 6]]],
                 "gold": [[0], [0, 2], [-1, 0], [0.5, 0.1]],
@@ -449,6 +466,16 @@ def calls() -> list[Call]:
             ("model", "examples"),
         ),
     ]
+
+
+def odd_options() -> list[Any]:
+    """Metrics of the package with options that are wrong."""
+    kinds: list[tuple[Any, str, list[Any]]] = [
+        (al.AnchorDistances, "directions", [0, -1, 10_000, 1.5]),
+        (al.Loyalty, "top", [0, -1, 10_000, 1.5]),
+        (al.SaliencyFlows, "name", ["", "a/b", None, 3]),
+    ]
+    return [[kind(**{name: value})] for kind, name, values in kinds for value in values]
 
 
 def odd_hooks() -> list[Any]:
@@ -543,7 +570,9 @@ def calls_it(value: Any) -> bool:
 
 
 def names_the_type(call: Call, name: str, value: Any, error: Exception) -> bool:
-    if not isinstance(error, (TypeError, AttributeError)) or type(value) is type(call.right.get(name)):
+    if not isinstance(error, (TypeError, AttributeError)) or type(value) is type(
+        call.right.get(name)
+    ):
         return False
     inner = [type(one).__name__ for one in value] if isinstance(value, Iterable) else []
     return any(word in str(error) for word in (name, type(value).__name__, *inner))

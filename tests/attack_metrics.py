@@ -5,7 +5,7 @@ of a run without it, or none, and the model is as before.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -139,7 +139,7 @@ ODD: list[Odd] = [
     Odd("the observation is none", observes=lambda: None),
     Odd("the observation is a dict", observes=dict),
     Odd("the observation has no function", observes=lambda: al.Observation(None)),  # type: ignore[arg-type]
-    Odd("the observation has odd hooks", observes=lambda: al.Observation(dict, [3])),  # type: ignore[list-item]
+    Odd("the observation has odd hooks", observes=lambda: al.Observation(dict, [3])),  # type: ignore[list-item, arg-type]
     Odd("the observation fails", observes=fails),
     Odd("it needs a gradient and has no hook", needs_gradient=True),
     Odd("it needs a word", needs_gradient="yes"),
@@ -164,7 +164,8 @@ def with_odd_metric(odd: Odd, first: bool) -> Ending:
     others: list[Any] = [al.Accuracy(), al.SaliencyFlows(), al.AttentionAUCROC()]
     expected = expected_results()
     metrics = [odd, *others] if first else [*others, odd]
-    before, found = here.state(), None
+    before = here.state()
+    found: Mapping[str, Any] | None = None
     try:
         found = al.run(here.model, here.batches, metrics, **QUICK)
     except RunError as error:

@@ -24,12 +24,51 @@ ODD_LABELS = [
 ]
 SIMPLE_BETWEEN = ["\nSentiment:", " ->", " =", "\nAnswer Type:", " |"]
 ODD_FORMAT = [
-    *("", " ", "\n", ": ", "Review: ", "(", ")", "|", "###", "\n\n", "\u0301", "  ", "{", "}", "😀"),
-    *("<|user|>", "<end>", "\t", "\r\n", "«", "x", "\u200b", "Sentiment: Positive", "e", "▁", "\u202e"),
+    *(
+        "",
+        " ",
+        "\n",
+        ": ",
+        "Review: ",
+        "(",
+        ")",
+        "|",
+        "###",
+        "\n\n",
+        "\u0301",
+        "  ",
+        "{",
+        "}",
+        "😀",
+    ),
+    *(
+        "<|user|>",
+        "<end>",
+        "\t",
+        "\r\n",
+        "«",
+        "x",
+        "\u200b",
+        "Sentiment: Positive",
+        "e",
+        "▁",
+        "\u202e",
+    ),
 ]
 PARTS = [
     *("", " ", "\n", " Positive", "Negative\n", "Sentiment:", "{text}{label}", "😀é", "e\u0301"),
-    *("a fine film", "who? ", "naïve ", "שלום", " 日本語", "\u0301", "👩‍👩‍👧", "<mask>", "  ", "x" * 40),
+    *(
+        "a fine film",
+        "who? ",
+        "naïve ",
+        "שלום",
+        " 日本語",
+        "\u0301",
+        "👩‍👩‍👧",
+        "<mask>",
+        "  ",
+        "x" * 40,
+    ),
     *("Å", "½", "ﬁ", "İ", "\u00a0", "▁", "\ufeff", "<s>", "[SEP]", "'s", "12345", "\t", "ΑΣ"),
 ]
 # Their tokens spell the prompt byte for byte; of others spaces are not compared.
@@ -51,9 +90,17 @@ class Case(NamedTuple):
 
 def characters(chance: random.Random) -> str:
     blocks = [(32, 127), (32, 127), (160, 0x250), (0x300, 0x370), (0x370, 0x400), (0x5D0, 0x5EA)]
-    blocks += [(0x4E00, 0x4F00), (0xAC00, 0xAD00), (0x1F600, 0x1F640), (0x2000, 0x2070), (0xFB00, 7)]
+    blocks += [
+        (0x4E00, 0x4F00),
+        (0xAC00, 0xAD00),
+        (0x1F600, 0x1F640),
+        (0x2000, 0x2070),
+        (0xFB00, 7),
+    ]
     low, high = chance.choice(blocks)
-    return "".join(chr(chance.randrange(low, max(high, low + 7))) for _ in range(chance.randrange(6)))
+    return "".join(
+        chr(chance.randrange(low, max(high, low + 7))) for _ in range(chance.randrange(6))
+    )
 
 
 def text(chance: random.Random) -> str:
@@ -149,7 +196,7 @@ def check_row(
             assert ok, f"normalised across the border of {part!r}"
             assert speller.spells(row.tokens[:first], cut[0]), f"tokens before {part!r}"
             assert speller.spells(row.tokens[first : last + 1], cut[1][len(cut[0]) :]), (
-                f"tokens {tokenizer.convert_ids_to_tokens(row.tokens[first : last + 1])} of {part!r}"
+                f"tokens {row.tokens[first : last + 1]} of {part!r}"
             )
         before += part
     assert next(words, None) is None, "there are more label words than demonstrations"

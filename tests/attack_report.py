@@ -71,20 +71,21 @@ def page(text: str, where: str) -> Path:
     record = here.results["saliency_flows"]
     confusions = here.results["anchor_distances"]
     labels = [text, *"bcdef"]
-    options: dict[str, Any] = {
+    settings: dict[str, dict[str, Any]] = {
         "title": {"title": text},
         "summary": {"summary": text},
         "setting": {"settings": {"model": text}},
         "name of a setting": {"settings": {text: 1}},
         "figure": {"figures": {text: here.isolation.plot()}},
-    }.get(where, {})
-    results: dict[str, al.Record] = {
+    }
+    records: dict[str, dict[str, al.Record]] = {
         "info": {"flows": replace(record, info={"model": text, "list": [text]})},
         "name in info": {"flows": replace(record, info={text: {text: 1}})},
         "name of a result": {text: record},
         "label": {"distances": replace(confusions, info={**confusions.info, "labels": labels})},
-    }.get(where, {"flows": record})
-    return al.write_report(results, folder() / "page.html", **options)
+    }
+    results = records.get(where, {"flows": record})
+    return al.write_report(results, folder() / "page.html", **settings.get(where, {}))
 
 
 PLACES = [

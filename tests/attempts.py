@@ -89,8 +89,7 @@ def table(tallies: Sequence[Tally]) -> str:
 def listing(tally: Tally, seed: int) -> str:
     """Every fault with what repeats it."""
     lines = [
-        f"- `--seed {seed} --repeat {tally.name}:{number}`\n  "
-        + text.strip().replace("\n", "\n  ")
+        f"- `--seed {seed} --repeat {tally.name}:{number}`\n  " + text.strip().replace("\n", "\n  ")
         for number, text in tally.faults
     ]
     return f"\n{tally.name}: {len(lines)} not survived\n" + "\n".join(lines) if lines else ""

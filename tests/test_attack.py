@@ -1,5 +1,7 @@
 """A small seeded part of the attack (benchmarks/attack.py): nothing of it may fail."""
 
+from typing import Any
+
 import pytest
 from attack_configurations import random_configurations
 from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
@@ -8,6 +10,8 @@ from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
 from attempts import Section, attack, listing
+
+from anchorlens import prompts
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -32,9 +36,15 @@ def test_survives(section: Section, count: int) -> None:
     assert not tally.faults, listing(tally, seed=0)
 
 
-def test_the_attack_finds_what_is_wrong() -> None:
+def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A section that cannot fail shows nothing."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("anchorlens.prompts._word", lambda *arguments: (1, 1))
-        patched.setattr("anchorlens.prompts._label_token_ids", lambda *arguments: [0] * 9)
-        assert attack("fuzzed_prompts", fuzzed_prompts, range(30), seed=0).faults
+    right = prompts._word
+
+    def ends_early(*arguments: Any) -> tuple[int, int]:
+        first, last = right(*arguments)
+        return first, max(first, last - 1)
+
+    monkeypatch.setattr(prompts, "_word", ends_early)
+    tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
+    assert all("label groups" in text for _, text in tally.faults)
+    assert len(tally.faults) > 3

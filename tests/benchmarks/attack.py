@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def killed_runs(kills: int, seed: int) -> Tally:
     here = scene()
 
     def work(folder: Path) -> str:
-        options = {"folder": folder, "resamples": 5, "progress": False}
+        options: dict[str, Any] = {"folder": folder, "resamples": 5, "progress": False}
         return digest_of(al.run(here.model, here.batches, METRICS, **options))
 
     tally = Tally("killed_runs")
@@ -96,5 +97,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", metavar="SECTION:NUMBER", help="one attempt alone")
     for name, size in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"attempts, {size} by default")
+        parser.add_argument(
+            f"--{name}", type=int, default=size, help=f"attempts, {size} by default"
+        )
     sys.exit(main(parser.parse_args()))
