@@ -1,0 +1,50 @@
+"""A small seeded part of the attack (benchmarks/attack.py): nothing of it may fail."""
+
+from typing import Any
+
+import pytest
+from attack_configurations import random_configurations
+from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
+from attack_inputs import bad_values, wrong_types
+from attack_metrics import odd_metrics
+from attack_prompts import fuzzed_prompts
+from attack_report import payloads
+from attempts import Section, attack, listing
+
+from anchorlens import prompts
+
+pytestmark = pytest.mark.without_jaxtyping
+
+SMALL: list[tuple[Section, int]] = [
+    (fuzzed_prompts, 60),
+    (bad_values, 25),
+    (wrong_types, 25),
+    (odd_metrics, 12),
+    (damaged_rows, 10),
+    (damaged_record, 10),
+    (damaged_context, 10),
+    (damaged_data, 10),
+    (random_configurations, 5),
+    (payloads, 6),
+]
+
+
+@pytest.mark.parametrize(("section", "count"), SMALL, ids=[one.__name__ for one, _ in SMALL])
+def test_survives(section: Section, count: int) -> None:
+    tally = attack(section.__name__, section, range(count), seed=0)
+    assert tally.tried == count
+    assert not tally.faults, listing(tally, seed=0)
+
+
+def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section that cannot fail shows nothing."""
+    right = prompts._word
+
+    def ends_early(*arguments: Any) -> tuple[int, int]:
+        first, last = right(*arguments)
+        return first, max(first, last - 1)
+
+    monkeypatch.setattr(prompts, "_word", ends_early)
+    tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
+    assert all("label groups" in text for _, text in tally.faults)
+    assert len(tally.faults) > 3
