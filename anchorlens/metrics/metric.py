@@ -24,10 +24,11 @@ class Observation:
 
     Attributes:
         rows: Called once after the pass with the logits at the target positions and, where hooks
-            changed the run, those of the clean run before it (None otherwise). Returns what each
-            prompt contributed, Tensor["prompt ..."] each, on the CPU.
-        hooks: Forward hooks that look; they must return None. With ``checkpoint=True`` those inside
-            blocks look when a block runs again, at tensors that have no graph.
+            changed the run, those of the clean run before it (None otherwise), both copies of its
+            own. Returns what each prompt contributed, Tensor["prompt ..."] each, on the CPU.
+        hooks: Forward hooks that observe; they must return None and edit nothing in place, which is
+            an error with the metric's name. With ``checkpoint=True`` those inside blocks observe
+            when a block runs again, tensors that have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output, for metrics that need one.
     """
 
