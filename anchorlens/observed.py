@@ -49,7 +49,7 @@ def check_metrics(
         )
     names = [metric.name for metric in metrics]
     if any(not isinstance(name, str) or not name or "/" in name for name in names):
-        raise MetricError(f'a metric needs a name, a string without "/"; got {names}')
+        raise MetricError(f'a metric needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
     gradient = [metric.name for metric in metrics if metric.needs_gradient]

@@ -54,10 +54,10 @@ NOTHING = al.Observation(lambda logits, clean_logits: {})
 PATTERN = "blocks.0.attn.hook_pattern"
 NOWHERE = "blocks.9.attn.hook_pattern"
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
-    (Mine(name=7), MetricError, r"needs a name, a string without \"/\"; got \[7, 'accuracy'\]"),
-    (Mine(name=None), MetricError, r"needs a name, a string .* got \[None, 'accuracy'\]"),
-    (Mine(name=["a"]), MetricError, r"needs a name, a string .* got \[\['a'\], 'accuracy'\]"),
-    (Mine(name=""), MetricError, r"needs a name, a string .* got \['', 'accuracy'\]"),
+    (Mine(name=7), MetricError, r"needs a string for a name without \"/\"; got \[7, 'accuracy'\]"),
+    (Mine(name=None), MetricError, r"needs a string for a name .* got \[None, 'accuracy'\]"),
+    (Mine(name=["a"]), MetricError, r"needs a string for a name .* got \[\['a'\], 'accuracy'\]"),
+    (Mine(name=""), MetricError, r"needs a string for a name .* got \['', 'accuracy'\]"),
     (Mine(observation=watching((NOWHERE, look))), HookError, f"no hook point '{NOWHERE}', which m"),
     (
         Mine(observation=watching((PATTERN, look), (NOWHERE, look))),

@@ -1,0 +1,192 @@
+"""Mistakes on the command line: found before weights are loaded, in one line of its own words."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_gpt2
+from test_cli import call
+
+pytestmark = pytest.mark.without_jaxtyping
+
+FILES = {
+    "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],
+    "three": [{"text": f"film {k}", "label": k % 3} for k in range(60)],
+    "one": [{"text": f"film {k}", "label": 0} for k in range(60)],
+    "few": [{"text": f"film {k}", "label": k % 2} for k in range(6)],
+    "unlabelled": [{"text": f"film {k}"} for k in range(60)],
+    "words": [{"text": f"film {k}", "label": "bad"} for k in range(60)],
+    "long": [{"text": f"film {k} " * 300, "label": k % 2} for k in range(60)],
+    "half": [{"text": f"film {k} \ud800", "label": k % 2} for k in range(60)],
+}
+HUGE = str(10**22)
+QUICK = ["--queries", "11", "--layers", "1", "--draws", "1"]
+RUN = ["run", "--task", "sentiment", *QUICK]
+PAPER = ["paper", "--tasks", "sentiment", *QUICK, "--seeds", "1"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Files for ``run``, and for ``paper`` a folder of each with both of its files."""
+    for name, rows in FILES.items():
+        content = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"{name}.jsonl").write_text(content)
+        (tmp_path / name / "sentiment").mkdir(parents=True)
+        for split in ("train", "test"):
+            (tmp_path / name / "sentiment" / f"{split}.jsonl").write_text(content)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    return tmp_path
+
+
+def error_of(captured: Any) -> str:
+    """The one line of a mistake, which names nothing of Python without saying so."""
+    (line,) = [one for one in captured.err.splitlines() if one.startswith("error: ")]
+    of_python = re.search(r"\b[a-z_]+=|\bal\.|[^-]dtype\b", line)
+    assert of_python is None or "Python" in line, line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "none.jsonl"], "there is no file none.jsonl"),
+        (["--data", "empty.jsonl"], "empty.jsonl has no rows; expected a text and its class"),
+        (["--data", "folder.jsonl"], "folder.jsonl cannot be read: Is a directory"),
+        (["--data", "good"], "the name of good does not tell how to read it"),
+        (["--data", "news"], "the name of news does not tell how to read it"),
+        (["--data", "three.jsonl"], "has the label 2, but the task has the classes 0 to 1"),
+        (["--data", "one.jsonl"], "no demonstration for the labels [' Positive']"),
+        (["--data", "few.jsonl"], "11 queries are asked for, but only 4 examples are left"),
+        (["--data", "unlabelled.jsonl"], "has the columns ['text'], but not ['label']; name"),
+        (["--data", "words.jsonl"], "expected a text and a class (an integer from 0; list others"),
+        (["--task", "sst3"], "there is no task 'sst3'; choose one of"),
+        (["--shots", HUGE], f"but {HUGE} of each class are asked for; lower shots"),
+        (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
+        (
+            ["--queries", "10"],
+            "need more prompts than directions (10) for each seed; got --queries",
+        ),
+        (
+            ["--seed", "1", "--seed", "1"],
+            "each --seed counts its prompts, so that they must differ",
+        ),
+        (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
+        (["--out", "good.jsonl/under"], "cannot be a folder: Not a directory"),
+    ],
+)
+def test_run_checks_what_it_can_before_weights_are_loaded(
+    monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(data)
+    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    before = sorted(data.rglob("*"))
+    assert call(monkeypatch, *RUN, "--model", "x", *arguments) == 1
+    assert words in error_of(capsys.readouterr())
+    assert sorted(data.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "none"], "there is no file none/sentiment/train.jsonl"),
+        (["--data", "good.jsonl"], "train.jsonl cannot be read: Not a directory"),
+        (["--data", "three"], "there are 2 classes, but 3 in the data"),
+        (["--data", "one"], "there are 2 classes, but 1 in the data"),
+        (["--data", "few"], "class 0 has 2 examples, but 4 of each class are asked for"),
+        (["--tasks", "sst3"], "there is no task 'sst3'; choose one of"),
+        (["--queries", HUGE], f"sentiment: {HUGE} queries are asked for, but only"),
+        (["--seeds", "1,01"], "seeds must differ"),
+        (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
+    ],
+)
+def test_paper_checks_what_it_can_before_weights_are_loaded(
+    monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(data)
+    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    before = sorted(data.rglob("*"))
+    assert call(monkeypatch, *PAPER, "--model", "x", *arguments) == 1
+    assert words in error_of(capsys.readouterr())
+    assert sorted(data.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--queries", "10"],
+            "need more prompts than directions (10) for each seed; got --queries",
+        ),
+        (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
+    ],
+)
+def test_demo_checks_what_it_can_before_weights_are_loaded(
+    monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    assert call(monkeypatch, "demo", "--out", str(tmp_path / "out"), *arguments) == 1
+    assert words in error_of(capsys.readouterr())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "long.jsonl"], "tokens, but the model's context is 512; use fewer or shorter"),
+        (["--data", "half.jsonl"], "a text holds '\\ud800', half of a pair"),
+        (["--layers", HUGE], f"--layers {HUGE} are more than the 6 layers of the model"),
+        (["--device", "foo"], "cannot be put on the device 'foo'"),
+    ],
+)
+def test_what_depends_on_the_model_is_one_line_too(
+    monkeypatch: Any,
+    data: Path,
+    model_folder: Path,
+    capsys: Any,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(data)
+    assert call(monkeypatch, *RUN, "--model", str(model_folder), *arguments) == 1
+    assert words in error_of(capsys.readouterr())
+
+
+def test_a_model_without_a_tokenizer(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    tiny_gpt2(700).save_pretrained(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    assert call(monkeypatch, *RUN, *arguments) == 1
+    assert "the tokenizer gives no tokens for 'Review: x" in error_of(capsys.readouterr())
+
+
+def test_a_limit_of_the_tokenizer(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "model"
+    tiny_gpt2(len(byte_level)).save_pretrained(folder)
+    byte_level.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 5}))
+    arguments = ["--model", str(folder), "--out", str(tmp_path / "out")]
+    assert call(monkeypatch, *RUN, *arguments) == 1
+    error = error_of(capsys.readouterr())
+    assert "longer than 5 tokens" in error and "drop_too_long=True in Python" in error
+
+
+@pytest.mark.parametrize("option", ["--queries", "--shots", "--layers", "--draws", "--batch-size"])
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "1e3", "1.5", ""])
+def test_numbers_out_of_range_are_usage_errors(
+    monkeypatch: Any, capsys: Any, option: str, value: str
+) -> None:
+    assert call(monkeypatch, *RUN, "--model", "x", option, value) == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
+@pytest.mark.filterwarnings("ignore:training diverged")
+def test_seeds_of_any_size(monkeypatch: Any, model_folder: Path, data: Path) -> None:
+    monkeypatch.chdir(data)
+    seeds = ["--seeds", f"-5,{2**70}"]
+    assert call(monkeypatch, *PAPER, "--model", str(model_folder), "--out", "out", *seeds) == 0
