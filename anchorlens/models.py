@@ -117,9 +117,8 @@ def prepare_model(model: HookedModel) -> HookedModel:
     """
     if any(kind.__name__ == "RemoteBridge" for kind in type(model).__mro__):  # not in 3.9
         raise ModelError(
-            f"{model.cfg.model_name} is a RemoteBridge, which vLLM or inspect runs elsewhere: "
-            "there are no gradients and no attention patterns; load the same weights with "
-            "al.load_model"
+            f"{model.cfg.model_name} is a RemoteBridge, which vLLM or inspect runs elsewhere: it "
+            "gives no gradients and no attention patterns; load the same weights with al.load_model"
         )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
         raise ModelError(

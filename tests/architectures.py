@@ -1,7 +1,7 @@
 """A tiny random model of every architecture: one row each, nothing downloaded."""
 
-from architecture_row import row
-from toys import TOYS
+from architecture_row import Architecture, row
+from toys import TOYS, Toy
 
 WINDOW = 12  # shorter than the prompts, so that it acts
 GROUPED = {"num_key_value_heads": 2}
@@ -269,5 +269,5 @@ ROWS = [
         "NanoChat", "norms without parameters after the rotary embedding", "NanoChatConfig", GROUPED
     ),
 ]
-ALL = [*ROWS, *TOYS]
+ALL: list[Architecture | Toy] = [*ROWS, *TOYS]
 BY_NAME = {row.name: row for row in ALL}

@@ -110,9 +110,9 @@ class ToyMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            return self.out(self.act(self.gate(x)) * getattr(self, "in")(x))  # type: ignore[no-any-return]
+            return self.out(self.act(self.gate(x)) * getattr(self, "in")(x))
         hidden = self.act(self.fc_in(x))
-        return self.fc_out(self.ln(hidden) if hasattr(self, "ln") else hidden)  # type: ignore[no-any-return]
+        return self.fc_out(self.ln(hidden) if hasattr(self, "ln") else hidden)
 
 
 class ToyBlock(nn.Module):
@@ -249,7 +249,8 @@ def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
         config.rope_scaling = scaling
     weights = toy.state_dict()
     dtype = toy.head.weight.dtype
-    bridge = TransformerBridge.boot_native(config, tokenizer=with_its_bos(tokenizer), dtype=dtype)
+    make: Any = TransformerBridge
+    bridge = make.boot_native(config, tokenizer=with_its_bos(tokenizer), dtype=dtype)
     theirs = {
         name.replace("._original_component", ""): parameter
         for name, parameter in bridge.original_model.named_parameters()

@@ -32,6 +32,10 @@ A *processed* bridge has its layer norms folded and weights centred
 (`enable_compatibility_mode(fold_value_biases=False)`). In float64 both sides are kept from falling
 back to float32 in softmax, norms and rotary embeddings, so that rounding cannot hide an error.
 
+A *Toy* is a model of TransformerLens itself (`TransformerBridge.boot_native`, and on 3.9
+`HookedTransformer(config)`), which transformers does not have: it is compared with the same model
+written out in plain PyTorch. Hooks are *made live* where its own attention calls them too late.
+
 *Hooks*: `native` where the hook points of TransformerLens act by themselves, `made live` where the
 model runs the attention of transformers and `al.load_model` or `al.prepare_model` routes scores and
 pattern through them. *refused* means that loading is an error: the model that TransformerLens makes

@@ -1,0 +1,186 @@
+"""TransformerLens's own models: what they can be used for, and what is refused with a reason.
+
+Their numbers are compared with plain PyTorch in test_matrix.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_row import LINE
+from architectures import BY_NAME
+from conftest import difference, hooks_on, questions, randomize
+from toys import COMMON, hooked_toy, native_bridge
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge import TransformerBridge
+
+import anchorlens as al
+from anchorlens import sharing
+from anchorlens.errors import ModelError, PromptError
+from anchorlens.store import fingerprint
+
+pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in .* of .* sets")
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+MAKE: dict[str, Callable[..., Any]] = {"native": native_bridge}
+if LINE.startswith("3."):
+    MAKE["hooked-transformer"] = hooked_toy
+
+
+@pytest.fixture(params=list(MAKE))
+def toy(request: pytest.FixtureRequest, byte_level: Any) -> Any:
+    row = BY_NAME["Toy (grouped keys)"]
+    options = {"n_ctx": 512}
+    plain = type(row)(**{**vars(row), "options": {**row.options, **options}})
+    return MAKE[request.param](plain.build(len(byte_level)), byte_level)
+
+
+def native(tokenizer: Any = None, **options: Any) -> Any:
+    settings = COMMON | {"architecture": "TransformerLensNative", "d_vocab": 50}
+    make: Any = TransformerBridge
+    model = make.boot_native(TransformerBridgeConfig(**(settings | options)), tokenizer=tokenizer)
+    randomize(model.original_model)
+    return model
+
+
+def of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.PromptBatch:
+    """Prompts of a model without a tokenizer: two anchors, and the last token is the target."""
+    tokens = torch.arange(3 * n_tokens).view(3, n_tokens) % 7
+    return al.PromptBatch.from_positions(
+        tokens,
+        label_positions=[[0, 1]] * 3,
+        label_classes=[[0, 1]] * 3,
+        label_token_ids=list(answers),
+        gold=[0, 1, 0],
+    )
+
+
+def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
+    batch = questions(toy, 2)[0]
+    before, hooks = toy(batch.tokens), hooks_on(toy)
+    assert al.prepare_model(al.prepare_model(toy)) is toy
+    assert torch.equal(toy(batch.tokens), before)
+    al.restore_model(toy)
+    assert hooks_on(toy) == hooks
+    assert torch.equal(toy(batch.tokens), before)
+
+
+def test_every_metric_and_a_run_that_goes_on(toy: Any, tmp_path: Path) -> None:
+    batches = questions(toy, 6, batch_size=2)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
+    metrics += [al.Accuracy()]
+    first = al.run(toy, batches, metrics, folder=tmp_path, **QUIET)
+    again = al.run(toy, batches, metrics, folder=tmp_path, **QUIET)
+    flows = first["saliency_flows"].flows
+    assert torch.equal(again["saliency_flows"].flows, flows) and flows[:2].gt(0).all()
+    checkpointed = al.run(toy, batches, [al.SaliencyFlows()], checkpoint=True, **QUIET)
+    torch.testing.assert_close(checkpointed["saliency_flows"].flows, flows)
+    shared = first["saliency_flows"].info["shared_prefix"]
+    native = hasattr(toy, "original_model")
+    assert ("takes no key-value cache" in shared) == native
+
+
+def test_another_toy_is_another_run(byte_level: Any) -> None:
+    """Without a configuration of transformers, the settings and weights tell models apart."""
+    prompts = [of_numbers(6)]
+    small, same = native(), native()
+    other_settings = native(attn_scores_soft_cap=9.0)
+    other_weights = native()
+    with torch.no_grad():
+        other_weights.original_model.head.weight.mul_(1.1)
+    of_small = fingerprint(small, prompts, {})
+    assert fingerprint(same, prompts, {}) == of_small
+    assert fingerprint(other_settings, prompts, {}) != of_small
+    assert fingerprint(other_weights, prompts, {}) != of_small
+
+
+def test_experiments(toy: Any) -> None:
+    batches = questions(toy, 4, batch_size=2)
+    places = {"first": al.Where(0), "last": al.Where(-1)}
+    sweep = al.isolation_sweep(toy, batches, places, draws=1, **QUIET)
+    assert list(sweep.values())[-1].info["skipped_layers"] == 2
+    beta = al.train_reweighting(toy, batches, epochs=1, progress=False)
+    assert beta.of_prompts(batches[0]).any()
+    al.isolation_loyalty(toy, batches, 0, draws=1, **QUIET)
+
+
+def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None:
+    plain: Any = BY_NAME["Toy"].build(len(byte_level))
+    model: Any = al.prepare_model(native_bridge(plain, byte_level))
+    task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
+    demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
+    (batch,) = al.build_prompts(byte_level, task, demos, [al.Example("Where?", 1)] * 2)
+    reason = "takes no key-value cache"
+    assert reason in sharing.shared_passes(model, [batch]).said
+    with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
+        al.compress(model, batch)
+
+
+def test_padding_on_the_left_in_a_plain_run(byte_level: Any) -> None:
+    """Rows of padding have no key to attend to; transformer-lens makes them 0."""
+    plain: Any = BY_NAME["Toy"].build(len(byte_level))
+    model: Any = al.prepare_model(native_bridge(plain, byte_level))
+    task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
+    demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
+    queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]
+    found = []
+    for side in ("left", "right"):
+        (batch,) = al.build_prompts(byte_level, task, demos, queries, padding_side=side)
+        hooks = al.isolate_labels(model, batch, layers=0)
+        logits = model.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+        found.append(logits[torch.arange(2), batch.target_positions].detach())
+    assert difference(found[0], found[1]) < 1e-5
+
+
+def test_a_model_without_a_tokenizer_and_few_tokens(byte_level: Any) -> None:
+    """As in modular addition: three positions, and an output that is not the input."""
+    model = al.prepare_model(native(n_layers=1, n_ctx=3, d_vocab=8, d_vocab_out=6, n_heads=4))
+    batch = of_numbers(3)
+    assert al.saliency(model, batch)[:, :, 2, :2].gt(0).all()
+    assert al.run(model, [batch], [al.Accuracy()], **QUIET)["accuracy"].correct.shape == (3,)
+    wrong = of_numbers(3, answers=(3, 7))
+    message = "label token 7 is outside the 6 tokens that"
+    with pytest.raises(PromptError, match=message):
+        al.saliency(model, wrong)
+    with pytest.raises(PromptError, match=message):
+        al.run(model, [wrong], [al.Accuracy()], **QUIET)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
+        al.prepare_model(native(attention_dir="bidirectional"))
+    with pytest.raises(ModelError, match="has no layers"):
+        al.prepare_model(native(n_layers=0))
+    with pytest.raises(ModelError, match=r"context of native is 3 tokens, .* takes 4"):
+        al.prepare_model(native(n_heads=3, n_ctx=3))
+
+
+@pytest.mark.skipif(not LINE.startswith("3."), reason="gone from this line")
+@pytest.mark.filterwarnings("ignore:Hooked.* is deprecated")
+def test_models_of_the_older_line_that_are_refused() -> None:
+    from transformer_lens import HookedEncoder, HookedTransformer, HookedTransformerConfig
+
+    sizes = {key: value for key, value in COMMON.items() if key != "init_weights"} | {"d_vocab": 50}
+    both = HookedTransformerConfig(**sizes, attention_dir="bidirectional", device="cpu")
+    for model in (HookedEncoder(both), HookedTransformer(both)):
+        with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
+            al.prepare_model(model)
+    empty = HookedTransformerConfig(**(sizes | {"n_layers": 0}), device="cpu")
+    with pytest.raises(ModelError, match="has no layers"):
+        al.prepare_model(HookedTransformer(empty))
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.skipif(LINE.startswith("3."), reason="not yet in this line")
+def test_a_remote_bridge_is_refused() -> None:
+    from transformer_lens.model_bridge.remote_bridge import RemoteBridge
+
+    model: Any = object.__new__(RemoteBridge)
+    model.cfg = TransformerBridgeConfig(**COMMON, d_vocab=50, model_name="far-away")
+    message = "far-away is a RemoteBridge.*no gradients and no attention patterns"
+    for call in (al.prepare_model, lambda model: al.run(model, [of_numbers(6)], [al.Accuracy()])):
+        with pytest.raises(ModelError, match=message):
+            call(model)
