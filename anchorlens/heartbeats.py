@@ -155,7 +155,7 @@ class Heart:
         if peer not in self._peers and waited > self.patience:
             raise ProcessError(
                 f"process {peer} of {self._count} did not call anchorlens within "
-                f"{self.patience:.0f} s (the time-out of accelerate's state, at most half an hour), "
+                f"{self.patience:.0f} s (accelerate's own time-out, half an hour at most), "
                 f"so that it died or does something else; {AGAIN}"
             )
         if peer in self._peers and self._peers[peer].left:
