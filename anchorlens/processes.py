@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -18,12 +18,12 @@ import torch
 from torch import distributed
 
 from .errors import ProcessError
+from .heartbeats import Heart
 
 T = TypeVar("T")
 
-# A process waits for the slowest: one that resumes may have its part on disk already, while
-# another computes for days. One that died is noticed at the next exchange, by its connection.
-PATIENCE = timedelta(days=30)
+# All have arrived when data begins to move, so that this is for the data alone.
+MOVING = timedelta(minutes=10)
 
 
 def alone() -> bool:
@@ -41,6 +41,8 @@ def is_main() -> bool:
 def own_device() -> torch.device | None:
     """The device that accelerate gave this process; None without accelerate."""
     state = _state()
+    if not alone():
+        _line()  # the others see from now on that this process lives
     return None if state is None else torch.device(state.device)
 
 
@@ -83,6 +85,7 @@ def together() -> Iterator[None]:
     if alone():
         yield
         return
+    _line()  # the others see from now on that this process lives
     try:
         yield
     except ProcessError:
@@ -91,8 +94,7 @@ def together() -> Iterator[None]:
         if not hasattr(error, "_told"):  # in a block within this one
             error._told = True  # type: ignore[attr-defined]
             line = _line()
-            with suppress(RuntimeError):  # where nobody is there to hear it
-                line.store.set(line.alarm, "")
+            line.heart.fail(line.exchanges)
             _exchange("failure", None, error)
         raise
     gathered("end of a block", None)
@@ -103,8 +105,7 @@ def failed_elsewhere() -> bool:
     if alone():
         return False
     line = _line()
-    with _connected():
-        return bool(line.store.check([line.alarm]))
+    return line.heart.someone_failed(line.exchanges)
 
 
 def same_everywhere(what: Mapping[str, str]) -> None:
@@ -182,19 +183,22 @@ def _leave() -> None:
 class _Line:
     """What the processes of one state talk over."""
 
-    group: Any
-    store: Any
+    heart: Heart
     exchanges: int = 0
+    group: Any = None
 
-    @property
-    def alarm(self) -> str:
-        """Set in the store by a process that fails before the next exchange."""
-        return f"anchorlens/failed/{self.exchanges}"
+    def gather(self, found: list[Any], value: Any) -> None:
+        """Fill the list with the values of all processes, which are there."""
+        # A group of our own: rows lie on the CPU, while that of GPUs would send them through their
+        # memory.
+        self.group = self.group or distributed.new_group(backend="gloo", timeout=MOVING)
+        distributed.all_gather_object(found, value, group=self.group)
 
     def hang_up(self) -> None:
         """Threads of a group that is still held when the interpreter goes abort the process."""
-        group, self.group, self.store = self.group, None, None
-        if distributed.is_initialized():
+        self.heart.stop()
+        group, self.group = self.group, None
+        if group is not None and distributed.is_initialized():
             distributed.destroy_process_group(group)
 
 
@@ -204,10 +208,9 @@ def _line() -> _Line:
 
 @cache
 def _line_of(world: Any) -> _Line:
-    # A group of our own: rows lie on the CPU, while that of GPUs would send them through their
-    # memory, and it gives up after ten minutes in which a process still computes.
-    group = distributed.new_group(backend="gloo", timeout=PATIENCE)
-    line = _Line(group, distributed.distributed_c10d._get_default_store())
+    state = _state()
+    store = distributed.distributed_c10d._get_default_store()
+    line = _Line(Heart(store, state.process_index, state.num_processes))
     atexit.register(line.hang_up)
     return line
 
@@ -217,8 +220,9 @@ def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
     failure = None if error is None else f"{type(error).__name__}: {error}"
     found: list[Any] = [None] * state.num_processes
     try:
+        line.heart.arrive(line.exchanges)
         with _connected():
-            distributed.all_gather_object(found, (what, value, failure), group=line.group)
+            line.heart.watch(lambda: line.gather(found, (what, value, failure)))
     except ProcessError:
         if error is None:
             raise

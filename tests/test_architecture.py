@@ -15,6 +15,7 @@ ORDER = [
     "files",
     "checksum",
     "sealed",
+    "heartbeats",
     "processes",
     "datafiles",
     "tasks",

@@ -305,6 +305,21 @@ def test_another_tokenizer_is_another_paper(hooked: Any, byte_level: Any, tmp_pa
         numbers(other, tmp_path)
 
 
+@pytest.mark.without_jaxtyping
+def test_a_hook_that_was_left_on_the_model_is_another_paper(
+    hooked: Any, byte_level: Any, tmp_path: Path
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level), n_positions=512), byte_level)
+    options: dict[str, Any] = {"queries": 11, "seeds": [1], "layers": 1, "draws": 1}
+    options |= {"parts": [al.PAPER_PARTS[1]], "progress": False, "folder": tmp_path}
+    data = {"questions": (EXAMPLES, EXAMPLES)}
+    first = list(al.paper(model, data, **options).value)
+    halve = [("blocks.0.hook_resid_post", lambda tensor, hook: tensor * 0.5)]
+    with model.hooks(fwd_hooks=halve), pytest.raises(StoreError, match="gives other logits"):
+        al.paper(model, data, **options)
+    assert list(al.paper(model, data, **options).value) == first
+
+
 def test_what_makes_another_tokenizer(byte_level: Any) -> None:
     before = tokenizer_identity(byte_level)
     byte_level("some text", truncation=True, max_length=3)

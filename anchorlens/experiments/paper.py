@@ -13,13 +13,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..checks import one_set_per_query
-from ..errors import AnchorlensError, DataError
+from ..errors import AnchorlensError, DataError, PromptError, StoreError
 from ..fingerprint import fingerprint, tokenizer_identity
 from ..hooked import HookedModel, layer_numbers
 from ..metrics.distances import AnchorDistances
 from ..models import ensure_prepared
 from ..processes import gathered, is_main, main_first, together
-from ..store import Store
+from ..run import target_logits
+from ..store import Store, same_rows
 from ..tasks import BUNDLED, TASKS, Example, Task, sample_demonstrations, sample_queries
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
@@ -91,6 +92,7 @@ def paper(
     if folder is not None:
         expected = fingerprint(model, (), _said(todo))
         store = main_first(lambda: Store.open(folder, expected))
+        _check_answers(store, len(todo), settings[0][1])
     stored = gathered(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
     )[0]
@@ -112,6 +114,30 @@ def paper(
                 if fresh or k == len(todo) - 1:
                     keep(_frame(todo, known))
     return _frame(todo, known)
+
+
+def _check_answers(store: Store, number: int, setting: Setting) -> None:
+    """Refuse stored numbers of a model that answers otherwise; store its answers where none are.
+
+    Hooks that somebody left on a model, say, are in no fingerprint.
+    """
+    try:
+        batches = setting.prompts(queries=setting.queries[:4])
+        logits = target_logits(setting.model, batches, progress=False)
+    except PromptError:  # too long; each part says so
+        return
+    answers = {"logits": logits[:, batches[0].label_token_ids]}
+    with together():
+        if is_main():
+            stored = store.read(number)
+            if stored is None:
+                store.write(number, answers)
+            elif not same_rows(stored, answers):
+                raise StoreError(
+                    f"the model gives other logits than when the numbers in {store.folder} were "
+                    "computed: hooks on it, or what it computes with, are not the same; use "
+                    "another folder, or start over in this one (al.forget_rows, --fresh)"
+                )
 
 
 class _Done(NamedTuple):
