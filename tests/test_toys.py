@@ -19,7 +19,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import anchorlens as al
 from anchorlens import sharing
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.store import fingerprint
+from anchorlens.fingerprint import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in .* of .* sets")
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
