@@ -201,8 +201,8 @@ def compression_loyalty(
             rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
             return rows | {"correct": _correct(logits, batch)}
 
-        drawn = [of(context.logits(model, batch)) for context in controls]
-        rows = of(own.logits(model, batch))
+        drawn = [of(context.logits_unchecked(model, batch)) for context in controls]
+        rows = of(own.logits_unchecked(model, batch))
         size = len(own.kept) * (own.size / len(own.prefix))
         return {
             **rows,
