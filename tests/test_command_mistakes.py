@@ -11,7 +11,7 @@ from test_cli import call
 
 pytestmark = pytest.mark.without_jaxtyping
 
-FILES = {
+FILES: dict[str, list[dict[str, Any]]] = {
     "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],
     "three": [{"text": f"film {k}", "label": k % 3} for k in range(60)],
     "one": [{"text": f"film {k}", "label": 0} for k in range(60)],
