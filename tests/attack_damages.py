@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attack_inputs import QUICK, scene
+from attack_scene import QUICK, scene
 from attempts import Ending, Fault
 from test_staying_alive import DAMAGES
 from test_store import same

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from attack_inputs import QUICK, scene
+from attack_scene import QUICK, scene
 from attempts import Ending, Fault
 from jaxtyping import Float
 from test_store import same

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attack_damages import folder
-from attack_inputs import scene
+from attack_scene import scene
 from attempts import Ending, Fault
 
 import anchorlens as al

@@ -21,10 +21,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 from attack_configurations import random_configurations
 from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
-from attack_inputs import bad_values, scene, wrong_types
+from attack_inputs import bad_values, wrong_types
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
+from attack_scene import scene
 from attempts import Section, Tally, attack, listing, table
 from kill_runs import METRICS, Trials, digest_of
 

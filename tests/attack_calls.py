@@ -1,0 +1,376 @@
+"""A right call of every public function, with wrong values of its parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from attack_scene import (
+    INF,
+    NAN,
+    QUICK,
+    QUIET,
+    odd_batches,
+    odd_hooks,
+    odd_losses,
+    odd_models,
+    odd_options,
+    scene,
+)
+
+import anchorlens as al
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is right, and values of its parameters that are wrong."""
+
+    function: Callable[..., Any]
+    right: dict[str, Any]
+    wrong: dict[str, list[Any]]
+    types: tuple[str, ...] = ()  # parameters that take no other type
+
+
+LAYERS: list[Any] = [99, -99, [0, 99], [], [0.5], "all", [None], range(0), NAN, [[0]], {}]
+HEADS: list[Any] = [99, -99, [0, 99], [], [1.5], "all", [[0]], {}]
+COUNTS: list[Any] = [-1, -100, 1.5, "3", NAN, [1]]
+
+
+def calls() -> list[Call]:
+    """One for each public function."""
+    here = scene()
+    model, batch, batches = here.model, here.batch, here.batches
+    both: dict[str, Any] = {"model": model, "batch": batch}
+    all_of: dict[str, Any] = {"model": model, "batches": batches}
+    bad, models = odd_batches(batch), odd_models()
+    labels_off = [one for one in bad if one.label_positions is not batch.label_positions]
+    bad_lists: list[Any] = [[one] for one in bad] + [[], batch, [None], [batch, bad[0]]]
+    edges = al.edges.wp(batch)
+    saved = al.SaliencyFlowsRecord
+    examples: list[Any] = [[], [al.Example("x")], [al.Example("x", -1)], [al.Example("x", 7)]]
+    sizes: list[Any] = [0, *COUNTS]
+    layers = {"layers": LAYERS, "heads": HEADS, "model": models}
+    one_layer = {**both, "layers": [0]}
+    vector = torch.zeros(3)
+    hooks = odd_hooks()
+    return [
+        Call(
+            al.build_prompts,
+            {
+                **{"tokenizer": here.tokenizer, "task": here.task, "demonstrations": here.demos},
+                **{"queries": here.queries, "batch_size": 2, "padding_side": "right"},
+                "max_length": None,
+            },
+            {
+                "demonstrations": [*examples, [here.demos], here.demos[:1], [[], []]],
+                "queries": [[], [al.Example("x", 99)], [al.Example("x", -1)], ["x", *here.queries]],
+                "batch_size": sizes,
+                "padding_side": ["up", "", "LEFT"],
+                "max_length": [0, -1, 1, NAN, "9"],
+            },
+            ("tokenizer", "task", "demonstrations", "queries", "batch_size"),
+        ),
+        Call(
+            al.Task,
+            {"template": "{text}{label}", "labels": [" a", " b"], "separator": "", "prefix": ""},
+            {
+                "template": ["", "{text}", "{label}", "{label}{text}", "{text}{text}{label}"],
+                "labels": [[], [" a"], [" a", " a"], ["", " a"], [" ", " a"], "ab"],
+            },
+            ("template", "labels", "separator", "prefix"),
+        ),
+        Call(
+            al.sample_demonstrations,
+            {"examples": here.examples, "shots": 1, "seed": 0},
+            {"examples": examples, "shots": [0, 10_000, *COUNTS]},
+            ("examples", "shots"),
+        ),
+        Call(
+            al.sample_queries,
+            {"examples": here.examples, "count": 2, "seed": 0, "exclude": ()},
+            {"examples": [[]], "count": [10_000, *COUNTS], "exclude": [here.examples]},
+            ("examples", "count"),
+        ),
+        Call(
+            al.load_examples,
+            {"source": here.data, "text": "text", "label": "label", "classes": None},
+            {
+                "source": ["no.jsonl", here.folder / "x.csv", "x.parquet", "\0.jsonl"],
+                "split": ["train", "nope"],
+                "text": ["nope", "", "label"],
+                "label": ["nope", "", "text"],
+                "classes": [[], [5, 6], ["a"]],
+            },
+            ("source", "split", "text", "label", "classes"),
+        ),
+        Call(
+            al.load_model, {"source": here.folder}, {"source": [here.folder, "x.gguf", here.data]}
+        ),
+        Call(al.prepare_model, {"model": model}, {"model": models}, ("model",)),
+        Call(
+            al.run,
+            {**all_of, "metrics": [al.Accuracy()], **QUICK},
+            {
+                "model": models,
+                "batches": bad_lists,
+                "metrics": [[], [al.Accuracy(), al.Accuracy()], [al.Accuracy], [None], "accuracy"],
+                "hooks": hooks,
+                "resamples": COUNTS,
+                "checkpoint": [True],
+                "folder": [here.data, "\0"],
+            },
+            ("model", "batches", "metrics", "hooks", "resamples"),
+        ),
+        Call(
+            al.run,
+            {**all_of, "metrics": [al.SaliencyFlows()], **QUICK},
+            {
+                "batches": bad_lists,
+                "loss": odd_losses(),
+                "hooks": hooks,
+                "metrics": odd_options(),
+            },
+            ("loss",),
+        ),
+        Call(
+            al.run,
+            {**all_of, "metrics": [al.AttentionAUCROC(), al.AnchorDistances(2)], **QUICK},
+            {"batches": bad_lists},
+        ),
+        Call(
+            al.target_logits,
+            {**all_of, **QUIET},
+            {"model": models, "batches": bad_lists, "hooks": hooks},
+            ("model", "batches", "hooks"),
+        ),
+        Call(
+            al.saliency,
+            {**both},
+            {"model": models, "batch": bad, "loss": odd_losses()},
+            ("model", "batch", "loss"),
+        ),
+        Call(
+            al.block_edges,
+            {"model": model, "edges": edges, "layers": [0], "heads": None},
+            {**layers, "edges": [torch.ones_like(edges), edges.float(), edges[0], edges.long()]},
+            ("edges", "layers", "heads"),
+        ),
+        Call(
+            al.isolate,
+            {"model": model, "positions": batch.label_positions, "layers": [0], "heads": None},
+            {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
+            ("positions", "layers", "heads"),
+        ),
+        Call(
+            al.isolate_labels,
+            {**one_layer, "heads": None, "keep_bos": False},
+            {**layers, "keep_bos": [True], "batch": labels_off},
+            ("batch", "layers", "heads"),
+        ),
+        Call(
+            al.isolate_random,
+            {**one_layer, "seed": 0, "heads": None},
+            {**layers, "seed": ["x", 1.5, NAN], "batch": labels_off},
+            ("batch", "layers", "seed"),
+        ),
+        Call(
+            al.reweight_anchors,
+            {**both, "beta": here.beta},
+            {
+                "model": models,
+                "batch": labels_off,
+                "beta": [vector, torch.zeros(3, 2, 99), here.beta.beta * NAN],
+            },
+            ("batch", "beta"),
+        ),
+        Call(
+            al.train_reweighting,
+            {**all_of, "epochs": 1, "lr": 0.1, "start": None, **QUIET},
+            {
+                **{"batches": bad_lists, "epochs": sizes, "lr": [NAN, INF, "x"]},
+                **{"start": [vector, torch.zeros(3, 2, 99)], "loss": odd_losses()},
+            },
+            ("model", "batches", "epochs"),
+        ),
+        Call(
+            al.reweighting_accuracy,
+            {**all_of, "beta": here.beta, "more_shots": batches, **QUICK},
+            {"batches": bad_lists, "more_shots": bad_lists, "resamples": COUNTS},
+            ("model", "batches", "beta", "more_shots"),
+        ),
+        Call(
+            al.isolation_loyalty,
+            {**all_of, "layers": [0], "draws": 1, **QUICK},
+            {
+                "model": models,
+                **{"batches": bad_lists, "layers": LAYERS, "draws": sizes, "resamples": COUNTS},
+                "keep_bos": [True],
+            },
+            ("model", "batches", "layers", "draws"),
+        ),
+        Call(
+            al.isolation_sweep,
+            {**all_of, "places": {"first": al.Where([0])}, "draws": 1, **QUICK},
+            {
+                "batches": bad_lists,
+                "places": [{}, *({"x": al.Where(one)} for one in LAYERS), {3: al.Where([0])}],
+                "draws": sizes,
+                "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
+            },
+            ("model", "batches", "places", "draws"),
+        ),
+        Call(
+            al.first_and_last, {"model": model, "depths": [1]}, {"depths": [[0], [99], [-1], [1.5]]}
+        ),
+        Call(al.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}, ("width",)),
+        Call(al.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}, ("layers",)),
+        Call(
+            al.compress,
+            {"model": model, "demonstrations": batch, "keep": al.label_words},
+            {
+                "demonstrations": bad,
+                "keep": [
+                    lambda one: torch.zeros(one.tokens.shape[1], dtype=torch.bool),
+                    lambda one: torch.ones(3, dtype=torch.bool),
+                    lambda one: one.tokens[0],
+                    lambda one: None,
+                    "label_words",
+                ],
+                "positions": [
+                    lambda kept: (torch.zeros(1), 1),
+                    lambda kept: (torch.arange(int(kept.sum())) - 5, 3),
+                    lambda kept: (torch.arange(int(kept.sum())), -3),
+                    lambda kept: (torch.arange(int(kept.sum())), 10_000),
+                    lambda kept: None,
+                ],
+            },
+            ("model", "demonstrations", "keep", "positions"),
+        ),
+        Call(
+            here.context.logits,
+            {"model": model, "batch": batch},
+            {"model": models, "batch": bad},
+            ("model", "batch"),
+        ),
+        Call(
+            al.compression_loyalty,
+            {**all_of, "keep": al.label_words, "draws": 1, **QUICK},
+            {"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
+            ("model", "batches", "keep", "draws"),
+        ),
+        Call(al.answer_times, {**all_of, "repeats": 1}, {"batches": bad_lists, "repeats": sizes}),
+        Call(
+            al.text_anchor_prompts,
+            {
+                **{"tokenizer": here.tokenizer, "task": here.task, "demonstrations": here.demos},
+                "queries": here.queries,
+            },
+            {
+                "demonstrations": examples,
+                "queries": [[], [al.Example("x", 99)]],
+                "batch_size": sizes,
+            },
+            ("tokenizer", "task"),
+        ),
+        Call(
+            al.loyalty,
+            {
+                **{"reference_logits": here.logits, "logits": here.logits},
+                **{"label_token_ids": batch.label_token_ids, "top": 5},
+            },
+            {
+                "logits": [here.logits[:1], here.logits[:, :3], here.logits * NAN, here.logits[:0]],
+                "reference_logits": [here.logits * NAN, here.logits[0]],
+                "label_token_ids": [vector, batch.label_token_ids + 10**6, vector[:0].long()],
+                "top": [0, 10**6, *COUNTS],
+            },
+            ("reference_logits", "logits", "label_token_ids", "top"),
+        ),
+        Call(
+            al.compare_accuracies,
+            {"correct": here.correct, "resamples": 2},
+            {
+                "correct": [
+                    {},
+                    {"a": torch.ones(4), "b": torch.ones(3)},
+                    {"a": torch.ones(0)},
+                    {"a": torch.ones(2, 2), "b": torch.ones(2, 2)},
+                    {"a": torch.full((4,), NAN), "b": torch.ones(4)},
+                    {"a": torch.full((4,), 7.0), "b": torch.ones(4)},
+                ],
+                "resamples": COUNTS,
+            },
+            ("correct",),
+        ),
+        Call(
+            al.diagnose,
+            {"distances": here.results["anchor_distances"], "layer": None},
+            {"layer": [99, -99, 1.5, "x"]},
+            ("distances",),
+        ),
+        Call(
+            al.plot_isolation, {"records": {"a": here.isolation}}, {"records": [{}]}, ("records",)
+        ),
+        Call(
+            saved.load,
+            {"path": here.results["saliency_flows"].save(here.folder / "record.safetensors")},
+            {"path": [here.data, here.folder, here.folder / "none", "\0"]},
+            ("path",),
+        ),
+        Call(
+            al.CompressedContext.load,
+            {"path": here.context.save(here.folder / "context.safetensors")},
+            {"path": [here.data, here.folder, here.folder / "none", "\0"]},
+            ("path",),
+        ),
+        Call(
+            al.write_report,
+            {"results": here.results, "path": here.folder / "report.html"},
+            {"results": [{}], "path": [here.folder, here.folder / "no" / "x.html", "\0"]},
+            ("results",),
+        ),
+        Call(
+            al.PromptBatch.from_positions,
+            {
+                **{"tokens": torch.arange(12).reshape(2, 6), "label_positions": [[1, 3], [1, 3]]},
+                **{"label_classes": [[0, 1], [1, 0]], "label_token_ids": [5, 6], "gold": [0, 1]},
+            },
+            {
+                "tokens": [
+                    torch.zeros(0, 6),
+                    torch.zeros(2),
+                    torch.rand(2, 6),
+                    -torch.ones(2, 6).long(),
+                ],
+                "label_positions": [
+                    [[1, 9], [1, 3]],
+                    [[3, 1], [1, 3]],
+                    [[1], [1, 3]],
+                    [[1, 5]] * 2,
+                    [],
+                ],
+                "label_classes": [[[0, 2], [1, 0]], [[0], [1]], [], [[0.5, 1], [0, 1]]],
+                "label_token_ids": [[5, 5], [], [-1, 5], [0.5, 1.0], [[5, 6]]],
+                "gold": [[0], [0, 2], [-1, 0], [0.5, 0.1]],
+                "attention_mask": [torch.zeros(2, 6), torch.ones(1, 6), torch.ones(2, 6) * NAN],
+                "target_positions": [[9, 5], [2, 5], [5], [-1, -1]],
+            },
+            ("tokens", "label_positions", "label_classes", "label_token_ids"),
+        ),
+        Call(batch.prompt, {"number": 0}, {"number": [99, -1, 1.5, "x"]}, ("number",)),
+        Call(al.edges.group, {"batch": batch, "name": "label"}, {"name": ["", "nope"]}, ("name",)),
+        Call(
+            al.paper,
+            {
+                "model": model,
+                "examples": {"trec": (here.examples, here.examples)},
+                **{"queries": 2, "seeds": [1], "layers": 1, "draws": 1, **QUIET},
+            },
+            {
+                "examples": [{}, {"nope": (here.examples,) * 2}, {"trec": ([], [])}],
+                **{"queries": sizes, "seeds": [[], ["x"]], "layers": [0, 99, -1], "draws": sizes},
+                "parts": [[], [None]],
+            },
+            ("model", "examples"),
+        ),
+    ]

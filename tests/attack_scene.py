@@ -1,0 +1,154 @@
+"""What the package is attacked with: a model, its prompts and results, and wrong values."""
+
+import random
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import byte_level_tokenizer, hooks_on, logits_of, questions, tiny_gpt2
+
+import anchorlens as al
+
+NAN, INF = float("nan"), float("inf")
+QUIET: dict[str, Any] = {"progress": False}
+QUICK = QUIET | {"resamples": 2}
+
+
+class Scene:
+    """What the calls are made with."""
+
+    def __init__(self) -> None:
+        self.tokenizer = byte_level_tokenizer()
+        self.model = al.load_model(tiny_gpt2(len(self.tokenizer)), tokenizer=self.tokenizer)
+        self.batches = questions(self.model, count=5, batch_size=3)
+        self.batch = self.batches[0]
+        self.examples = al.load_examples("questions")
+        self.task = al.TASKS["trec"]
+        self.demos = al.sample_demonstrations(self.examples)
+        self.queries = [one for one in self.examples if one not in self.demos][:4]
+        self.folder = Path(tempfile.mkdtemp())
+        metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
+        self.results = al.run(self.model, self.batches, metrics, **QUICK)
+        self.beta = al.train_reweighting(self.model, self.batches, epochs=1, **QUIET)
+        self.isolation = al.isolation_loyalty(self.model, self.batches, 0, draws=1, **QUICK)
+        self.context = al.compress(self.model, self.batch)
+        self.logits = al.target_logits(self.model, self.batches, **QUIET)
+        self.correct = {"a": torch.ones(4), "b": torch.zeros(4)}
+        self.data = self.folder / "data.jsonl"
+        self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
+
+    def state(self) -> tuple[Any, ...]:
+        """All that a call may not change."""
+        model = self.model
+        return (
+            hooks_on(model),
+            [parameter.requires_grad for parameter in model.parameters()],
+            [parameter.grad is None for parameter in model.parameters()],
+            [module.training for module in model.modules()],
+            torch.get_rng_state().tolist(),
+            torch.is_grad_enabled(),
+            random.getstate(),
+            logits_of(model, self.batch, []).tolist(),
+        )
+
+
+@cache
+def scene() -> Scene:
+    return Scene()
+
+
+def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
+    """Batches that do not hold: of another vocabulary, shape, type, or out of range."""
+
+    def changed(**changes: Any) -> al.PromptBatch:
+        return replace(batch, **changes)
+
+    tokens, positions = batch.tokens, batch.label_positions
+    return [
+        changed(tokens=tokens + 100_000),
+        changed(tokens=tokens - 1000),
+        changed(tokens=tokens[:, :-1]),
+        changed(tokens=tokens.float()),
+        changed(tokens=tokens[:0]),
+        changed(tokens=tokens[0]),
+        changed(attention_mask=torch.zeros_like(batch.attention_mask)),
+        changed(attention_mask=batch.attention_mask[:1]),
+        changed(label_positions=positions + 10_000),
+        changed(label_positions=positions - 10_000),
+        changed(label_positions=positions[:, :0]),
+        changed(label_positions=positions.float()),
+        changed(label_positions=positions[:1]),
+        changed(label_classes=batch.label_classes + 100),
+        changed(label_classes=batch.label_classes[:, :1]),
+        changed(target_positions=batch.target_positions + 1000),
+        changed(target_positions=torch.zeros_like(batch.target_positions)),
+        changed(target_positions=batch.target_positions[:1]),
+        changed(label_token_ids=batch.label_token_ids + 100_000),
+        changed(label_token_ids=batch.label_token_ids - 100_000),
+        changed(label_token_ids=batch.label_token_ids[:0]),
+        changed(label_token_ids=batch.label_token_ids * 0),
+        changed(first_query=7),
+        changed(first_query=-1),
+    ]
+
+
+def odd_models() -> list[Any]:
+    here = scene()
+    return [tiny_gpt2(len(here.tokenizer)), torch.nn.Linear(2, 2), here.tokenizer, "gpt2"]
+
+
+def odd_options() -> list[Any]:
+    """Metrics of the package with options that are wrong."""
+    kinds: list[tuple[Any, str, list[Any]]] = [
+        (al.AnchorDistances, "directions", [0, -1, 10_000, 1.5]),
+        (al.Loyalty, "top", [0, -1, 10_000, 1.5]),
+        (al.SaliencyFlows, "name", ["", "a/b", None, 3]),
+    ]
+    return [[kind(**{name: value})] for kind, name, values in kinds for value in values]
+
+
+def odd_hooks() -> list[Any]:
+    """Functions of the batch to hooks that are none, or that spoil the run."""
+    point = "blocks.0.attn.hook_pattern"
+
+    def of(function: Any, name: Any = point) -> Any:
+        return lambda batch: [(name, function)]
+
+    return [
+        [],
+        lambda batch: None,
+        lambda batch: 3,
+        lambda batch: [3],
+        lambda batch: [(point,)],
+        lambda batch: [(point, None)],
+        lambda batch: [(point, 3)],
+        of(lambda tensor, hook: None, "blocks.99.attn.hook_pattern"),
+        of(lambda tensor, hook: None, "nope"),
+        of(lambda tensor, hook: None, 3),
+        of(lambda tensor, hook: tensor[:, :1, :1, :1]),
+        of(lambda tensor, hook: tensor[:0]),
+        of(lambda tensor, hook: tensor * NAN),
+        of(lambda tensor, hook: 3),
+        of(lambda tensor, hook: "text"),
+        of(lambda tensor: tensor),
+        of(lambda tensor, hook: tensor.double().to(torch.int32)),
+    ]
+
+
+def odd_losses() -> list[Any]:
+    return [
+        lambda logits, batch: None,
+        lambda logits, batch: 0.5,
+        lambda logits, batch: logits.sum(),
+        lambda logits, batch: logits,
+        lambda logits, batch: logits[:, 0].detach(),
+        lambda logits, batch: logits[:1, 0] if len(batch) > 1 else logits,
+        lambda logits, batch: logits[:, 0] * NAN,
+        lambda logits, batch: torch.ones(len(batch)),
+        lambda logits: logits[:, 0],
+        "loss",
+        3,
+    ]
