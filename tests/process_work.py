@@ -75,7 +75,7 @@ def two_sets(model: Any) -> list[al.PromptBatch]:
     """Of 7 batches, 4 and 3, some of several prompts."""
     examples = al.load_examples("questions")
     batches = []
-    for seed, count, size in ((1, 8, 2), (2, 5, 2)):
+    for seed, count, size in ((1, 10, 3), (2, 10, 4)):
         demos = al.sample_demonstrations(examples, seed=seed)
         queries = [one for one in examples if one not in demos][seed : seed + count]
         task = al.TASKS["trec"]

@@ -68,8 +68,8 @@ def test_metrics_as_of_whole_prompts(model: Any, side: Any, whole: Any) -> None:
 @pytest.mark.parametrize("changed", [False, True])
 def test_saliency_as_of_whole_prompts(model: Any, side: Any, changed: bool, whole: Any) -> None:
     """The gradient goes on through demonstrations that were run once, of two sets in turn."""
-    batches = questions(model, 9, batch_size=4, padding_side=side)
-    batches += questions(model, 5, batch_size=4, padding_side=side, seed=7)
+    batches = questions(model, 10, batch_size=4, padding_side=side)
+    batches += questions(model, 10, batch_size=4, padding_side=side, seed=7)
     metrics = [*METRICS, al.SaliencyFlows(), al.SaliencyFlows(absolute_per_head=True, name="abs")]
     change = isolated(model) if changed else None
     before = hooks_on(model)
@@ -127,7 +127,7 @@ def test_several_sets_and_joined_batches(llama: Any, whole: Any) -> None:
     sides: list[Any] = ["left", "right"]
     for seed, side in enumerate(sides, start=1):
         demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [one for one in examples if one not in demos][:8]
+        queries = [one for one in examples if one not in demos][:10]
         task = al.TASKS["trec"]
         batches += al.build_prompts(
             llama.tokenizer, task, demos, queries, batch_size=3, padding_side=side
