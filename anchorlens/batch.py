@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, jaxtyped
 from torch import Tensor
 
 from .errors import PromptError
@@ -15,6 +15,8 @@ GROUPS = ("other", "text", "label", "format", "query", "target")
 """Names of the token groups, in the order of their numbers in ``PromptBatch.groups``:
 demonstration texts, label words, the template and separators around them, the query with its
 format, the target position, and everything else (BOS, instructions). Padding is -1."""
+
+_NO_TENSORS = ("labels", "begins_with_bos", "first_query")
 
 OTHER, TEXT, LABEL, FORMAT, QUERY, TARGET = range(len(GROUPS))
 PADDING = -1
@@ -259,7 +261,7 @@ class PromptBatch:
             index=torch.arange(size, device=device),
             begins_with_bos=begins_with_bos,
         )
-        _check(batch)
+        _check_positions(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
         return replace(batch, demonstrations_id=_demonstrations_ids(batch))
@@ -279,12 +281,49 @@ def _demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     return torch.tensor(ids, device=batch.tokens.device)
 
 
-def _check(batch: PromptBatch) -> None:
+def check_batch(batch: PromptBatch) -> None:
+    """Refuse a batch whose tensors do not fit together, as ``dataclasses.replace`` can make one.
+
+    Raises:
+        PromptError: A tensor has another type or shape, a position lies outside its prompt or not
+            before the target, or a class is out of range. The message says which.
+    """
+    hints = get_type_hints(PromptBatch)
+    with jaxtyped("context"):  # so that an axis is as long in all tensors
+        for name in [name for name in hints if name not in _NO_TENSORS]:
+            value, hint = getattr(batch, name), hints[name]
+            if isinstance(value, hint):
+                continue
+            got = (
+                f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            )
+            raise PromptError(
+                f"{name} of a batch must be {getattr(hint, '__name__', hint)}, with axes as long "
+                f"as those of its other tensors; got {got}. Build batches with build_prompts or "
+                "PromptBatch.from_positions"
+            )
+    if batch.tokens.numel() == 0:
+        raise PromptError(f"a batch has at least one token; got {tuple(batch.tokens.shape)}")
+    if batch.first_query:
+        raise PromptError(
+            f"the prompts are to be run from position {batch.first_query}, but keys of 0 tokens "
+            "are cached; a batch of whole prompts has first_query=0"
+        )
+    if not batch.attention_mask.any(1).all():
+        row = int((~batch.attention_mask.any(1)).nonzero()[0])
+        raise PromptError(f"prompt {row} is padding only")
+    if (batch.tokens < 0).any():
+        raise PromptError(f"tokens count from 0; got {int(batch.tokens.min())}")
+    _check_positions(batch)
+
+
+def _check_positions(batch: PromptBatch) -> None:
     """Every position inside its prompt and before the target, every class in range."""
     length = batch.tokens.shape[1]
     classes = len(batch.label_token_ids)
     for name, positions in (
         ("label_positions", batch.label_positions),
+        ("label_ends", batch.label_ends),
         ("target_positions", batch.target_positions[:, None]),
     ):
         outside = (positions < 0) | (positions >= length)
@@ -301,7 +340,12 @@ def _check(batch: PromptBatch) -> None:
             "label_positions of one prompt must be different, and in order of appearance; got "
             f"{batch.label_positions.tolist()}"
         )
-    late = batch.label_positions >= batch.target_positions[:, None]
+    if (batch.label_ends < batch.label_positions).any():
+        raise PromptError(
+            "label_ends are not before label_positions; got "
+            f"{batch.label_ends.tolist()} and {batch.label_positions.tolist()}"
+        )
+    late = batch.label_ends >= batch.target_positions[:, None]
     if late.any():
         row = int(late.any(1).nonzero()[0])
         raise PromptError(

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .batch import PromptBatch
+from .batch import PromptBatch, check_batch
 from .errors import MetricError, PromptError, StoreError
 from .fingerprint import fingerprint, versions
 from .forward import device_of
@@ -122,6 +122,7 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
             "calls are joined by +"
         )
     for batch in batches:
+        check_batch(batch)
         check_fits(model, batch)
         if batch.label_token_ids.tolist() != batches[0].label_token_ids.tolist():
             raise PromptError(

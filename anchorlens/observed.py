@@ -97,7 +97,11 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> 
 
 def _are_hooks(hooks: Any) -> bool:
     return isinstance(hooks, Sequence) and all(
-        isinstance(hook, tuple) and len(hook) == 2 and callable(hook[1]) for hook in hooks
+        isinstance(hook, tuple)
+        and len(hook) == 2
+        and (isinstance(hook[0], str) or callable(hook[0]))
+        and callable(hook[1])
+        for hook in hooks
     )
 
 

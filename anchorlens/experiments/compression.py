@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..batch import PromptBatch
+from ..batch import PromptBatch, check_batch
 from ..errors import ModelError, PromptError
 from ..forward import device_of, run_pass, run_prefix
 from ..hooked import Hook, HookedModel, check_fits
@@ -69,6 +69,7 @@ def contexts(
 ) -> list[CompressedContext]:
     """Several contexts from one run of the demonstrations; the first is tried."""
     ensure_prepared(model)
+    check_batch(demonstrations)
     check_fits(model, demonstrations)
     moved = demonstrations.to(device_of(model))
     chosen = chosen_by(keeps, moved)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from .. import edges
-from ..batch import PromptBatch
+from ..batch import PromptBatch, check_batch
 from ..errors import ModelError, PromptError, StoreError
 from ..files import write_whole
 from ..fingerprint import identity
@@ -80,6 +80,7 @@ class CompressedContext:
             True
         """
         ensure_prepared(model)
+        check_batch(batch)
         _refuse_another_model(model, self.info)
         return self.logits_unchecked(model, batch)
 

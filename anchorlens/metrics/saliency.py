@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .. import edges, figures
-from ..batch import PromptBatch
+from ..batch import PromptBatch, check_batch
 from ..errors import PromptError
 from ..forward import device_of, run_pass
 from ..hooked import HookedModel, check_fits
@@ -204,6 +204,7 @@ def saliency(
     """
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
+    check_batch(batch)
     right = batch.padded_right()  # as `run` does, see `as_run`
     maps: dict[int, Tensor] = {}
 
