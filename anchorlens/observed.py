@@ -276,6 +276,8 @@ class Watched:
                 metric.observe_demonstrations(self.passes.model, shared)  # type: ignore[attr-defined]
                 for metric in self.metrics
             ]
+            for metric, observation in zip(self.metrics, observations, strict=True):
+                _check_points(self.passes.model, _observed_points(metric, observation))
             return observations, self.passes.prefix(batch, changes, *self._hooks_of(observations))
 
         return self.passes.once(batch, "observed", run)

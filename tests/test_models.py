@@ -138,7 +138,10 @@ def test_quantised_weights_have_no_type(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     weights.is_quantized, weights.quantization_method = True, "gptq"
     al.load_model(weights, tokenizer=byte_level, device="cpu")
-    with pytest.raises(ModelError, match=r"cannot be put .* leave dtype out for quantised"):
+    with pytest.raises(
+        ModelError,
+        match=r"cannot be put .* leave the type \(--dtype, in Python dtype\) of quantised",
+    ):
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 
 
