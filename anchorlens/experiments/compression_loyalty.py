@@ -194,8 +194,8 @@ def compression_loyalty(
             rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
             return rows | {"correct": _correct(logits, batch)}
 
-        drawn = [of(context.logits(model, batch)) for context in controls]
-        rows = of(own.logits(model, batch))
+        drawn = [of(context.unverified_logits(model, batch)) for context in controls]
+        rows = of(own.unverified_logits(model, batch))
         size = len(own.kept) * (own.size / len(own.prefix))
         return {
             **rows,
@@ -293,7 +293,8 @@ def answer_times(
     taken: list[list[float]] = [[], [], []]
     with undisturbed(model):
         for batch in moved:  # checked, and warmed up
-            whole.logits(batch), cached.logits(model, batch), compressed.logits(model, batch)
+            whole.logits(batch)
+            cached.unverified_logits(model, batch), compressed.unverified_logits(model, batch)
         for _ in range(repeats):
             for (way, prompts), times in zip(ways, taken, strict=True):
                 begin = time.perf_counter()
@@ -341,8 +342,7 @@ def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
     """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
     names = ("random_label_kept", "random_word_overlap", "random_correct")
     of_draws = torch.stack([rows[name].mean(0) for name in names])
-    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal ones
-    return of_draws[:, best]
+    return of_draws[:, (of_draws[0] == of_draws[0].max()).long().argmax()]  # the first of equals
 
 
 def _correct(logits: Tensor, batch: PromptBatch) -> Float[Tensor, " prompt"]:

@@ -80,6 +80,15 @@ class CompressedContext:
         """
         ensure_prepared(model)
         _refuse_another_model(model, self.info)
+        return self.unverified_logits(model, batch)
+
+    def unverified_logits(
+        self, model: HookedModel, batch: PromptBatch
+    ) -> Float[Tensor, "batch vocab"]:
+        """What :meth:`logits` gives, of the model that the context was just made with.
+
+        To compare all weights for every batch again would take time.
+        """
         ready = _behind(batch.to(device_of(model)), self.tokens)
         self._check_lengths(model, ready)
         with undisturbed(model):
