@@ -19,6 +19,7 @@ import anchorlens as al
 from anchorlens import checksum
 from anchorlens.checksum import digest_of, row_sums
 from anchorlens.errors import StoreError
+from anchorlens.experiments import context
 from anchorlens.fingerprint import fingerprint, identity, tokenizer_identity
 
 EXAMPLES = al.load_examples("questions")
@@ -217,7 +218,7 @@ def test_a_changed_buffer(llama: Any) -> None:
         if not isinstance(value, torch.nn.Parameter) and value.is_floating_point()
     )
     original = buffer.clone()
-    buffer.view(-1)[-1] += 0.5
+    buffer.view(-1)[-1] = 0.5
     assert identity(llama)["weights"] != before["weights"], name
     buffer.copy_(original)
     assert identity(llama) == before
@@ -231,7 +232,7 @@ def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
         last = (-1,) * tensor.dim()
         with torch.no_grad():
             original = tensor[last].clone()
-            tensor[last] = ~original if tensor.dtype == torch.bool else original + 1
+            tensor[last] = original == 0  # of a mask, and of -inf, too
             assert identity(gpt2)["weights"] != before
             tensor[last] = original
     assert identity(gpt2)["weights"] == before
@@ -341,3 +342,22 @@ def test_what_makes_another_tokenizer(byte_level: Any) -> None:
         )
         setattr(other, name, value)
         assert tokenizer_identity(other) != before, name
+
+
+@pytest.mark.without_jaxtyping
+def test_weights_are_summed_once_for_each_set_of_contexts(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for every batch, draw and trial."""
+    summed: list[int] = []
+
+    def counted(model: Any) -> dict[str, str]:
+        summed.append(1)
+        return identity(model)
+
+    monkeypatch.setattr(context, "identity", counted)
+    batches = questions(gpt2, count=4, batch_size=1)
+    al.compression_loyalty(gpt2, batches, draws=2, progress=False, resamples=0)
+    assert len(summed) == 1
+    al.answer_times(gpt2, batches, repeats=1)
+    assert len(summed) == 3
