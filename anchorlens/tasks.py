@@ -25,7 +25,7 @@ class Task:
         prefix: Instructions before the first demonstration.
 
     Raises:
-        PromptError: The template lacks a field or has them in the wrong order, there are fewer
+        PromptError: A part is no string, the template lacks a field or has them in the wrong order, there are fewer
             than two labels, or two labels are the same.
 
     Examples:
@@ -42,6 +42,16 @@ class Task:
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("template", "separator", "prefix"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise PromptError(f"the {name} of a task must be a string; got {value!r}")
+        is_list = isinstance(self.labels, Sequence) and not isinstance(self.labels, str)
+        if not is_list or not all(isinstance(word, str) for word in self.labels):
+            raise PromptError(
+                "labels must be a list of words, such as [' Negative', ' Positive']; "
+                f"got {self.labels!r}"
+            )
         for field in ("{text}", "{label}"):
             if self.template.count(field) != 1:
                 raise PromptError(
