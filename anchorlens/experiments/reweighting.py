@@ -272,6 +272,8 @@ class _Training:
 
     def step(self, batch: PromptBatch, prefix: Prefix | None) -> float:
         """One step of the optimizer; the mean loss before it, NaN where logits overflow."""
+        if not (self.parameter < torch.inf).all():  # after a step too far
+            return nan
         seen = []
 
         def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:

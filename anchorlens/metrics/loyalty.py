@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import figures
-from ..batch import PromptBatch
+from ..batch import PromptBatch, holds_integers
 from ..errors import MetricError
 from ..hooked import HookedModel
 from ..results import Record, Rows
@@ -150,13 +150,7 @@ def _check_run(
         )
     ids, count = label_token_ids, logits.shape[1]
     is_row = isinstance(ids, Tensor) and ids.ndim == 1 and len(ids) > 0
-    if (
-        not is_row
-        or ids.dtype == torch.bool
-        or ids.is_floating_point()
-        or ids.is_complex()
-        or not ((ids >= 0) & (ids < count)).all()
-    ):
+    if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
         raise MetricError(
             f"label_token_ids must be a row of whole numbers from 0 to {count - 1}, the tokens of "
             f"the logits; got {ids.tolist() if isinstance(ids, Tensor) else ids!r}; "
