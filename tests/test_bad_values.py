@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import questions
+from native_models import xglm
+from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
-from anchorlens.errors import DataError, HookError, MetricError, PromptError, RunError, StoreError
+from anchorlens.errors import (
+    DataError,
+    HookError,
+    MetricError,
+    ModelError,
+    PromptError,
+    RunError,
+    StoreError,
+)
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -280,3 +290,14 @@ def test_rows_that_are_no_function(gpt2: Any, rows: Any) -> None:
     for metric in (Own(rows), Own(right, shared_rows=rows)):
         with pytest.raises(MetricError, match=r"are a function of \(logits, .*; own gave a"):
             al.run(gpt2, questions(gpt2, 4), [metric], progress=False, resamples=0)
+
+
+def test_a_model_that_cannot_run_in_a_type(byte_level: Any) -> None:
+    """XGLM of transformers puts the lowest number of float64 into a float32."""
+    with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; try another"):
+        al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
+
+
+def test_a_bridge_that_is_not_fully_built() -> None:
+    with pytest.raises(ModelError, match="got one that is not fully built, so that it has no hook"):
+        al.prepare_model(TransformerBridge.__new__(TransformerBridge))
