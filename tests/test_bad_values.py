@@ -171,7 +171,7 @@ def test_paths_that_no_file_can_have(gpt2: Any) -> None:
     ],
 )
 def test_positions_that_are_no_numbers(parts: Any, message: str) -> None:
-    right = {
+    right: dict[str, Any] = {
         "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
         "label_positions": [[1, 3]],
         "label_classes": [[0, 1]],
