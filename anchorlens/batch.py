@@ -189,9 +189,10 @@ class PromptBatch:
             are no label words in "other".
 
         Raises:
-            PromptError: A position lies outside the prompt, under padding, or not before the
-                target; classes or gold labels are out of range; label tokens are not distinct;
-                or the shapes do not fit together. The message says which.
+            PromptError: Tokens or positions are no whole numbers; a position lies outside the
+                prompt, under padding, or not before the target; classes or gold labels are out of
+                range; label tokens are not distinct; or the shapes do not fit together. The message
+                says which.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -204,8 +205,15 @@ class PromptBatch:
             raise PromptError(
                 f"tokens must have the shape (batch, position); got {tuple(tokens.shape)}"
             )
+        if not holds_integers(tokens) or int(tokens.min()) < 0:
+            raise PromptError(
+                "tokens must be whole numbers from 0, also under padding; got "
+                + (f"{int(tokens.min())}" if holds_integers(tokens) else f"{tokens.dtype}")
+            )
         device, (size, length) = tokens.device, tokens.shape
         mask = torch.ones(size, length) if attention_mask is None else attention_mask
+        if not ((mask == 0) | (mask == 1)).all():
+            raise PromptError("attention_mask must hold 1 where a token stands, and 0 elsewhere")
         mask = mask.to(device).bool()
         if mask.shape != tokens.shape:
             raise PromptError(
@@ -219,7 +227,7 @@ class PromptBatch:
         def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
             try:
                 tensor = torch.as_tensor(value, device=device)
-            except ValueError as error:  # rows of different lengths
+            except (ValueError, TypeError, RuntimeError) as error:  # None, rows of other lengths
                 raise PromptError(
                     f"{name} must be a table of the shape {shape}: {error}"
                 ) from error
@@ -229,7 +237,7 @@ class PromptBatch:
             )
             if not fits:
                 raise PromptError(f"{name} must have the shape {shape}; got {tuple(tensor.shape)}")
-            if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            if not holds_integers(tensor):
                 raise PromptError(f"{name} must be integers; got {tensor.dtype}")
             return tensor.long()
 
@@ -265,6 +273,11 @@ class PromptBatch:
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
         return replace(batch, demonstrations_id=_demonstrations_ids(batch))
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    """Whether a tensor is of a type that can count or index."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def digest(tokens: Sequence[int]) -> int:

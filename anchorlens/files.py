@@ -28,12 +28,12 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         _remove(temporary)
+        reason = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"{path} cannot be written: {error.strerror or error}; what was written before is "
-            "kept. Make room or mend the folder and start again in the same way: it goes on from "
-            "there"
+            f"{path} cannot be written: {reason}; what was written before is kept. Make room or "
+            "mend the folder and start again in the same way: it goes on from there"
         ) from error
     except BaseException:
         _remove(temporary)
@@ -51,7 +51,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _remove(temporary: Path) -> None:
     """In a folder that is gone or full of trouble the first error is the one to be told."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         temporary.unlink(missing_ok=True)
 
 

@@ -66,6 +66,10 @@ class Heart:
         self._changed = Condition()
         self._thread = Thread(target=self._beat, daemon=True, name="anchorlens heart")
         self._thread.start()
+        # The first sign is given before anything else, so that the others know of a process that
+        # dies at once.
+        with self._changed:
+            self._changed.wait_for(lambda: self._rounds or self._lost, timeout=SILENCE)
 
     def fail(self, exchange: int) -> None:
         """Tell the others that this process failed before an exchange."""

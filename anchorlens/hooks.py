@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import edges as edge_sets
-from .batch import PromptBatch
+from .batch import PromptBatch, holds_integers
 from .errors import HookError
 from .hooked import (
     BatchHook,
@@ -53,7 +53,8 @@ def block_edges(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: A layer or head does not exist, or ``renormalize`` would cut a position off from
+        HookError: A layer or head does not exist, ``edges`` are not True and False of that shape,
+            or ``renormalize`` would cut a position off from
             itself, which can leave a row nothing to attend to.
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
@@ -62,6 +63,11 @@ def block_edges(
         >>> cut = al.block_edges(model, al.edges.pq(batch), layers=range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
+    if not isinstance(edges, Tensor) or edges.dtype != torch.bool or edges.ndim != 3:
+        raise HookError(
+            "edges must be a tensor of True and False with the shape (batch, query, key), as "
+            f"al.edges gives; got {_kind(edges)}"
+        )
     if renormalize and edges.diagonal(dim1=1, dim2=2).any():
         raise HookError(
             "edges from a position to itself cannot be cut before the softmax: the row may be left "
@@ -104,13 +110,20 @@ def isolate(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: A position is negative or beyond the prompt, or a layer or head does not exist.
+        HookError: A position is no whole number, negative or beyond the prompt, or a layer or head
+            does not exist.
         ModelError: The model was not prepared.
 
     Examples:
         >>> len(al.isolate(model, torch.tensor([[12, 27]]), layers=range(5)))
         5
     """
+    is_table = isinstance(positions, Tensor) and positions.ndim == 2
+    if not is_table or not holds_integers(positions):
+        raise HookError(
+            "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
+            f"each prompt; got {_kind(positions)}"
+        )
     if (positions < 0).any():
         raise HookError(f"positions count from 0; got {positions.tolist()}")
 
@@ -121,7 +134,7 @@ def isolate(
             )
         shape = (positions.shape[0], keys)
         receivers = torch.zeros(shape, dtype=torch.bool, device=positions.device)
-        receivers = receivers.scatter(1, positions, True)
+        receivers = receivers.scatter(1, positions.long(), True)
         cut = edge_sets.between(receivers, torch.ones_like(receivers))
         return cut[:, first_query : first_query + queries]
 
@@ -199,7 +212,8 @@ def isolate_random(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: The demonstrations have fewer other positions than label words.
+        HookError: The demonstrations have fewer other positions than label words, or ``seed`` is no
+            whole number.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared.
 
@@ -214,6 +228,8 @@ def random_positions(
     batch: PromptBatch, seed: int, *, whole_words: bool = False
 ) -> Bool[Tensor, "batch position"]:
     """As many positions as label words have, drawn from the rest of the demonstrations."""
+    if not isinstance(seed, int):
+        raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
     last = batch.label_ends.max(1, keepdim=True).values
     where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     first = batch.attention_mask.long().argmax(1, keepdim=True)
@@ -257,8 +273,8 @@ def reweight_anchors(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: The shape of ``beta`` does not fit the model and the prompts, or it was learned
-            for other label words.
+        HookError: The shape of ``beta`` does not fit the model and the prompts, it is NaN or
+            infinite somewhere, or it was learned for other label words.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 
@@ -275,6 +291,11 @@ def reweight_anchors(
         raise HookError(
             "beta must have the shape (layer, head, anchor) = "
             f"{expected}; got {tuple(factors.shape)}"
+        )
+    if not (factors < torch.inf).all():
+        raise HookError(
+            "beta must be numbers below infinity, because attention is multiplied by exp(beta); "
+            "some are NaN or infinite"
         )
     rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
     queries = batch.target_positions[:, None] - batch.first_query
@@ -346,3 +367,9 @@ def _blocking_hooks(
         return attention.masked_fill(cut[:, None] & chosen.to(device)[:, None, None], value)
 
     return [(name(layer), block) for layer in layer_numbers(model, layers)]
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} of the shape {tuple(value.shape)}"

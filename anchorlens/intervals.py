@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from scipy.special import ndtr, ndtri, stdtrit
 from torch import Tensor
 
+from .errors import MetricError
 from .results import Record, Rows
 
 _R = TypeVar("_R", bound=Record)
@@ -100,6 +101,12 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
         name = "sets with their prompts; all prompts are pooled"
         return Population(pooled, unit, [torch.arange(n_sets)], name)
     return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled")
+
+
+def check_resamples(resamples: int) -> None:
+    """Refuse what is no number of resamples: to be called before any model runs."""
+    if not isinstance(resamples, int) or resamples < 0:
+        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples!r}")
 
 
 def warn_of_few(sets: Int[Tensor, " prompt"]) -> None:

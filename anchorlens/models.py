@@ -121,8 +121,11 @@ def prepare_model(model: HookedModel) -> HookedModel:
             "gives no gradients and no attention patterns; load the same weights with al.load_model"
         )
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
+        got = type(model).__name__
+        if got in ("TransformerBridge", "HookedTransformer"):
+            got = "one that is not fully built, so that it has no hook points"
         raise ModelError(
-            f"expected a TransformerBridge or HookedTransformer; got {type(model).__name__}. "
+            f"expected a TransformerBridge or HookedTransformer; got {got}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
     _refuse_missing_hooks(model)
@@ -200,7 +203,14 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
 
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
     with undisturbed(model), without_user_hooks(model), torch.no_grad():
-        outputs = model(tokens, attention_mask=torch.ones_like(tokens))
+        try:
+            outputs = model(tokens, attention_mask=torch.ones_like(tokens))
+        except RuntimeError as error:  # XGLM in float64
+            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try another "
+                "type (--dtype float32, in Python dtype=torch.float32)"
+            ) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
 

@@ -112,6 +112,11 @@ def _observed_points(metric: Metric, observation: Any) -> dict[str, str]:
             f"{metric.name} must observe a batch with an al.Observation; got a "
             f"{type(observation).__name__}"
         )
+    if not callable(observation.rows):
+        raise MetricError(
+            "the rows of an al.Observation are a function of (logits, clean_logits); "
+            f"{metric.name} gave a {type(observation.rows).__name__}"
+        )
     both = (observation.hooks, observation.backward_hooks)
     if wrong := [hooks for hooks in both if not _are_hooks(hooks)]:
         raise HookError(
@@ -182,7 +187,7 @@ class Watched:
 
     def rows(self, batch: PromptBatch) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
         """Rows of every metric for a ready batch, and the logits of the pass that they watched."""
-        model, changes = self.passes.model, self.hooks or no_hooks
+        model, changes = self.passes.model, no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.passes.logits(batch)
         shared, prefix = self._demonstrations(batch, changes)
         observations = [metric.observe(model, batch) for metric in self.metrics]
@@ -276,8 +281,10 @@ class Watched:
                 metric.observe_demonstrations(self.passes.model, shared)  # type: ignore[attr-defined]
                 for metric in self.metrics
             ]
+            points: dict[str, str] = {}
             for metric, observation in zip(self.metrics, observations, strict=True):
-                _check_points(self.passes.model, _observed_points(metric, observation))
+                points |= _observed_points(metric, observation)
+            _check_points(self.passes.model, points)
             return observations, self.passes.prefix(batch, changes, *self._hooks_of(observations))
 
         return self.passes.once(batch, "observed", run)
@@ -295,6 +302,12 @@ def _rows(found: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
         if not isinstance(values, Tensor) or values.ndim == 0:
             said = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
             raise MetricError(f"row {name!r} must be a tensor with an entry a prompt; got {said}")
+        if values.layout != torch.strided or values.is_meta:
+            said = "on the device meta" if values.is_meta else f"of the layout {values.layout}"
+            raise MetricError(
+                f"row {name!r} must be a dense tensor of numbers; got one {said}; give "
+                "values.to_dense(), on a device that holds numbers"
+            )
         if len(values) != count and not (alike and len(values) == 1):
             raise MetricError(
                 f"row {name!r} must have one entry a prompt, {count}; got the shape "

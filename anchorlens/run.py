@@ -88,7 +88,7 @@ def run(
         raise MetricError("there are no metrics to compute")
     given, batches = batches, as_run(batches)
     check_metrics(model, batches, metrics, hooks, loss)
-    refuse_moved_hooks(given, batches, hooks or no_hooks)
+    refuse_moved_hooks(given, batches, no_hooks if hooks is None else hooks)
     if checkpoint and not any(metric.needs_gradient for metric in metrics):
         raise MetricError(
             "checkpoint=True saves memory of the gradient, but none of "
@@ -153,7 +153,8 @@ def target_logits(
     """
     ensure_prepared(model)
     check_batches(model, batches, resamples=0)
-    given, batches, change = batches, as_run(batches), hooks or no_hooks
+    given, batches = batches, as_run(batches)
+    change = no_hooks if hooks is None else hooks
     for batch in batches:
         check_hooks(model, change, batch.to(device_of(model)))
     refuse_moved_hooks(given, batches, change)

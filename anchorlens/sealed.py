@@ -51,8 +51,9 @@ def unsealed(path: str | Path) -> Sealed:
     """
     try:
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{path} cannot be read: {reason}") from error
     cure = "take a copy of it, or compute the result again and save it"
     try:
         tensors = load(data)

@@ -56,9 +56,10 @@ class Store:
         try:
             store.folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(store.folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+            reason = getattr(error, "strerror", None) or error
             raise StoreError(
-                f"{folder} cannot be a folder of rows: {error.strerror}; use another folder"
+                f"{folder} cannot be a folder of rows: {reason}; use another folder"
             ) from error
         path = store.folder / "run.json"
         found = _run_of(path)

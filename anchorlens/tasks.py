@@ -25,8 +25,8 @@ class Task:
         prefix: Instructions before the first demonstration.
 
     Raises:
-        PromptError: The template lacks a field or has them in the wrong order, there are fewer
-            than two labels, or two labels are the same.
+        PromptError: A part is no string, the template lacks a field or has them in the wrong
+            order, there are fewer than two labels, or two labels are the same.
 
     Examples:
         >>> task = Task("Review: {text}\nSentiment:{label}", labels=[" Negative", " Positive"])
@@ -42,6 +42,16 @@ class Task:
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("template", "separator", "prefix"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise PromptError(f"the {name} of a task must be a string; got {value!r}")
+        is_list = isinstance(self.labels, Sequence) and not isinstance(self.labels, str)
+        if not is_list or not all(isinstance(word, str) for word in self.labels):
+            raise PromptError(
+                "labels must be a list of words, such as [' Negative', ' Positive']; "
+                f"got {self.labels!r}"
+            )
         for field in ("{text}", "{label}"):
             if self.template.count(field) != 1:
                 raise PromptError(
@@ -210,8 +220,8 @@ def sample_demonstrations(
         >>> sorted(demo.label for demo in demos)
         [0, 1, 2, 3, 4, 5]
     """
-    if shots < 1:
-        raise DataError(f"shots must be at least 1; got {shots}")
+    if not isinstance(shots, int) or shots < 1:
+        raise DataError(f"shots must be at least 1; got {shots!r}; give a whole number")
     by_class: dict[int, list[Example]] = {}
     for example in examples:
         if example.label is None or example.label < 0:
@@ -248,7 +258,7 @@ def sample_queries(
         exclude: Examples whose texts may not come, such as the demonstrations.
 
     Raises:
-        DataError: There are fewer than ``count`` examples left.
+        DataError: There are fewer than ``count`` examples left, or ``count`` is below 0.
 
     Examples:
         >>> examples = load_examples("questions")
@@ -256,6 +266,8 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
+    if not isinstance(count, int) or count < 0:
+        raise DataError(f"count must be a whole number from 0; got {count!r}")
     taken = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in taken]
     if len(pool) < count:

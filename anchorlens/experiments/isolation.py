@@ -192,9 +192,11 @@ def isolation_sweep(
     check_batches(model, batches, resamples)
     batches = as_run(batches)
     if not isinstance(places, Mapping) or not all(
-        isinstance(where, Where) for where in places.values()
+        isinstance(name, str) and isinstance(where, Where) for name, where in places.items()
     ):
-        raise HookError(f"places are {{name: al.Where(layers)}}; got {places!r}")
+        raise HookError(
+            f"places are {{name: al.Where(layers)}}, each name a string; got {places!r}"
+        )
     if not places:
         raise HookError("there is no place to isolate in; give {name: al.Where(layers)}")
     check_metrics(model, batches, metrics, hooks=None, loss=None)

@@ -18,6 +18,7 @@ from ..errors import HookError, MetricError, ModelError, PromptError
 from ..forward import device_of, run_pass
 from ..hooked import Hook, HookedModel, refuse_folded_value_biases, vocabulary_of
 from ..hooks import reweight_anchors
+from ..intervals import check_resamples
 from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
 from ..model_state import undisturbed
@@ -203,7 +204,9 @@ def reweighting_accuracy(
 
     Raises:
         HookError: The beta is for other label words.
-        MetricError: The two lists of prompts are not of the same queries: before any runs.
+        MetricError: The two lists of prompts are not of the same queries, or ``resamples`` is no
+            number from 0: before any runs.
+        PromptError: The prompts do not fit the model.
 
     Examples:
         >>> beta = al.train_reweighting(model, batches, epochs=1, progress=False)
@@ -211,6 +214,10 @@ def reweighting_accuracy(
         >>> record.gain.shape
         torch.Size([3])
     """
+    check_resamples(resamples)
+    ensure_prepared(model)
+    for prompts in (batches, more_shots):
+        check_batches(model, prompts, resamples=0)
     for batch in batches:
         beta.of_prompts(batch)
     if _queries(batches) != _queries(more_shots):
@@ -265,6 +272,8 @@ class _Training:
 
     def step(self, batch: PromptBatch, prefix: Prefix | None) -> float:
         """One step of the optimizer; the mean loss before it, NaN where logits overflow."""
+        if not (self.parameter < torch.inf).all():  # after a step too far
+            return nan
         seen = []
 
         def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:

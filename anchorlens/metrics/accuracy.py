@@ -12,7 +12,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..errors import MetricError
 from ..hooked import HookedModel
-from ..intervals import warn_of_few, with_intervals
+from ..intervals import check_resamples, warn_of_few, with_intervals
 from ..results import Record, Rows, require_gold
 from .aucroc import predicted_class
 from .metric import Observation
@@ -128,22 +128,40 @@ def compare_accuracies(
         info: What the numbers are of.
 
     Raises:
-        MetricError: There is no method, or the methods have different numbers of prompts.
+        MetricError: There is no method, the methods have different numbers of prompts, answers are
+            not 0 or 1, or ``resamples`` is no number from 0.
 
     Examples:
         >>> right = {"guess": torch.tensor([1., 0.]), "oracle": torch.tensor([1., 1.])}
         >>> al.compare_accuracies(right, resamples=0).gain.tolist()
         [0.0, 0.5]
     """
+    check_resamples(resamples)
+    if not isinstance(correct, Mapping):
+        raise MetricError(
+            f"expected {{method: answers}}, a tensor for each; got a {type(correct).__name__}"
+        )
+    for name, values in correct.items():
+        is_row = isinstance(values, Tensor) and values.ndim == 1
+        if not is_row or not ((values == 0) | (values == 1)).all():
+            raise MetricError(
+                f"the answers of {name!r} must be a tensor of 0 and 1, one for each prompt, as "
+                f"AccuracyRecord.correct is; got {values!r}"
+            )
     sizes = {name: len(values) for name, values in correct.items()}
     if len(set(sizes.values())) != 1 or not next(iter(sizes.values())):
         raise MetricError(
             f"methods are compared on the same prompts, at least one; got prompts: {sizes}"
         )
+    count = next(iter(sizes.values()))
+    if sets is not None and tuple(sets.shape) != (count,):
+        raise MetricError(
+            f"sets must name the set of each of the {count} prompts; got the shape "
+            f"{tuple(sets.shape)}"
+        )
     rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
     own = {**(info or {}), "methods": list(correct)}
     if resamples:
-        count = next(iter(sizes.values()))
         warn_of_few(torch.zeros(count, dtype=torch.long) if sets is None else sets)
     record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=own)
     for bounds in record.intervals.get("gain", ()):

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import figures
-from ..batch import PromptBatch
+from ..batch import PromptBatch, holds_integers
 from ..errors import MetricError
 from ..hooked import HookedModel
 from ..results import Record, Rows
@@ -123,7 +123,8 @@ def loyalty(
         top: Number of most likely next tokens to compare.
 
     Raises:
-        MetricError: The two runs have different shapes, no prompt, or fewer tokens than ``top``.
+        MetricError: The two runs have different shapes, no prompt, or fewer tokens than ``top``;
+            logits are not finite; or an id is no token of theirs.
 
     Examples:
         >>> same = torch.eye(3, 8)
@@ -131,7 +132,30 @@ def loyalty(
         1.0
     """
     runs = (reference_logits, logits)
+    for one in runs:
+        _check_run(one, label_token_ids)
     return _record(loyalty_rows(*(next_tokens(one, label_token_ids, top) for one in runs)))
+
+
+def _check_run(
+    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
+) -> None:
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not len(logits):
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise MetricError(f"logits are of (batch, vocab), one row a prompt; got {shape}")
+    if not logits.isfinite().all():
+        raise MetricError(
+            "logits must be finite numbers, but some are NaN or infinite, which have no loyalty; "
+            "take them from a run with finite ones (al.target_logits refuses others)"
+        )
+    ids, count = label_token_ids, logits.shape[1]
+    is_row = isinstance(ids, Tensor) and ids.ndim == 1 and len(ids) > 0
+    if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
+        raise MetricError(
+            f"label_token_ids must be a row of whole numbers from 0 to {count - 1}, the tokens of "
+            f"the logits; got {ids.tolist() if isinstance(ids, Tensor) else ids!r}; "
+            "PromptBatch.label_token_ids is one"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,10 +181,6 @@ def next_tokens(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"], top: int = 5
 ) -> NextTokens:
     """The predicted label, the most likely tokens, and the logits that log probabilities need."""
-    if logits.ndim != 2 or not len(logits):
-        raise MetricError(
-            f"logits are of (batch, vocab), one row a prompt; got {tuple(logits.shape)}"
-        )
     if not 1 <= top <= logits.shape[-1]:
         raise MetricError(
             f"`top` is from 1 to the {logits.shape[-1]} tokens of the vocabulary; got {top}"

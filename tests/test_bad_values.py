@@ -1,0 +1,303 @@
+"""Values that no function can act on are refused with an error of this package."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import questions
+from native_models import xglm
+from transformer_lens.model_bridge import TransformerBridge
+
+import anchorlens as al
+from anchorlens.errors import (
+    DataError,
+    HookError,
+    MetricError,
+    ModelError,
+    PromptError,
+    RunError,
+    StoreError,
+)
+
+pytestmark = pytest.mark.without_jaxtyping
+
+BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
+TEMPLATE = "{text}:{label}"
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("queries", "message"),
+    [
+        ("Who?", r"a list of examples or texts; got the string 'Who\?'; write \[query\]"),
+        ([3], "query 0 must be an al.Example or a text; got a int"),
+    ],
+)
+def test_queries_that_are_no_list_of_texts(byte_level: Any, queries: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(byte_level, al.TASKS["sst2"], [BAD, GOOD], queries)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"labels": "ab"}, r"labels must be a list of words, .*; got 'ab'"),
+        ({"labels": [" a", 3]}, r"labels must be a list of words, .*; got \[' a', 3\]"),
+        ({"labels": None}, "labels must be a list of words, .*; got None"),
+        ({"separator": None}, "the separator of a task must be a string; got None"),
+        ({"prefix": 3}, "the prefix of a task must be a string; got 3"),
+        ({"template": 3}, "the template of a task must be a string; got 3"),
+    ],
+)
+def test_parts_of_a_task_that_are_no_strings(parts: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.Task(**{"template": TEMPLATE, "labels": [" a", " b"], **parts})
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("place", [0, 1])
+def test_loyalty_of_logits_that_are_not_finite(value: float, place: int) -> None:
+    runs = [torch.eye(3, 8), torch.eye(3, 8)]
+    runs[place][1, 2] = value
+    with pytest.raises(MetricError, match="logits must be finite numbers, but some are NaN or inf"):
+        al.loyalty(runs[0], runs[1], torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("ids", [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False]])
+def test_loyalty_of_tokens_that_do_not_exist(ids: list[Any]) -> None:
+    with pytest.raises(MetricError, match=r"must be a row of whole numbers from 0 to 7, .*; got"):
+        al.loyalty(torch.eye(3, 8), torch.eye(3, 8), torch.tensor(ids))
+
+
+def test_loyalty_of_what_is_no_tensor() -> None:
+    logits, wrong = torch.eye(3, 8), partial(pytest.raises, MetricError)
+    ids: Any = [0, 1]
+    with wrong(match=r"must be a row of whole numbers .*; got \[0, 1\]"):
+        al.loyalty(logits, logits, ids)
+    none: Any = None
+    with wrong(match=r"logits are of \(batch, vocab\), .*; got NoneType"):
+        al.loyalty(none, logits, torch.tensor(ids))
+
+
+@pytest.mark.parametrize("resamples", [-1, 1.5, "3", None])
+def test_resamples_that_are_no_number_from_0(gpt2: Any, resamples: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the model ran")
+
+    batches = questions(gpt2, 2)
+    beta = al.Beta(
+        beta=torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, len(batches[0].label_classes[0])),
+        label_classes=batches[0].label_classes[0],
+        losses=torch.zeros(1),
+        vanilla_loss=torch.tensor(0.0),
+    )
+    right = {"one": torch.ones(30), "two": torch.zeros(30)}
+    refused = partial(pytest.raises, MetricError, match="resamples must be 0 .* or more; got")
+    with refused():
+        al.compare_accuracies(right, resamples=resamples)
+    handle = gpt2.register_forward_pre_hook(refuse)
+    try:
+        with refused():
+            al.reweighting_accuracy(gpt2, batches, beta, batches, resamples=resamples)
+        none: Any = [None]
+        for first, second in ((none, batches), (batches, none)):
+            with pytest.raises(PromptError, match="expected a list of batches; got one of None"):
+                al.reweighting_accuracy(gpt2, first, beta, second, progress=False)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        torch.tensor([0.5, 1]),
+        torch.tensor([2, 1]),
+        torch.tensor([NAN, 1]),
+        torch.ones(2, 1),
+        [0, 1],
+    ],
+)
+def test_answers_that_are_not_right_or_wrong(answers: Any) -> None:
+    with pytest.raises(MetricError, match="the answers of 'odd' must be a tensor of 0 and 1, one"):
+        al.compare_accuracies({"first": torch.ones(2), "odd": answers}, resamples=0)
+
+
+def test_sets_of_other_prompts() -> None:
+    right = {"one": torch.ones(2)}
+    with pytest.raises(
+        MetricError, match=r"the set of each of the 2 prompts; got the shape \(3,\)"
+    ):
+        al.compare_accuracies(right, sets=torch.arange(3), resamples=0)
+    odd: Any = [torch.ones(2)]
+    with pytest.raises(MetricError, match=r"expected {method: answers}, .*; got a list"):
+        al.compare_accuracies(odd)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "3"])
+def test_counts_that_are_none(count: Any) -> None:
+    with pytest.raises(DataError, match="count must be a whole number from 0; got"):
+        al.sample_queries([BAD, GOOD], count)
+    with pytest.raises(DataError, match=r"shots must be at least 1; got .*; give a whole number"):
+        al.sample_demonstrations([BAD, GOOD], count)
+
+
+def test_paths_that_no_file_can_have(gpt2: Any) -> None:
+    refused = partial(pytest.raises, StoreError)
+    record = al.compare_accuracies({"one": torch.ones(2)}, resamples=0)
+    with refused(match="cannot be a folder of rows: embedded null"):
+        al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], folder="\0", progress=False, resamples=0)
+    for write in (partial(al.write_report, {"one": record}), record.save):
+        with refused(match="cannot be written: embedded null"):
+            write("\0")
+    with refused(match="cannot be read: embedded null"):
+        type(record).load("\0")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"tokens": torch.ones(1, 6)}, "tokens must be whole numbers from 0, .*; got torch.float"),
+        ({"tokens": torch.full((1, 6), -3)}, "tokens must be whole numbers from 0, .*; got -3"),
+        ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 where"),
+        ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 where"),
+        ({"label_positions": None}, "label_positions must"),
+        ({"label_classes": None}, "label_classes must"),
+        ({"label_token_ids": None}, "label_token_ids must"),
+        ({"label_positions": [[None, 3]]}, "label_positions must"),
+        ({"label_token_ids": ["a", "b"]}, "label_token_ids must"),
+        ({"label_positions": torch.tensor([[1j, 3]])}, "label_positions must be integers"),
+    ],
+)
+def test_positions_that_are_no_numbers(parts: Any, message: str) -> None:
+    right: dict[str, Any] = {
+        "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
+        "label_positions": [[1, 3]],
+        "label_classes": [[0, 1]],
+        "label_token_ids": [1, 2],
+    }
+    al.PromptBatch.from_positions(**right)
+    with pytest.raises(PromptError, match=message):
+        al.PromptBatch.from_positions(**{**right, **parts})
+
+
+@pytest.mark.parametrize(
+    "positions", [torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]]), [[1]]]
+)
+def test_positions_to_isolate_that_are_no_table(gpt2: Any, positions: Any) -> None:
+    with pytest.raises(HookError, match=r"positions must be a tensor of whole numbers .*; got"):
+        al.isolate(gpt2, positions, 0)
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2, None],
+)
+def test_edges_that_are_not_true_or_false(gpt2: Any, edges: Any) -> None:
+    with pytest.raises(HookError, match=r"edges must be a tensor of True and False .*; got"):
+        al.block_edges(gpt2, edges, 0)
+
+
+@pytest.mark.parametrize("seed", [1.5, None, "3"])
+def test_seeds_that_are_no_number(gpt2: Any, seed: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
+        al.isolate_random(gpt2, batch, 0, seed)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_beta_that_is_not_finite(gpt2: Any, value: float) -> None:
+    (batch,) = questions(gpt2, 2)
+    shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    beta = torch.zeros(shape)
+    beta[0, 0, 0] = value
+    with pytest.raises(HookError, match="beta must be numbers below infinity"):
+        al.reweight_anchors(gpt2, batch, beta)
+    with pytest.raises(HookError, match="beta must be numbers below infinity"):
+        al.train_reweighting(gpt2, [batch], start=beta, epochs=1, progress=False)
+
+
+def test_a_beta_of_minus_infinity_cuts(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 2)
+    shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    assert al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
+
+
+class Falsy(list[Any]):
+    """Hooks of the user's own that are a list and a function; empty, so that it counts as False."""
+
+    def __call__(self, batch: al.PromptBatch) -> list[Any]:
+        return [("blocks.0.attn.hook_pattern", lambda tensor, hook: tensor * 0.5)]
+
+
+@pytest.mark.parametrize("hooks", [[], (), 0, False, {}])
+def test_hooks_that_are_no_function(gpt2: Any, hooks: Any) -> None:
+    with pytest.raises(HookError, match="hooks is a function of the batch to hooks"):
+        al.target_logits(gpt2, questions(gpt2, 2), hooks=hooks, progress=False)
+
+
+def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    plain = partial(al.run, gpt2, batches, [al.Loyalty()], progress=False, resamples=0)
+    assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
+    logits = partial(al.target_logits, gpt2, batches, progress=False)
+    assert not torch.equal(logits(hooks=Falsy()), logits())
+
+
+def test_places_need_names(gpt2: Any) -> None:
+    places: Any = {3: al.Where(0)}
+    with pytest.raises(HookError, match=r"places are {name: .*}, each name a string; got {3:"):
+        al.isolation_sweep(gpt2, questions(gpt2, 2), places, draws=1, progress=False)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A metric of the user's own."""
+
+    rows: Any
+    shared_rows: Any = lambda logits, clean_logits: {}
+    name: str = "own"
+    needs_gradient: bool = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        return al.Observation(self.rows)
+
+    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        return al.Observation(self.shared_rows)
+
+    def result(self, rows: Any) -> Any:
+        raise AssertionError("no rows should come")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.Tensor.to_sparse, "got one of the layout torch.sparse_coo; give values.to_dense"),
+        (lambda one: one.to("meta"), "got one on the device meta"),
+    ],
+)
+def test_rows_without_numbers_in_order(gpt2: Any, change: Any, message: str) -> None:
+    metric = Own(lambda logits, clean_logits: {"v": change(logits[:, 0])})
+    with pytest.raises(RunError, match=message) as caught:
+        al.run(gpt2, questions(gpt2, 2), [metric, al.Accuracy()], progress=False, resamples=0)
+    assert list(caught.value.results) == ["accuracy"]
+
+
+@pytest.mark.parametrize("rows", [None, 3, {}])
+def test_rows_that_are_no_function(gpt2: Any, rows: Any) -> None:
+    right: Any = lambda logits, clean_logits: {"v": logits[:, 0]}  # noqa: E731
+    for metric in (Own(rows), Own(right, shared_rows=rows)):
+        with pytest.raises(MetricError, match=r"are a function of \(logits, .*; own gave a"):
+            al.run(gpt2, questions(gpt2, 4), [metric], progress=False, resamples=0)
+
+
+def test_a_model_that_cannot_run_in_a_type(byte_level: Any) -> None:
+    """XGLM of transformers puts the lowest number of float64 into a float32."""
+    with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; try another"):
+        al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
+
+
+def test_a_bridge_that_is_not_fully_built() -> None:
+    with pytest.raises(ModelError, match="got one that is not fully built, so that it has no hook"):
+        al.prepare_model(TransformerBridge.__new__(TransformerBridge))
