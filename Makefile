@@ -11,10 +11,11 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
 # Tests that meet TransformerLens through nothing in which the bridges of its lines differ.
-ONE_LINE := appendix architecture aucroc baselines batch cli compression context dead_processes devices diagnosis \
-	distances docstrings edges examples figures isolation launch load_examples loyalty memory mixes paper \
-	paper_command paper_failures paper_tables precision processes products prompt_errors prompts \
-	published random_control report results reweighting run saliency saved sharing staying_alive store tasks
+ONE_LINE := appendix architecture attack aucroc bad_values baselines batch cli command_mistakes \
+	compression context dead_processes devices diagnosis distances docstrings edges examples figures \
+	intervals isolation launch load_examples loyalty memory mixes paper paper_command paper_failures \
+	paper_tables precision processes products prompt_errors prompts published random_control report \
+	results reweighting run saliency saved sharing staying_alive store tasks
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
