@@ -64,8 +64,8 @@ class Heart:
         self._rounds = 0
         self._woken = self._waiting = False
         self._changed = Condition()
-        self._thread = Thread(target=self._beat, daemon=True, name="anchorlens heart")
-        self._thread.start()
+        self.thread = Thread(target=self._beat, daemon=True, name="anchorlens heart")
+        self.thread.start()
         # The first sign is given before anything else, so that the others know of a process that
         # dies at once.
         with self._changed:
@@ -127,7 +127,7 @@ class Heart:
     def stop(self) -> None:
         """End the thread; the others are told."""
         self._tell(left=True)
-        self._thread.join(timeout=2 * BEAT)  # it may wait for a server that is dead
+        self.thread.join(timeout=2 * BEAT)  # it may wait for a server that is dead
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:

@@ -8,10 +8,11 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accelerate import PartialState
 from torch import distributed
 
 from anchorlens import heartbeats, processes
+from anchorlens.errors import ProcessError
 from anchorlens.processes import gathered, own_device, together
 
 pytestmark = [
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.without_jaxtyping,
 ]
 # What is a minute, and half an hour.
-SILENCE, TIME_OUT = 6.0, 10.0
+SILENCE, TIME_OUT = 4.0, 6.0
 
 
 def killed() -> None:
@@ -51,7 +53,6 @@ def nothing() -> None:
 
 
 def at_once(die: Callable[[], None]) -> None:
-    time.sleep(1)  # until the other has its state as well
     die()
 
 
@@ -76,73 +77,91 @@ def between_exchanges(die: Callable[[], None]) -> None:
 
 def opening(die: Callable[[], None]) -> None:
     distributed.new_group = lambda *args, **options: die()
-    gathered("first", 1)
+    gathered("last", 1)
 
 
 def exchanging(die: Callable[[], None]) -> None:
     distributed.all_gather_object = lambda *args, **options: die()
-    gathered("first", 1)
+    gathered("last", 1)
 
 
-LOST = "connection to another process is lost|process 0, does not answer|gave no sign of life"
 SILENT = "gave no sign of life"
+LOST = f"connection to another process is lost|process 0, does not answer|{SILENT}"
 UNHEARD = "did not call anchorlens within"
 ENDED = "ended before it did what the others do"
-# In what phase, how, and what the other says where it is process 1 that dies; where it is process
-# 0, which serves the store, it says that, or that the connection is lost.
-CASES: list[tuple[Callable[..., None], Callable[[], None], str]] = [
-    (at_once, gone, UNHEARD),
-    (at_once, killed, UNHEARD),
-    (at_once, stopped, UNHEARD),
-    (at_once, raising, UNHEARD),
-    (while_loading, killed, SILENT),
-    (while_loading, stopped, SILENT),
-    (while_loading, gone, SILENT),
-    (while_loading, raising, ENDED),
-    (while_working, killed, SILENT),
-    (while_working, raising, "process . of 2 failed: OSError: the disk is full"),
-    (between_exchanges, killed, SILENT),
-    (between_exchanges, stopped, SILENT),
-    (between_exchanges, raising, ENDED),
-    (opening, killed, LOST),
-    (exchanging, killed, LOST),
-    (exchanging, stopped, LOST),
-    (while_working, nothing, "nothing"),
+Case = tuple[int, Callable[..., None], Callable[[], None], str]
+# Which process, in what phase, how, and what the other says; process 0 serves the store.
+CASES: list[Case] = [
+    (1, at_once, gone, UNHEARD),
+    (1, at_once, stopped, UNHEARD),
+    (1, at_once, raising, UNHEARD),
+    (1, while_loading, killed, SILENT),
+    (1, while_loading, stopped, SILENT),
+    (1, while_loading, raising, ENDED),
+    (1, while_working, killed, SILENT),
+    (1, while_working, raising, "process 1 of 2 failed: OSError: the disk is full"),
+    (1, while_working, nothing, "nothing"),
+    (1, between_exchanges, killed, SILENT),
+    (1, between_exchanges, stopped, SILENT),
+    (1, between_exchanges, raising, ENDED),
+    (1, opening, killed, LOST),
+    (1, opening, stopped, SILENT),
+    (1, exchanging, killed, LOST),
+    (1, exchanging, stopped, SILENT),
+    (0, at_once, killed, LOST),
+    (0, at_once, stopped, LOST),
+    (0, while_loading, stopped, LOST),
+    (0, while_working, killed, LOST),
+    (0, while_working, raising, "process 0 of 2 failed: OSError: the disk is full"),
+    (0, between_exchanges, killed, LOST),
+    (0, between_exchanges, stopped, LOST),
+    (0, between_exchanges, raising, f"{ENDED}|{LOST}"),
+    (0, exchanging, killed, LOST),
+    (0, exchanging, stopped, LOST),
 ]
+AT_A_TIME = 7  # pairs: where more connect at once, it may take seconds
 
 
-def name_of(case: tuple[Any, ...]) -> str:
-    return f"{case[1].__name__} {case[0].__name__}".replace("_", " ")
+def name_of(case: Case) -> str:
+    victim, phase, die, _ = case
+    return f"process {victim} {die.__name__} {phase.__name__}".replace("_", " ")
 
 
-def work(number: int, victim: int, port: int, case: int, file: Path) -> None:
+def work(number: int, case: int, port: int, file: Path, connected: Any, begin: Any) -> None:
     """One of two processes: the victim, or the one that writes down what it is told."""
-    heartbeats.SILENCE, heartbeats.BEAT = SILENCE, 0.2
+    heartbeats.SILENCE, heartbeats.PATIENCE, heartbeats.BEAT = SILENCE, TIME_OUT, 0.2
     processes.MOVING = timedelta(seconds=TIME_OUT)
     rank = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"ACCELERATE_USE_CPU": "yes", "OMP_NUM_THREADS": "1"}
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where PyTorch writes
-    PartialState(cpu=True, timeout=timedelta(seconds=TIME_OUT))
-    phase, die, _ = CASES[case]
+    os.dup2(os.open(file.with_suffix(f".{number}"), os.O_WRONLY | os.O_CREAT), 2)  # of PyTorch
+    PartialState(cpu=True)
+    connected.release()
+    begin.wait()
+    victim, phase, die, _ = CASES[case]
     try:
         if number == victim:
             phase(die)
-            gathered("first" if phase is not between_exchanges else "second", 1)
-            return
-        began, said = time.monotonic(), "nothing"
-        try:
-            if phase is between_exchanges:
-                gathered("first", 1)
-            if phase is while_working:
-                with together():
-                    pass
-            gathered("first" if phase is not between_exchanges else "second", 1)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        file.write_bytes(pickle.dumps((said, time.monotonic() - began)))
+            gathered("last", 1)
+        else:
+            file.write_bytes(pickle.dumps(survive(phase)))
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def survive(phase: Callable[..., None]) -> tuple[str, float]:
+    """What the other process is told, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        if phase is between_exchanges:
+            gathered("first", 1)
+        if phase is while_working:
+            with together():
+                pass
+        gathered("last", 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing", time.monotonic() - begin
 
 
 def free_ports(count: int) -> list[int]:
@@ -155,56 +174,87 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Outcome:
-    said: str
+    told: str
     seconds: float
     ended: bool
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: Any) -> dict[tuple[int, int], Outcome]:
-    """All cases at once, as each mostly waits."""
+def outcomes(tmp_path_factory: Any) -> list[Outcome]:
+    """Some cases at a time, as each mostly waits."""
     folder = tmp_path_factory.mktemp("dead")
+    numbers = range(len(CASES))
+    return [
+        outcome
+        for first in numbers[::AT_A_TIME]
+        for outcome in outcomes_of(numbers[first : first + AT_A_TIME], folder)
+    ]
+
+
+def outcomes_of(cases: Sequence[int], folder: Path) -> list[Outcome]:
     fork = multiprocessing.get_context("fork")
-    started: dict[tuple[int, int], list[Any]] = {}
-    ports = iter(free_ports(2 * len(CASES)))
-    for case in range(len(CASES)):
-        for victim in (0, 1):
-            port, file = next(ports), folder / f"{case}-{victim}"
-            pair = [
-                fork.Process(target=work, args=(k, victim, port, case, file), daemon=True)
-                for k in (0, 1)
-            ]
-            for process in pair:
-                process.start()
-            started[case, victim] = pair
-    end = time.monotonic() + 90
-    found = {}
-    for (case, victim), pair in started.items():
-        other = pair[1 - victim]
-        other.join(timeout=max(0.1, end - time.monotonic()))
-        file, ended = folder / f"{case}-{victim}", not other.is_alive()
-        said, seconds = pickle.loads(file.read_bytes()) if file.exists() else ("no word", 0.0)
-        found[case, victim] = Outcome(said, seconds, ended)
-    for pair in started.values():
-        for process in pair:
-            with suppress(ProcessLookupError):
-                process.kill()
+    connected, begin = fork.Semaphore(0), fork.Event()
+    started = [
+        [
+            fork.Process(target=work, args=(k, case, port, folder / f"{case}", connected, begin))
+            for k in (0, 1)
+        ]
+        for case, port in zip(cases, free_ports(len(cases)), strict=True)
+    ]
+    try:
+        for process in chain(*started):
+            process.start()
+        for _ in chain(*started):
+            assert connected.acquire(timeout=60)
+        begin.set()
+        end = time.monotonic() + 60
+        return [
+            outcome_of(pair[1 - CASES[case][0]], folder / f"{case}", end)
+            for case, pair in zip(cases, started, strict=True)
+        ]
+    finally:
+        for process in chain(*started):
+            process.kill()
             process.join()
-    return found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+def outcome_of(other: Any, file: Path, end: float) -> Outcome:
+    other.join(timeout=max(0.1, end - time.monotonic()))
+    silent = f"nothing was written; status {other.exitcode}", 0.0
+    told, seconds = pickle.loads(file.read_bytes()) if file.exists() else silent
+    return Outcome(told, seconds, ended=not other.is_alive())
+
+
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_the_other_hears_of_it_and_ends(
-    outcomes: dict[tuple[int, int], Outcome], case: int, victim: int
-) -> None:
-    outcome, expected = outcomes[case, victim], CASES[case][2]
-    if victim == 0 and expected != "nothing":
-        expected = f"{expected}|{LOST}"
-    assert re.search(expected, outcome.said), outcome
+def test_the_other_hears_of_it_and_ends(outcomes: list[Outcome], case: int) -> None:
+    outcome, expected = outcomes[case], CASES[case][3]
+    assert re.search(expected, outcome.told), outcome
     assert outcome.ended, outcome
     if expected == "nothing":
-        assert outcome.said == "nothing" and outcome.seconds > SILENCE
+        assert outcome.seconds > SILENCE
     else:
-        assert outcome.said.startswith("ProcessError: ")
+        assert outcome.told.startswith("ProcessError: ")
         assert outcome.seconds < SILENCE + TIME_OUT + 30  # a machine that does other things too
+
+
+def test_the_time_out_of_the_state_is_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "BEAT", 0.05)
+    store = distributed.HashStore()
+    for seconds, expected in ((0.3, 0.3), (7200, 1800)):
+        store.set_timeout(timedelta(seconds=seconds))
+        heart = heartbeats.Heart(store, 0, 2)
+        assert heart.patience == expected
+        if seconds < 1:
+            with pytest.raises(ProcessError, match=r"process 1 of 2 did not call anchorlens"):
+                heart.arrive(0)
+        heart.stop()
+        assert not heart.thread.is_alive()
+
+
+def test_work_of_several_is_an_error_where_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "BEAT", 0.05)
+    heart = heartbeats.Heart(distributed.HashStore(), 0, 1)
+    assert heart.watch(lambda: 3) == 3
+    with pytest.raises(OSError, match="the disk is full"):
+        heart.watch(raising)
+    heart.stop()
