@@ -170,7 +170,7 @@ def test_another_model_type_or_tokenizer(hooked: Any, byte_level: Any, llama: An
     with pytest.raises(PromptError, match="prompt 0 differs at position 0"):
         context.logits(model, replace(batch, tokens=batch.tokens.flip(0) + 1))
     with pytest.raises(PromptError, match="one has its target at position"):
-        context.logits(model, replace(batch, target_positions=batch.target_positions * 0 + 9))
+        context.logits(model, replace(batch, target_positions=batch.query_start - 1))
 
 
 def test_a_query_that_is_too_long(hooked: Any, byte_level: Any) -> None:
