@@ -13,11 +13,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .batch import PromptBatch, check_batch
-from .errors import MetricError, PromptError, StoreError
+from .errors import PromptError, StoreError
 from .fingerprint import fingerprint, versions
 from .forward import device_of
 from .hooked import HookedModel, check_fits
-from .intervals import warn_of_few
+from .intervals import check_resamples, warn_of_few
 from .memory import PartsThatFit, joined
 from .model_state import undisturbed
 from .processes import (
@@ -108,8 +108,7 @@ def check_batches(model: HookedModel, batches: Sequence[PromptBatch], resamples:
 
     Warns where intervals were asked for of too few prompts.
     """
-    if not isinstance(resamples, int) or resamples < 0:
-        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
+    check_resamples(resamples)
     if isinstance(batches, PromptBatch):
         raise PromptError("expected a list of batches; got a single one, so write [batch]")
     if not isinstance(batches, Sequence):

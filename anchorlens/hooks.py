@@ -54,8 +54,8 @@ def block_edges(
 
     Raises:
         HookError: A layer or head does not exist, ``edges`` are not True and False of that shape,
-            or ``renormalize`` would cut a position off from
-            itself, which can leave a row nothing to attend to.
+            or ``renormalize`` would cut a position off from itself, which can leave a row nothing
+            to attend to.
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
 

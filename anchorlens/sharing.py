@@ -111,9 +111,11 @@ def late_starts(
     """
     few = _two_of(batches[0]).to(device_of(passes.model))
     if has_user_hooks(passes.model):
-        return {layer: _HOOKS_OF_USER for layer in changes if layer}
-    with undisturbed(passes.model):
-        why = of_what_fits(few, partial(_compare_starts, passes, changes))
+        why = {layer: _HOOKS_OF_USER for layer in changes if layer}
+    else:
+        with undisturbed(passes.model):
+            why = of_what_fits(few, partial(_compare_starts, passes, changes))
+    # Every process takes part, also one with hooks on its model: the others would wait for it.
     return dict(item for of_process in gathered("late starts", why) for item in of_process.items())
 
 

@@ -139,8 +139,8 @@ class CompressedContext:
         header, stored = unsealed(path)
         if "context" not in header:
             raise StoreError(f"{path} holds a {header.get('record')}, not a CompressedContext")
-        said = header["context"]
-        if not _is_context(said, stored):
+        fields = header["context"]
+        if not _is_context(fields, stored):
             raise StoreError(
                 f"{path} does not hold what a CompressedContext of this version holds; compress "
                 "the demonstrations again and save that"
@@ -151,15 +151,15 @@ class CompressedContext:
             keys=keys,
             values=tuple(stored[f"value.{n}"] for n in layers),
             attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool),
-            next_position=torch.tensor([said["query_position"]]),
+            next_position=torch.tensor([fields["query_position"]]),
         )
         return cls(
             prefix=prefix,
             tokens=stored["tokens"],
             kept=stored["kept"],
             key_positions=stored["key_positions"],
-            query_position=said["query_position"],
-            info=said["info"],
+            query_position=fields["query_position"],
+            info=fields["info"],
         )
 
     def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
@@ -209,15 +209,15 @@ class CompressedContext:
         return hooks
 
 
-def _is_context(said: Any, stored: Mapping[str, Tensor]) -> bool:
+def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
     """Whether types and shapes of what a file holds are those of a context."""
     layers = range(len(stored) // 2 - 1)
     states = {f"{kind}.{n}" for kind in ("key", "value") for n in layers}
     if not layers or stored.keys() != {*states, "tokens", "kept", "key_positions"}:
         return False
-    if not isinstance(said, dict) or said.keys() != {"query_position", "info"}:
+    if not isinstance(fields, dict) or fields.keys() != {"query_position", "info"}:
         return False
-    if type(said["query_position"]) is not int or not isinstance(said["info"], dict):
+    if type(fields["query_position"]) is not int or not isinstance(fields["info"], dict):
         return False
     expected: dict[str, Any] = {name: Float[Tensor, "1 _ cached _"] for name in states}
     expected |= {"tokens": Int[Tensor, " position"], "kept": Bool[Tensor, " position"]}
