@@ -163,24 +163,63 @@ def with_intervals(
     record = replace(record, info={**info, **drawn_info})
     if not resamples:
         return record
-    generator = torch.Generator().manual_seed(seed)
-    averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
-    drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
     with warnings.catch_warnings():
         # What is worth a warning was said of all rows already.
         warnings.simplefilter("ignore")
-        for _ in range(resamples):
-            chosen = population.draw(generator)
-            resampled = result({name: values[chosen] for name, values in rows.items()})
-            for name in averaged:
-                drawn[name].append(getattr(resampled, name))
+        intervals = _intervals(result, rows, record, population, resamples, seed)
+    return replace(record, intervals=intervals)
+
+
+def _intervals(
+    result: Callable[[Rows], Record],
+    rows: Rows,
+    record: Record,
+    population: Population,
+    resamples: int,
+    seed: int,
+) -> dict[str, Float[Tensor, "end *axes"]]:
+    """The interval of every field without a prompt axis."""
+    generator = torch.Generator().manual_seed(seed)
+    averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
+    drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
+    for _ in range(resamples):
+        chosen = population.draw(generator)
+        resampled = result({name: values[chosen] for name, values in rows.items()})
+        for name in averaged:
+            drawn[name].append(getattr(resampled, name))
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
     for name, prompts in record.proportions().items():
         intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, prompts)
     for name in record.differences:
         intervals[name] = _of_difference(getattr(record, name), stacked[name], population)
-    return replace(record, intervals=intervals)
+    if len(population.strata) > 1 and record.means_over_sets:
+        intervals |= _of_means_over_sets(result, rows, record, population, resamples, seed)
+    return intervals
+
+
+def _of_means_over_sets(
+    result: Callable[[Rows], Record],
+    rows: Rows,
+    record: Record,
+    population: Population,
+    resamples: int,
+    seed: int,
+) -> dict[str, Float[Tensor, "end *axes"]]:
+    """The intervals of ``means_over_sets``, from those of each given set by itself."""
+    values: dict[str, list[Tensor]] = {name: [] for name in record.means_over_sets}
+    bounds: dict[str, list[Tensor]] = {name: [] for name in record.means_over_sets}
+    for prompts in population.strata:
+        rows_of_set = {name: row[prompts] for name, row in rows.items()}
+        alone, one_set = result(rows_of_set), population_of(population.sets[prompts])
+        intervals = _intervals(result, rows_of_set, alone, one_set, resamples, seed)
+        for name in record.means_over_sets:
+            values[name].append(getattr(alone, name).double())
+            bounds[name].append(intervals[name])
+    return {
+        name: mean_over_sets(torch.stack(values[name]), torch.stack(bounds[name]))
+        for name in record.means_over_sets
+    }
 
 
 def _percentiles(
@@ -222,6 +261,19 @@ def wilson(
     centre = (share + extra / 2) / (1 + extra)
     half = (share * (1 - share) * extra + extra**2 / 4).sqrt() / (1 + extra)
     return torch.stack([centre - half, centre + half]).clamp(0, 1)
+
+
+def mean_over_sets(
+    values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
+) -> Float[Tensor, "end *axes"]:
+    """Zou and Donner's interval (2008) of a mean of independent numbers, from those of each.
+
+    To each side the distances of the bounds add up as squares. A small set whose resamples are all
+    alike so counts by its own bounds and not as certain. Sets without a number are left out.
+    """
+    count = (~values.isnan()).sum(0)
+    below, above = (bounds - values[:, None]).square().nansum(0).sqrt() / count
+    return values.nanmean(0) + torch.stack([-below, above])
 
 
 def _of_difference(

@@ -128,8 +128,8 @@ def prepare_model(model: HookedModel) -> HookedModel:
             f"expected a TransformerBridge or HookedTransformer; got {got}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
-    _refuse_missing_hooks(model)
     with undisturbed(model), without_user_hooks(model):
+        _refuse_missing_hooks(model)
         try:
             proven[model] = _connected(model)
         except ModelError as error:

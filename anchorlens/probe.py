@@ -42,7 +42,7 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
         and each layer's hook points of the queries and keys that its attention multiplies.
 
     Raises:
-        ModelError: The model has no backward pass.
+        ModelError: The model has no backward pass, or its forward takes no attention mask.
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
@@ -56,7 +56,15 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
         torch.enable_grad(),
         model.hooks(fwd_hooks=hooks),
     ):
-        logits = model(tokens, attention_mask=torch.ones_like(tokens))
+        try:
+            logits = model(tokens, attention_mask=torch.ones_like(tokens))
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ModelError(
+                f"{model.cfg.model_name} wraps a model that cannot be given a padded batch: {error}; "
+                "its forward has to take attention_mask, as the models of transformers do"
+            ) from error
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:
             # Bounded, so that the gradient of an untrained model does not overflow.

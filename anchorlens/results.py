@@ -39,6 +39,8 @@ class Record:
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # Fields that are the mean over prompts of a difference of two zeros or ones ("gain").
     differences: ClassVar[Collection[str]] = ()
+    # Proportions that are taken of each given set of demonstrations, then averaged ("aucroc").
+    means_over_sets: ClassVar[Collection[str]] = ()
 
     @classmethod
     @cache

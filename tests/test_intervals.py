@@ -16,7 +16,14 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.analysis import _value
 from anchorlens.experiments.isolation import _record as isolation_record
-from anchorlens.intervals import Population, population_of, warn_of_few, wilson, with_intervals
+from anchorlens.intervals import (
+    Population,
+    mean_over_sets,
+    population_of,
+    warn_of_few,
+    wilson,
+    with_intervals,
+)
 from anchorlens.results import by_set
 
 ROUGH = "intervals of {} are rough: with fewer than 20"
@@ -254,6 +261,34 @@ def test_intervals_hold_the_true_value(sizes: list[int], effect: float) -> None:
     widths = made.intervals["mean"].diff(dim=0).median()
     spread = sqrt(effect**2 / len(sizes) * (not given) + 1 / n)
     assert float(widths) == pytest.approx(2 * 1.96 * spread, rel=0.25)
+
+
+def test_mean_over_sets_by_hand() -> None:
+    values = torch.tensor([[0.8, 0.5], [1.0, torch.nan], [0.6, 0.7]])
+    low = torch.tensor([[0.7, 0.2], [0.8, torch.nan], [0.2, 0.6]])
+    high = torch.tensor([[0.9, 0.8], [1.0, torch.nan], [0.9, 0.9]])
+    found = mean_over_sets(values.double(), torch.stack([low, high], dim=1).double())
+    # Distances below 0.1, 0.2 and 0.4, above 0.1, 0 and 0.3; of the second 0.3, 0.1 and 0.3, 0.2.
+    expected = [0.8 - sqrt(0.21) / 3, 0.6 - sqrt(0.10) / 2, 0.8 + sqrt(0.10) / 3]
+    assert found.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
+
+
+@pytest.mark.parametrize("sizes", [[100, 10], [20, 20, 20]])
+def test_auc_of_given_sets_holds_the_true_value(sizes: list[int]) -> None:
+    """AUCROC 0.92: where a small set is told apart without an error it was taken for certain."""
+    generator, true, held = np.random.default_rng(0), norm.cdf(2 / sqrt(2)), []
+    sets = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    for _ in range(4):
+        predicted = generator.integers(2, size=len(sets))
+        scores = 10 + generator.normal(size=(len(sets), 100)) + 2 * predicted[:, None]
+        both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
+        rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
+        rows["demonstrations_id"] = sets
+        made = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
+        low, high = made.intervals["aucroc"]
+        assert ((low <= made.aucroc) & (made.aucroc <= high) & (low >= 0) & (high <= 1)).all()
+        held += ((low <= true) & (true <= high)).tolist()
+    assert np.mean(held) >= 0.9
 
 
 def test_perfectly_told_apart_classes_are_no_certainty() -> None:

@@ -231,7 +231,9 @@ def test_bidirectional_models_are_told_so(byte_level: Any, kind: Any, through: s
         if through == "load":
             al.load_model(weights, tokenizer=byte_level)
         else:
-            al.prepare_model(boot(weights, byte_level))
+            model: Any = boot(weights, byte_level)
+            model.add_hook("blocks.0.hook_out", lambda resid, hook: pytest.fail("it was called"))
+            al.prepare_model(model)
 
 
 def test_another_model_than_transformers_has(

@@ -108,6 +108,17 @@ def test_no_backward(sentencepiece_like: Any) -> None:
     refuses(model, rf"the backward pass of tiny fails {where} \(.*load the model unquantised")
 
 
+def test_a_model_without_an_attention_mask(byte_level: Any, monkeypatch: Any) -> None:
+    model = boot(tiny_gpt2(len(byte_level)), byte_level)
+    whole = model.original_model.forward
+
+    def forward(input_ids: Tensor, use_cache: bool = False) -> Any:
+        return whole(input_ids)
+
+    monkeypatch.setattr(model.original_model, "forward", forward)
+    refuses(model, r"cannot be given a padded batch: .*'attention_mask'; its forward has to take")
+
+
 def test_numbers_that_are_not_finite(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """How well the attention from target to label words tells the model's own prediction."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
@@ -32,6 +32,8 @@ class AttentionAUCROCRecord(Record):
     aucroc: Float[Tensor, " layer"]
     r: Float[Tensor, " layer"]
     per_head: Float[Tensor, "layer head"]
+
+    means_over_sets: ClassVar[Collection[str]] = ("aucroc", "per_head")
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of pairs of prompts."""
