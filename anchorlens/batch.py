@@ -86,8 +86,8 @@ class PromptBatch:
             >>> al.saliency(model, batch.prompt(0)).shape[:2] == (1, model.cfg.n_layers)
             True
         """
-        if not 0 <= number < len(self):
-            raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number}")
+        if not isinstance(number, int) or not 0 <= number < len(self):
+            raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number!r}")
         return self.prompts(number, number + 1)
 
     def prompts(self, start: int, stop: int, step: int = 1) -> "PromptBatch":
@@ -348,6 +348,11 @@ def _check_positions(batch: PromptBatch) -> None:
                     f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
                     f"its tokens stand at {_range(batch.attention_mask[row])}"
                 )
+    if batch.label_positions.shape[1] == 0:
+        raise PromptError(
+            "a batch has at least one label word in each prompt; got label_positions "
+            f"of the shape {tuple(batch.label_positions.shape)}"
+        )
     if (batch.label_positions.diff(dim=1) <= 0).any():
         raise PromptError(
             "label_positions of one prompt must be different, and in order of appearance; got "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import edges as edge_sets
 from .batch import PromptBatch, holds_integers
-from .errors import HookError
+from .errors import HookError, PromptError
 from .hooked import (
     BatchHook,
     Hook,
@@ -119,7 +119,7 @@ def isolate(
         5
     """
     is_table = isinstance(positions, Tensor) and positions.ndim == 2
-    if not is_table or not holds_integers(positions):
+    if not is_table or not holds_integers(positions) or not positions.numel():
         raise HookError(
             "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
             f"each prompt; got {_kind(positions)}"
@@ -327,6 +327,8 @@ def _isolate_in_batch(
     renormalize: bool,
 ) -> list[Hook]:
     check_fits(model, batch)  # before the edges, whose size is quadratic
+    if not receivers.any():
+        raise PromptError("the batch has no label words, so that there is nothing to isolate")
     cut = edge_sets.between(receivers, batch.attention_mask)
     if keep_bos:
         if not batch.begins_with_bos:

@@ -62,8 +62,8 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
             if "unexpected keyword argument" not in str(error):
                 raise
             raise ModelError(
-                f"{model.cfg.model_name} wraps a model that cannot be given a padded batch: {error}; "
-                "its forward has to take attention_mask, as the models of transformers do"
+                f"the model in {model.cfg.model_name} cannot be given a padded batch: {error}; its "
+                "forward has to take attention_mask, as the models of transformers do"
             ) from error
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:

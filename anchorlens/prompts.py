@@ -5,6 +5,7 @@ character belongs to a piece (a text, a label word, the format around them), and
 found by the tokenizer's character offsets. Token ids are never searched.
 """
 
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -147,6 +148,10 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
         if special[k] and start == end:
             spans.append((previous, previous))
             continue
+        if _composes(text, previous, start):
+            # The tokens before spell these characters too, as one with that before them.
+            spans[-1] = (spans[-1][0], start)
+            previous = start
         # Tokens that share one character (bytes of an emoji) have the same offsets.
         begin = min(start, previous)
         spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
@@ -157,6 +162,19 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
         spans.append((begin, end))
         previous = max(previous, end)
     return list(encoded["input_ids"]), spans, special
+
+
+def _composes(text: str, stop: int, start: int) -> bool:
+    """Whether the characters [stop, start), which no token covers, are one with that before them.
+
+    An accent of its own after its letter is: the tokenizer normalises both to one character, and
+    its offsets leave the accent out.
+    """
+    if not 0 < stop < start:
+        return False
+    parts = (text[stop - 1 : stop], text[stop:start])
+    normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
+    return normal[0] + normal[1] != normal[2]
 
 
 def _tokenize(
@@ -285,10 +303,10 @@ def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int |
             "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from positions "
             "of your own with PromptBatch.from_positions"
         )
-    if batch_size < 1:
-        raise PromptError(f"batch_size must be at least 1; got {batch_size}")
-    if max_length is not None and max_length < 1:
-        raise PromptError(f"max_length must be at least 1; got {max_length}")
+    limits = {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}
+    for name, count in limits.items():
+        if not isinstance(count, int) or count < 1:
+            raise PromptError(f"{name} must be a whole number from 1; got {count!r}")
     if side not in ("left", "right"):
         raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")
 

@@ -1,6 +1,6 @@
 """Values that no function can act on are refused with an error of this package."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -183,7 +183,11 @@ def test_positions_that_are_no_numbers(parts: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "positions", [torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]]), [[1]]]
+    "positions",
+    [
+        *(torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]]), [[1]]),
+        torch.zeros(2, 0, dtype=torch.long),
+    ],
 )
 def test_positions_to_isolate_that_are_no_table(gpt2: Any, positions: Any) -> None:
     with pytest.raises(HookError, match=r"positions must be a tensor of whole numbers .*; got"):
@@ -243,6 +247,27 @@ def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
     assert float(plain(hooks=Falsy())["loyalty"].kl) > 0
     logits = partial(al.target_logits, gpt2, batches, progress=False)
     assert not torch.equal(logits(hooks=Falsy()), logits())
+
+
+def test_batches_without_label_words(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    none = torch.zeros(2, 0, dtype=torch.long)
+    names = ("label_positions", "label_ends", "label_classes")
+    bare = replace(batch, **dict.fromkeys(names, none))
+    with pytest.raises(PromptError, match="no label words, so that there is nothing to isolate"):
+        al.isolate_labels(gpt2, bare, 0)
+    with pytest.raises(PromptError, match="at least one label word in each prompt; got label_pos"):
+        al.run(gpt2, [bare], [al.SaliencyFlows()], progress=False)
+
+
+@pytest.mark.parametrize("count", [1.5, None, "1"])
+def test_numbers_of_prompts_and_layers_that_are_none(gpt2: Any, count: Any) -> None:
+    with pytest.raises(PromptError, match="the batch has the prompts 0 to 1; got"):
+        questions(gpt2, 2)[0].prompt(count)
+    with pytest.raises(HookError, match="depths are from 1 to 3 layers; got"):
+        al.first_and_last(gpt2, [count])
+    with pytest.raises(HookError, match="a window has from 1 to 3 layers; got"):
+        al.windows(gpt2, count)
 
 
 def test_places_need_names(gpt2: Any) -> None:

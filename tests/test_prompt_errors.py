@@ -4,8 +4,11 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unicodedata import normalize
 
 import pytest
+import torch
+from attack_tokenizers import made
 from tokenizers import pre_tokenizers, processors
 
 import anchorlens as al
@@ -39,10 +42,10 @@ def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, quer
 
 
 def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
-    with refused(match=r"batch_size must be at least 1; got 0"):
+    with refused(match=r"batch_size must be a whole number from 1; got 0"):
         al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
-    for length in (0, -1):
-        with refused(match=rf"max_length must be at least 1; got {length}"):
+    for length in (0, -1, 1.5, float("nan")):
+        with refused(match=rf"max_length must be a whole number from 1; got {length}"):
             al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
     for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
         with refused(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
@@ -95,6 +98,33 @@ def test_labels_without_a_position_of_their_own_are_refused(
     demos = [al.Example("x", k) for k in range(len(labels))]
     with refused(match=message):
         al.build_prompts(tokenizer, al.Task(template, labels), demos, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("template", "labels", "side"),
+    [("{text}:{label}\u0301", [" Ünï", " No"], "after"), ("{text}e{label}", ["\u0301x", "o"], "")],
+)
+def test_labels_that_are_normalised_with_a_neighbour_are_refused(
+    template: str, labels: list[str], side: str
+) -> None:
+    """NFC makes one character of a letter and an accent, whose offsets are the letter's."""
+    demos = [al.Example("x", k) for k in range(len(labels))]
+    with refused(match=f"merges with what stands {side}|changes how the tokenizer reads the end"):
+        al.build_prompts(made("byte-level, NFC"), al.Task(template, labels), demos, ["x"])
+
+
+def test_accents_in_texts_belong_to_their_letters() -> None:
+    """The same prompt with each accent as a character of its own has the same tokens and groups."""
+    texts = ["nai\u0308ve", "\u1112\u1161\u11ab", "e\u0301\u0323 x"]
+    demos = [al.Example(text, k % 2) for k, text in enumerate(texts)]
+    composed = [al.Example(normalize("NFC", demo.text), demo.label) for demo in demos]
+    made_of = [
+        al.build_prompts(made("byte-level, NFC"), SST2, given, [given[0].text])[0]
+        for given in (demos, composed)
+    ]
+    assert torch.equal(made_of[0].tokens, made_of[1].tokens)
+    assert torch.equal(made_of[0].groups, made_of[1].groups)
+    assert torch.equal(made_of[0].label_positions, made_of[1].label_positions)
 
 
 def test_a_label_that_begins_differently_elsewhere_is_refused(byte_level: Any) -> None:

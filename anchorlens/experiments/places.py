@@ -40,8 +40,8 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
     """
     places = {}
     for depth in depths:
-        if not 1 <= depth <= model.cfg.n_layers:
-            raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth}")
+        if not isinstance(depth, int) or not 1 <= depth <= model.cfg.n_layers:
+            raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth!r}")
         name = "layer" if depth == 1 else f"{depth} layers"
         places[f"first {name}"] = Where(range(depth))
         places[f"last {name}"] = Where(range(-depth, 0))
@@ -59,8 +59,8 @@ def windows(model: HookedModel, width: int) -> dict[str, Where]:
         ['layers 0 to 1', 'layers 1 to 2']
     """
     count = model.cfg.n_layers
-    if not 1 <= width <= count:
-        raise HookError(f"a window has from 1 to {count} layers; got {width}")
+    if not isinstance(width, int) or not 1 <= width <= count:
+        raise HookError(f"a window has from 1 to {count} layers; got {width!r}")
     starts = range(count - width + 1)
     return {f"layers {k} to {k + width - 1}": Where(range(k, k + width)) for k in starts}
 

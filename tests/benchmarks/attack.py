@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")  # of intervals of few prompts
     by_name = {section.__name__: section for _, section in SECTIONS}
     if options.repeat is not None:
         name, _, number = options.repeat.partition(":")
