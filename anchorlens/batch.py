@@ -330,24 +330,32 @@ def check_batch(batch: PromptBatch) -> None:
     _check_positions(batch)
 
 
+def refuse_outside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"]) -> None:
+    """Refuse positions where no token of the prompt stands."""
+    length = batch.tokens.shape[1]
+    if len(positions) != len(batch) or not holds_integers(positions):
+        raise PromptError(
+            f"{name} of a batch must be whole numbers, in a row for each of its {len(batch)} "
+            f"prompts; got {positions.dtype} {tuple(positions.shape)}"
+        )
+    outside = (positions < 0) | (positions >= length)
+    padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))
+    for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
+        if wrong.any():
+            row = int(wrong.any(1).nonzero()[0])
+            stand = batch.attention_mask[row].nonzero().flatten()
+            raise PromptError(
+                f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
+                f"its tokens stand at {int(stand[0])} to {int(stand[-1])}"
+            )
+
+
 def _check_positions(batch: PromptBatch) -> None:
     """Every position inside its prompt and before the target, every class in range."""
-    length = batch.tokens.shape[1]
     classes = len(batch.label_token_ids)
-    for name, positions in (
-        ("label_positions", batch.label_positions),
-        ("label_ends", batch.label_ends),
-        ("target_positions", batch.target_positions[:, None]),
-    ):
-        outside = (positions < 0) | (positions >= length)
-        padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))
-        for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
-            if wrong.any():
-                row = int(wrong.any(1).nonzero()[0])
-                raise PromptError(
-                    f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
-                    f"its tokens stand at {_range(batch.attention_mask[row])}"
-                )
+    refuse_outside(batch, "label_positions", batch.label_positions)
+    refuse_outside(batch, "label_ends", batch.label_ends)
+    refuse_outside(batch, "target_positions", batch.target_positions[:, None])
     if batch.label_positions.shape[1] == 0:
         raise PromptError(
             "a batch has at least one label word in each prompt; got label_positions "
@@ -382,8 +390,3 @@ def _check_positions(batch: PromptBatch) -> None:
         raise PromptError(f"label_token_ids must be different; got {ids}")
     if min(ids) < 0:
         raise PromptError(f"label_token_ids count from 0; got {ids}")
-
-
-def _range(mask: Bool[Tensor, " position"]) -> str:
-    where = mask.nonzero().flatten().tolist()
-    return f"{where[0]} to {where[-1]}"

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .batch import GROUPS, PromptBatch
+from .batch import GROUPS, PromptBatch, refuse_outside
 from .errors import PromptError
 
 Edges = Bool[Tensor, "batch query key"]
@@ -53,7 +53,12 @@ def group(batch: PromptBatch, name: str) -> Positions:
 
 
 def anchors(batch: PromptBatch) -> Positions:
-    """Positions of the anchors: one token of each label word (the paper's p_k)."""
+    """Positions of the anchors: one token of each label word (the paper's p_k).
+
+    Raises:
+        PromptError: A label position lies outside its prompt.
+    """
+    refuse_outside(batch, "label_positions", batch.label_positions)
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 

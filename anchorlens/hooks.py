@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import edges as edge_sets
-from .batch import PromptBatch, holds_integers
+from .batch import PromptBatch, holds_integers, refuse_outside
 from .errors import HookError, PromptError
 from .hooked import (
     BatchHook,
@@ -285,6 +285,7 @@ def reweight_anchors(
     require_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, batch)
+    refuse_outside(batch, "label_positions", batch.label_positions)
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:

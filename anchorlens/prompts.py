@@ -219,6 +219,8 @@ def _tokenize(
     query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
     if query_start is None:
         raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
+    if tokens[-1] == getattr(tokenizer, "unk_token_id", None):
+        _refuse_swallowed_labels(tokenizer, task, text, tokens, index)
     groups[-1] = TARGET
     return _Prompt(
         tokens=tokens,
@@ -230,6 +232,20 @@ def _tokenize(
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
         begins_with_bos=special[0],
     )
+
+
+def _refuse_swallowed_labels(
+    tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
+) -> None:
+    """An unknown word may take in a label word that is written right behind it."""
+    for word in task.labels:
+        longer, _, _ = _encode(tokenizer, text + word)
+        if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
+            raise PromptError(
+                f"query {index} ends in a word that the tokenizer does not know, and label word "
+                f"{word!r} behind it becomes a part of it; end the template before {{label}} with "
+                "a known word or a colon, or begin the label words with a space"
+            )
 
 
 def _word(

@@ -1,5 +1,6 @@
 """Values that no function can act on are refused with an error of this package."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -253,11 +254,28 @@ def test_batches_without_label_words(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     none = torch.zeros(2, 0, dtype=torch.long)
     names = ("label_positions", "label_ends", "label_classes")
-    bare = replace(batch, **dict.fromkeys(names, none))
+    changes: dict[str, Any] = dict.fromkeys(names, none)
+    bare = replace(batch, **changes)
     with pytest.raises(PromptError, match="no label words, so that there is nothing to isolate"):
         al.isolate_labels(gpt2, bare, 0)
     with pytest.raises(PromptError, match="at least one label word in each prompt; got label_pos"):
         al.run(gpt2, [bare], [al.SaliencyFlows()], progress=False)
+
+
+@pytest.mark.parametrize("shift", [-10_000, 10_000])
+def test_label_positions_outside_the_prompt(gpt2: Any, shift: int) -> None:
+    batch = questions(gpt2, 2)[0]
+    wrong = replace(batch, label_positions=batch.label_positions + shift)
+    beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
+    uses: list[Callable[[], Any]] = [
+        lambda: al.isolate_labels(gpt2, wrong, 0),
+        lambda: al.isolate_random(gpt2, wrong, 0, 1),
+        lambda: al.reweight_anchors(gpt2, wrong, beta),
+        lambda: al.edges.pq(wrong),
+    ]
+    for use in uses:
+        with pytest.raises(PromptError, match="label_positions of prompt 0 has a position outside"):
+            use()
 
 
 @pytest.mark.parametrize("count", [1.5, None, "1"])

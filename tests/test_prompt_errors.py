@@ -44,7 +44,8 @@ def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, quer
 def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
     with refused(match=r"batch_size must be a whole number from 1; got 0"):
         al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
-    for length in (0, -1, 1.5, float("nan")):
+    lengths: list[Any] = [0, -1, 1.5, float("nan")]
+    for length in lengths:
         with refused(match=rf"max_length must be a whole number from 1; got {length}"):
             al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
     for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
@@ -111,6 +112,15 @@ def test_labels_that_are_normalised_with_a_neighbour_are_refused(
     demos = [al.Example("x", k) for k in range(len(labels))]
     with refused(match=f"merges with what stands {side}|changes how the tokenizer reads the end"):
         al.build_prompts(made("byte-level, NFC"), al.Task(template, labels), demos, ["x"])
+
+
+def test_labels_that_an_unknown_word_takes_in_are_refused() -> None:
+    task = al.Task("}{text}e{label}", ["1", " 7"])
+    demos = [al.Example("x", 0), al.Example("x", 1)]
+    with refused(match=r"query 1 ends in a word .* does not know, and label word '1' behind it"):
+        al.build_prompts(made("WordPiece, lower case"), task, demos, ["x", "ΑΣ"])
+    spaced = al.Task("}{text}e{label}", [" 1", " 7"])
+    assert len(al.build_prompts(made("WordPiece, lower case"), spaced, demos, ["ΑΣ"])) == 1
 
 
 def test_accents_in_texts_belong_to_their_letters() -> None:
