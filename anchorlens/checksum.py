@@ -70,7 +70,10 @@ def _sums_on_cpu(words: np.ndarray) -> np.ndarray:
     # numpy, because small operations of PyTorch wait for its threads where others use the cores.
     def sums(part: np.ndarray) -> np.ndarray:
         few = np.split(part, range(_ROWS_CPU, len(part), _ROWS_CPU))
-        return np.concatenate([rows.astype(np.int64) @ _WEIGHTS for rows in few])
+        # einsum, because "@" of whole numbers takes half as long again.
+        return np.concatenate(
+            [np.einsum("rw,w->r", rows.astype(np.int64), _WEIGHTS) for rows in few]
+        )
 
     parts = np.split(words, range(_ROWS, len(words), _ROWS))
     if len(parts) == 1:
