@@ -15,8 +15,7 @@ from tqdm.auto import tqdm
 from .batch import PromptBatch, check_batch
 from .errors import PromptError, StoreError
 from .fingerprint import fingerprint, versions
-from .forward import device_of
-from .hooked import HookedModel, check_fits
+from .hooked import HookedModel, check_fits, device_of
 from .intervals import check_resamples, warn_of_few
 from .memory import PartsThatFit, joined
 from .model_state import undisturbed

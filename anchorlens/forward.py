@@ -166,11 +166,6 @@ def run_prefix(
         return prefix_of(cache, batch.attention_mask, points)
 
 
-def device_of(model: Any) -> torch.device:
-    """Where the tokens must lie."""
-    return torch.device(next(iter(model.parameters())).device)
-
-
 def _check_begins(batch: PromptBatch, prefix: Prefix | None) -> None:
     behind = 0 if prefix is None else len(prefix)
     if batch.first_query != behind:

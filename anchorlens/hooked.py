@@ -93,6 +93,11 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     return list(dict.fromkeys(modules))
 
 
+def device_of(model: Any) -> torch.device:
+    """Where the tokens must lie."""
+    return torch.device(next(iter(model.parameters())).device)
+
+
 def pattern_name(layer: int) -> str:
     """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
     return f"blocks.{layer}.attn.hook_pattern"

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of
-from .hooked import HookedModel, Operands, pattern_name, proven, scores_name
+from .hooked import HookedModel, Operands, device_of, pattern_name, proven, scores_name
 from .model_state import undisturbed, without_user_hooks
 from .probe import attends_to_later, n_tokens_of, probe
 from .taps import connect_attention, connect_operands, disconnect, form_patterns, restore

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from .batch import PromptBatch
 from .errors import AnchorlensError, HookError, MetricError, RunError
-from .forward import device_of, run_pass
+from .forward import run_pass
 from .hooked import (
     BatchHook,
     Hook,
     HookedModel,
     HookFunction,
     compared,
+    device_of,
     read_only,
     refuse_folded_value_biases,
     vocabulary_of,

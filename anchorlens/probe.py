@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import ModelError
-from .forward import device_of
-from .hooked import Hook, HookedModel, Operands, pattern_name, scores_name, vocabulary_of
+from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
 from .model_state import undisturbed
 
 # Where queries and keys may stand, the latest first.

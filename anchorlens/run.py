@@ -11,8 +11,7 @@ from .batch import PromptBatch
 from .collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from .errors import MetricError
 from .fingerprint import fingerprint
-from .forward import device_of
-from .hooked import HookedModel
+from .hooked import HookedModel, device_of
 from .losses import Loss, label_cross_entropy
 from .metrics.metric import Metric
 from .models import ensure_prepared

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .batch import PromptBatch
-from .forward import device_of, run_pass
-from .hooked import BatchHook, Hook, HookedModel
+from .forward import run_pass
+from .hooked import BatchHook, Hook, HookedModel, device_of
 from .losses import Loss
 from .memory import of_what_fits
 from .metrics.metric import Metric

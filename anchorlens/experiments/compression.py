@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..batch import PromptBatch, check_batch
 from ..errors import ModelError, PromptError
-from ..forward import device_of, run_pass, run_prefix
-from ..hooked import Hook, HookedModel, check_fits
+from ..forward import run_pass, run_prefix
+from ..hooked import Hook, HookedModel, check_fits, device_of
 from ..model_state import has_user_hooks, undisturbed, without_user_hooks
 from ..models import ensure_prepared
 from ..passes import TOLERANCE, logit_difference, only_set, reason_of

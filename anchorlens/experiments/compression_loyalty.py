@@ -15,8 +15,7 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import as_run, check_batches, check_same_call, collect, describe
 from ..errors import HookError, MetricError
-from ..forward import device_of
-from ..hooked import HookedModel
+from ..hooked import HookedModel, device_of
 from ..intervals import with_intervals
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens

@@ -15,8 +15,8 @@ from ..batch import PromptBatch, check_batch
 from ..errors import ModelError, PromptError, StoreError
 from ..files import write_whole
 from ..fingerprint import identity
-from ..forward import device_of, run_pass
-from ..hooked import Hook, HookedModel, scores_name
+from ..forward import run_pass
+from ..hooked import Hook, HookedModel, device_of, scores_name
 from ..hooks import block_edges
 from ..metrics.metric import hooks_by_layer
 from ..model_state import undisturbed, without_user_hooks

@@ -15,8 +15,8 @@ from .. import figures
 from ..batch import PromptBatch
 from ..collect import as_run, check_batches, check_same_call, describe, sets_of
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import device_of, run_pass
-from ..hooked import Hook, HookedModel, refuse_folded_value_biases, vocabulary_of
+from ..forward import run_pass
+from ..hooked import Hook, HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
 from ..hooks import reweight_anchors
 from ..intervals import check_resamples
 from ..losses import Loss, label_cross_entropy

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..batch import PromptBatch
 from ..errors import AnchorlensError, MetricError, ModelError
-from ..forward import device_of
-from ..hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
+from ..hooked import Hook, HookedModel, check_fits, device_of, refuse_folded_value_biases
 from ..results import Record, Rows
 
 RowsOfBatch = Callable[

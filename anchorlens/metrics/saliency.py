@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import edges, figures
 from ..batch import PromptBatch, check_batch
 from ..errors import PromptError
-from ..forward import device_of, run_pass
-from ..hooked import HookedModel, check_fits
+from ..forward import run_pass
+from ..hooked import HookedModel, check_fits, device_of
 from ..losses import Loss, label_cross_entropy
 from ..model_state import undisturbed
 from ..results import Record, Rows, by_set
