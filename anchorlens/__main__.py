@@ -1,6 +1,6 @@
 """`python -m anchorlens`, and `accelerate launch -m anchorlens` for several processes."""
 
-from .cli import main
+from .cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -11,10 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from . import edges as edge_sets
-from .batch import PromptBatch, holds_integers, refuse_outside
 from .errors import HookError, PromptError
-from .hooked import (
+from .models.hooked import (
     BatchHook,
     Hook,
     HookedModel,
@@ -27,6 +25,8 @@ from .hooked import (
     require_prepared,
     scores_name,
 )
+from .prompts import edges as edge_sets
+from .prompts.batch import PromptBatch, holds_integers, refuse_outside
 
 
 def block_edges(

@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.tasks import BUNDLED
+from anchorlens.prompts.tasks import BUNDLED
 
 CONTENT_FREE = ("N/A", "", "[MASK]")
 

@@ -17,8 +17,8 @@ from conftest import byte_level_tokenizer, centred, difference, logits_of
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.forward import run_pass
 from anchorlens.metrics.metric import Metric
+from anchorlens.passes.forward import run_pass
 
 TASK = al.Task("{text} ->{label}", labels=(" Human", " Location", " Number", " Entity"))
 DEMONSTRATIONS = [

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 import anchorlens as al
-from anchorlens.hooked import pattern_name
+from anchorlens.models.hooked import pattern_name
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import anchorlens as al
-from anchorlens import sharing
 from anchorlens.errors import MetricError, PromptError, RunError
-from anchorlens.processes import alone, failed_elsewhere, refuse_split_weights, together
+from anchorlens.runs import trial
+from anchorlens.system.processes import alone, failed_elsewhere, refuse_split_weights, together
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
@@ -169,7 +169,7 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     failing, stored = Failing(process=last), Failing(process=0)
     batched = questions(model, count=7, batch_size=1)
     ids = batches[0].label_token_ids
-    with patch.object(sharing, "TOLERANCE", -1.0 if own == last else sharing.TOLERANCE):
+    with patch.object(trial, "TOLERANCE", -1.0 if own == last else trial.TOLERANCE):
         disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
     found = {
         "disagreeing": disagreeing.info["shared_prefix"],

@@ -9,8 +9,8 @@ import torch
 from conftest import randomize, tiny_gpt2
 
 import anchorlens as al
-from anchorlens.experiments import appendix
-from anchorlens.experiments.paper_parts import Number, Setting
+from anchorlens.replication import appendix
+from anchorlens.replication.paper_parts import Number, Setting
 
 EXAMPLES = al.load_examples("sentiment")
 TASK = al.TASKS["sst2"]

@@ -1,8 +1,11 @@
-"""The walls of the house: a file imports only from files above it, and none is too long."""
+"""The walls of the house: a folder imports only from folders above it, and no file is too long."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,70 +13,21 @@ import pytest
 import anchorlens
 
 ROOT = Path(anchorlens.__file__).parent
-ORDER = [
+# The journey of the data: a folder, or a file beside the folders, imports only from those above it.
+FOLDERS = [
     "errors",
-    "files",
-    "checksum",
-    "sealed",
-    "heartbeats",
-    "processes",
-    "datafiles",
-    "tasks",
-    "checks",
-    "batch",
-    "memory",
+    "system",
     "prompts",
-    "edges",
-    "hooked",
-    "model_state",
-    "hooks",
-    "taps",
-    "prefix",
-    "start",
-    "checkpoint",
-    "losses",
-    "forward",
-    "probe",
-    "weights",
     "models",
-    "results",
-    "intervals",
-    "figures",
-    "metrics.__init__",
-    "metrics.metric",
-    "metrics.products",
-    "metrics.saliency",
-    "metrics.aucroc",
-    "metrics.distances",
-    "metrics.loyalty",
-    "metrics.accuracy",
-    "fingerprint",
-    "store",
+    "hooks",
     "passes",
-    "sharing",
-    "collect",
-    "observed",
-    "run",
-    "experiments.__init__",
-    "experiments.places",
-    "experiments.isolation",
-    "experiments.diagnosis",
-    "experiments.reweighting",
-    "experiments.kept",
-    "experiments.context",
-    "experiments.compression",
-    "experiments.compression_loyalty",
-    "experiments.published",
-    "experiments.paper_parts",
-    "experiments.paper",
-    "experiments.appendix",
-    "experiments.text_tables",
-    "experiments.paper_tables",
-    "experiments.paper_figures",
-    "analysis",
+    "results",
+    "metrics",
+    "runs",
+    "contexts",
+    "experiments",
     "report",
-    "stopping",
-    "command_data",
+    "replication",
     "cli",
     "__init__",
     "__main__",
@@ -104,21 +58,39 @@ def imports_of(name: str) -> set[str]:
     return found
 
 
-def test_every_file_has_a_place() -> None:
-    assert set(FILES) == set(ORDER), f"give {set(FILES) ^ set(ORDER)} a place in ORDER"
+def folder_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_every_file_has_a_folder() -> None:
+    assert {folder_of(name) for name in FILES} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_imports_only_from_above(name: str) -> None:
-    above = set(ORDER[: ORDER.index(name)])
+def test_imports_only_from_folders_above(name: str) -> None:
+    above = FOLDERS[: FOLDERS.index(folder_of(name)) + 1]
     imports = imports_of(name)
     assert imports <= set(FILES), f"{name} imports what is no file: {imports - set(FILES)}"
-    assert imports <= above, f"{name} imports {imports - above} from below"
+    below = {other for other in imports if folder_of(other) not in above}
+    assert not below, f"{name} imports {below} from below"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_circle_inside_a_folder(folder: str) -> None:
+    inside = {name for name in FILES if folder_of(name) == folder}
+    list(TopologicalSorter({name: imports_of(name) & inside for name in inside}).static_order())
+
+
+def test_contributing_lists_the_folders() -> None:
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, flags=re.MULTILINE)
+    assert listed == [name for name in FOLDERS if not name.startswith("__")]
 
 
 def test_the_rule_sees_imports() -> None:
-    assert {"errors", "batch", "edges"} <= imports_of("hooks")
-    assert {"figures", "results", "metrics.metric"} <= imports_of("metrics.saliency")
+    assert {"errors", "prompts.batch", "prompts.edges"} <= imports_of("hooks")
+    expected = {"results.figures", "results.record", "metrics.metric"}
+    assert expected <= imports_of("metrics.saliency")
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -126,18 +98,23 @@ def test_no_file_is_too_long(name: str) -> None:
     assert len(FILES[name].read_text().splitlines()) <= 400
 
 
-def test_three_files_know_transformer_lens() -> None:
+def test_only_models_knows_transformer_lens_and_transformers() -> None:
     knowing = {
-        name
+        folder_of(name)
         for name, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_lens"))
-        or (
-            isinstance(node, ast.Import)
-            and any(alias.name.startswith("transformer_lens") for alias in node.names)
-        )
+        for module in packages_of(ast.parse(path.read_text()))
+        if module in ("transformer_lens", "transformers")
     }
-    assert knowing == {"models", "taps", "prefix"}
+    assert knowing == {"models"}
+
+
+def packages_of(tree: ast.Module) -> Iterator[str]:
+    """Packages that a file imports, wherever in it the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
 
 
 def test_import_is_light() -> None:

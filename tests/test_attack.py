@@ -11,7 +11,7 @@ from attack_prompts import fuzzed_prompts
 from attack_report import payloads
 from attempts import Section, attack, listing
 
-from anchorlens import prompts
+from anchorlens.prompts import build
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -38,13 +38,13 @@ def test_survives(section: Section, count: int) -> None:
 
 def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A section that cannot fail shows nothing."""
-    right = prompts._word
+    right = build._word
 
     def ends_early(*arguments: Any) -> tuple[int, int]:
         first, last = right(*arguments)
         return first, max(first, last - 1)
 
-    monkeypatch.setattr(prompts, "_word", ends_early)
+    monkeypatch.setattr(build, "_word", ends_early)
     tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
     assert all("label groups" in text for _, text in tally.faults)
     assert len(tally.faults) > 3

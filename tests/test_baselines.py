@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.tasks import sample_queries
+from anchorlens.prompts.tasks import sample_queries
 
 
 def example(name: str) -> Any:

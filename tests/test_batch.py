@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.batch import GROUPS, PADDING
 from anchorlens.errors import PromptError
+from anchorlens.prompts.batch import GROUPS, PADDING
 
 refused = partial(pytest.raises, PromptError)
 PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]

@@ -16,12 +16,12 @@ from torch import Tensor
 from toys import TOYS
 
 import anchorlens as al
-from anchorlens import sharing
+from anchorlens.contexts.compression import contexts
 from anchorlens.errors import ModelError
 from anchorlens.experiments import isolation
-from anchorlens.experiments.compression import contexts
-from anchorlens.forward import run_pass
 from anchorlens.metrics.metric import possible
+from anchorlens.passes.forward import run_pass
+from anchorlens.runs import trial
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -51,7 +51,7 @@ def test_caches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in NO_CACHE and kind == "bridge":
         assert (
             "no run from a key-value cache"
-            in sharing.shared_passes(model, [batch.padded_right()]).said
+            in trial.shared_passes(model, [batch.padded_right()]).said
         )
         with pytest.raises(ModelError, match="does not run from a key-value cache"):
             al.compress(model, batch)
@@ -64,7 +64,7 @@ def test_caches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
-        patch.setattr(sharing, "_shared_lengths", lambda batches: {})
+        patch.setattr(trial, "_shared_lengths", lambda batches: {})
         patch.setattr(
             isolation, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
         )

@@ -15,12 +15,12 @@ from test_forward import failing, unchanged
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens import sharing
 from anchorlens.errors import AnchorlensError, HookError, MetricError
-from anchorlens.forward import run_pass
-from anchorlens.hooked import Hook, pattern_name, read_only
 from anchorlens.metrics import products
-from anchorlens.model_state import undisturbed
+from anchorlens.models.hooked import Hook, pattern_name, read_only
+from anchorlens.models.model_state import undisturbed
+from anchorlens.passes.forward import run_pass
+from anchorlens.runs import trial
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -52,7 +52,7 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
 @pytest.fixture(autouse=True)
 def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without checkpoints too, so that both are the same computation."""
-    monkeypatch.setattr(sharing, "_shared_lengths", lambda batches: {})
+    monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
 
 
 def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:

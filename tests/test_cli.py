@@ -12,7 +12,7 @@ from conftest import randomize
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
-from anchorlens import cli
+from anchorlens.cli import commands
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -24,7 +24,7 @@ def call(monkeypatch: Any, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
     monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; put back afterwards
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        commands.main()
     return int(stop.value.code or 0)
 
 
@@ -109,7 +109,7 @@ def test_out_of_memory_is_one_line(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr("anchorlens.cli.analyse", full)
+    monkeypatch.setattr("anchorlens.cli.commands.analyse", full)
     arguments = ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)]
     assert call(monkeypatch, "run", *arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -194,7 +194,7 @@ def test_a_metric_that_a_model_cannot_give_spares_the_others(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
     """GPT-NeoX without the tap that calls the hooks of its rotated queries and keys."""
-    monkeypatch.setattr("anchorlens.models.connect_operands", lambda attention: False)
+    monkeypatch.setattr("anchorlens.models.load.connect_operands", lambda attention: False)
     config = GPTNeoXConfig(
         vocab_size=len(byte_level),
         hidden_size=16,

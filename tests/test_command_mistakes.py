@@ -81,7 +81,7 @@ def test_run_checks_what_it_can_before_weights_are_loaded(
     monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.commands.load_model", None)
     before = sorted(data.rglob("*"))
     assert call(monkeypatch, *RUN, "--model", "x", *arguments) == 1
     assert words in error_of(capsys.readouterr())
@@ -106,7 +106,7 @@ def test_paper_checks_what_it_can_before_weights_are_loaded(
     monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.commands.load_model", None)
     before = sorted(data.rglob("*"))
     assert call(monkeypatch, *PAPER, "--model", "x", *arguments) == 1
     assert words in error_of(capsys.readouterr())
@@ -126,7 +126,7 @@ def test_paper_checks_what_it_can_before_weights_are_loaded(
 def test_demo_checks_what_it_can_before_weights_are_loaded(
     monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.setattr("anchorlens.cli.load_model", None)
+    monkeypatch.setattr("anchorlens.cli.commands.load_model", None)
     assert call(monkeypatch, "demo", "--out", str(tmp_path / "out"), *arguments) == 1
     assert words in error_of(capsys.readouterr())
     assert not (tmp_path / "out").exists()

@@ -10,10 +10,10 @@ from sklearn.metrics import accuracy_score
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.batch import FORMAT, LABEL, OTHER, TEXT
+from anchorlens.contexts import compression
 from anchorlens.errors import HookError, MetricError, ModelError, PromptError, StoreError
-from anchorlens.experiments import compression
-from anchorlens.forward import run_pass
+from anchorlens.passes.forward import run_pass
+from anchorlens.prompts.batch import FORMAT, LABEL, OTHER, TEXT
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 

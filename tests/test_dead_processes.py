@@ -21,9 +21,9 @@ import pytest
 from accelerate import PartialState
 from torch import distributed
 
-from anchorlens import heartbeats, processes
 from anchorlens.errors import ProcessError
-from anchorlens.processes import gathered, own_device, together
+from anchorlens.system import heartbeats, processes
+from anchorlens.system.processes import gathered, own_device, together
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.forward import run_pass
 from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
+from anchorlens.passes.forward import run_pass
 
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens import edges
-from anchorlens.batch import GROUPS
 from anchorlens.errors import PromptError
+from anchorlens.prompts import edges
+from anchorlens.prompts.batch import GROUPS
 
 # (batch, row, query, key) of a pair of tokens, key before query -> whether it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from anchorlens.errors import AnchorlensError
-from anchorlens.figures import confusion_pair, grouped_bars, lines_by_layer, stacked, token_arcs
+from anchorlens.results.figures import (
+    confusion_pair,
+    grouped_bars,
+    lines_by_layer,
+    stacked,
+    token_arcs,
+)
 
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 PANELS: dict[str, Any] = {

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens import checksum
-from anchorlens.checksum import digest_of, row_sums
+from anchorlens.contexts import context
 from anchorlens.errors import StoreError
-from anchorlens.experiments import context
-from anchorlens.fingerprint import fingerprint, identity, tokenizer_identity
+from anchorlens.runs.fingerprint import fingerprint, identity, tokenizer_identity
+from anchorlens.system import checksum
+from anchorlens.system.checksum import digest_of, row_sums
 
 EXAMPLES = al.load_examples("questions")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
-from anchorlens.forward import run_pass
-from anchorlens.hooked import Hook, pattern_name
+from anchorlens.models.hooked import Hook, pattern_name
+from anchorlens.passes.forward import run_pass
 
 # Four prompts of six classes are few.
 pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")

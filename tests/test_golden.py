@@ -8,7 +8,7 @@ from conftest import GoldenCase, centred, difference
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.forward import run_pass
+from anchorlens.passes.forward import run_pass
 
 TOLERANCE = 1e-5
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 
 import anchorlens as al
-from anchorlens import edges
 from anchorlens.errors import HookError
-from anchorlens.hooked import Hook, pattern_name
+from anchorlens.models.hooked import Hook, pattern_name
+from anchorlens.prompts import edges
 
 
 @pytest.fixture

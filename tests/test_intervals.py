@@ -14,9 +14,9 @@ from scipy.stats import binomtest, norm, t
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.analysis import _value
+from anchorlens.cli.analysis import _value
 from anchorlens.experiments.isolation import _record as isolation_record
-from anchorlens.intervals import (
+from anchorlens.results.bootstrap import (
     Population,
     mean_over_sets,
     population_of,
@@ -24,7 +24,7 @@ from anchorlens.intervals import (
     wilson,
     with_intervals,
 )
-from anchorlens.results import by_set
+from anchorlens.results.record import by_set
 
 ROUGH = "intervals of {} are rough: with fewer than 20"
 

@@ -12,7 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.forward import run_pass
+from anchorlens.passes.forward import run_pass
 
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 TOKENIZER = {

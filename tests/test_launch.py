@@ -12,7 +12,7 @@ from process_work import assert_equal, tensors_of
 from test_cli import QUICK, call
 
 import anchorlens as al
-from anchorlens.processes import join_launched
+from anchorlens.system.processes import join_launched
 
 RECORDS: dict[str, type[al.Record]] = {
     "saliency_flows": al.SaliencyFlowsRecord,

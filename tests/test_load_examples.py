@@ -16,7 +16,7 @@ import pytest
 
 import anchorlens as al
 from anchorlens.errors import DataError
-from anchorlens.tasks import BUNDLED, HUB_SOURCES
+from anchorlens.prompts.tasks import BUNDLED, HUB_SOURCES
 
 refused = partial(pytest.raises, DataError)
 ROWS = [("dull, \"slow\"\nand 'long'", 0), ("schön 😀", 1), ("  fun ", 1)]

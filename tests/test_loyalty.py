@@ -9,7 +9,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.forward import run_pass
+from anchorlens.passes.forward import run_pass
 
 
 def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor]:

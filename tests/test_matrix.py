@@ -33,7 +33,7 @@ from toys import PlainToy, hooked_toy, native_bridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.hooked import scores_name
+from anchorlens.models.hooked import scores_name
 
 pytestmark = pytest.mark.without_jaxtyping
 

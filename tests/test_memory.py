@@ -13,9 +13,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MemoryLimitError
-from anchorlens.forward import run_pass
-from anchorlens.memory import PartsThatFit, is_out_of_memory
-from anchorlens.passes import only_set
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.memory import PartsThatFit, is_out_of_memory
+from anchorlens.passes.shared_prefix import only_set
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
 

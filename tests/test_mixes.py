@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
-from anchorlens import sharing
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
+from anchorlens.runs import trial
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -80,7 +80,7 @@ def test_hooks_in_other_heads_for_some_prompts(gpt2: Any, monkeypatch: pytest.Mo
 
     found = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"]
     assert "hooks differ between prompts" in found.info["shared_prefix"]
-    monkeypatch.setattr(sharing, "_shared_lengths", lambda batches: {})
+    monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
     assert_same(found, al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"])
 
 

@@ -15,8 +15,8 @@ from hooked_transformers import with_its_bos
 from test_matrix import LINE
 
 import anchorlens as al
-from anchorlens.hooked import modules_of, pattern_name
-from anchorlens.model_state import without_user_hooks
+from anchorlens.models.hooked import modules_of, pattern_name
+from anchorlens.models.model_state import without_user_hooks
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

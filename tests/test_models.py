@@ -19,10 +19,10 @@ from transformers import (
 )
 
 import anchorlens as al
-from anchorlens import models
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.forward import run_pass
-from anchorlens.hooked import require_prepared
+from anchorlens.models import load
+from anchorlens.models.hooked import require_prepared
+from anchorlens.passes.forward import run_pass
 
 TEXT = "Review: what a film\nSentiment: Positive"
 
@@ -195,7 +195,7 @@ def test_loading_replaces_nothing_that_other_threads_use(byte_level: Any) -> Non
 def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
     tmp_path: Path, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "read_weights", None)
+    monkeypatch.setattr(load, "read_weights", None)
     with pytest.raises(ModelError, match=r"device 'meta': its tensors have shapes and no numbers"):
         al.load_model(tmp_path, device="meta")
     for device in ("no-such-device", torch.device("cuda", 63)):

@@ -11,8 +11,8 @@ from conftest import randomize, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import DataError
-from anchorlens.experiments import paper_parts
-from anchorlens.experiments.paper_parts import Number, Setting, table_3
+from anchorlens.replication import paper_parts
+from anchorlens.replication.paper_parts import Number, Setting, table_3
 
 EXAMPLES = al.load_examples("emotions")
 EMOTIONS = {"emotions": (EXAMPLES, EXAMPLES)}

@@ -13,9 +13,9 @@ from conftest import tiny_gpt2
 from test_cli import call
 
 import anchorlens as al
-from anchorlens import cli, command_data
+from anchorlens.cli import command_data, commands
 from anchorlens.errors import MetricError
-from anchorlens.experiments.paper_parts import Number, Setting
+from anchorlens.replication.paper_parts import Number, Setting
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -77,7 +77,7 @@ def test_goes_on_after_an_interruption(
         if calls.count("second") == 2:
             raise MetricError("not yet")
 
-    monkeypatch.setattr(cli, "PAPER_PARTS", (first, second))
+    monkeypatch.setattr(commands, "PAPER_PARTS", (first, second))
     arguments = ["--model", str(model_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
     arguments += QUICK
     with pytest.warns(UserWarning, match="sentiment, seed 1, first: mind this"):
@@ -116,7 +116,7 @@ def test_emocontext_runs_where_it_is_named_alone(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:
     asked: list[list[str]] = []
-    bundled = {name: bundle for bundle, name in cli.BUNDLED.items()}
+    bundled = {name: bundle for bundle, name in commands.BUNDLED.items()}
 
     def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
         asked.append(list(examples))
@@ -126,12 +126,12 @@ def test_emocontext_runs_where_it_is_named_alone(
     monkeypatch.setattr(
         command_data, "load_examples", lambda name, split: al.load_examples(bundled[name])
     )
-    monkeypatch.setattr(cli, "paper_numbers", numbers)
+    monkeypatch.setattr(commands, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0
     assert call(monkeypatch, "paper", *arguments, "--tasks", "emo") == 0
     assert asked == [["sst2", "trec", "agnews"], ["emo"]]
-    assert inspect.signature(cli.paper).parameters["appendix"].default is False
+    assert inspect.signature(commands.paper).parameters["appendix"].default is False
 
 
 def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
         (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(cli, "PAPER_PARTS", (look,))
+    monkeypatch.setattr(commands, "PAPER_PARTS", (look,))
     arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
     assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
     assert {one.text[:5] for one in (*seen[0].demonstrations, *seen[0].training)} == {"train"}

@@ -13,7 +13,7 @@ from test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
-from anchorlens.experiments.paper_parts import Number, Setting, figure_4, figures_3_5_6
+from anchorlens.replication.paper_parts import Number, Setting, figure_4, figures_3_5_6
 
 pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import anchorlens as al
-from anchorlens.experiments.paper_parts import Number
+from anchorlens.replication.paper_parts import Number
 
 
 def fields(text: str) -> list[list[str]]:

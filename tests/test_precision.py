@@ -11,7 +11,7 @@ from native_models import gpt_neo, gptj, opt
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.forward import run_pass
+from anchorlens.passes.forward import run_pass
 
 pytestmark = pytest.mark.without_jaxtyping
 

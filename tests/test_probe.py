@@ -12,8 +12,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.hooked import Operands, proven
-from anchorlens.probe import probe
+from anchorlens.models.hooked import Operands, proven
+from anchorlens.models.verify import probe
 
 SIZES: dict[str, Any] = {
     "vocab_size": 700,
@@ -130,7 +130,7 @@ def test_numbers_that_are_not_finite(byte_level: Any) -> None:
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> None:
     """What is said of attention that no tap can be put on."""
-    monkeypatch.setattr("anchorlens.models.connect_attention", lambda attention: False)
+    monkeypatch.setattr("anchorlens.models.load.connect_attention", lambda attention: False)
     weights = opt()
     weights.set_attn_implementation("eager")
     model = boot(randomize(weights), byte_level)
@@ -151,11 +151,13 @@ def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> N
 
 def test_queries_and_keys_at_no_hook_point(gemma3: Any, monkeypatch: Any) -> None:
     """Before the norm and the rotation they are not what attention multiplies."""
-    monkeypatch.setattr("anchorlens.probe._QUERY_AND_KEY", (("hook_q", "hook_k"),))
+    monkeypatch.setattr("anchorlens.models.verify._QUERY_AND_KEY", (("hook_q", "hook_k"),))
     al.prepare_model(gemma3)
     assert proven[gemma3] == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
         al.AnchorDistances().observe(gemma3, batch)
-    monkeypatch.setattr("anchorlens.probe._QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),))
+    monkeypatch.setattr(
+        "anchorlens.models.verify._QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
+    )
     assert al.prepare_model(gemma3) and proven[gemma3] == (None, None, None)

@@ -26,7 +26,7 @@ from process_work import (
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.processes import (
+from anchorlens.system.processes import (
     failed_elsewhere,
     gathered,
     own_part,
@@ -193,7 +193,7 @@ def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
         found = []
         for number in range(count):
             state = type("State", (), {"num_processes": count, "process_index": number})
-            monkeypatch.setattr("anchorlens.processes._state", lambda state=state: state)
+            monkeypatch.setattr("anchorlens.system.processes._state", lambda state=state: state)
             found.append(own_part(costs))
         return found
 

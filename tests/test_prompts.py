@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 import anchorlens as al
-from anchorlens.batch import GROUPS, PADDING
 from anchorlens.errors import PromptError
+from anchorlens.prompts.batch import GROUPS, PADDING
 
 moderately = settings(max_examples=60, deadline=None)
 SST2 = al.TASKS["sst2"]

@@ -2,7 +2,7 @@
 
 import re
 
-from anchorlens.experiments.published import TABLE_1, TABLE_2, TABLE_3
+from anchorlens.replication.published import TABLE_1, TABLE_2, TABLE_3
 
 PAPER_1 = """
 vanilla      61.28  57.56  73.32  15.44

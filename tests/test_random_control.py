@@ -7,9 +7,9 @@ import torch
 from conftest import LONG_LABELS, patterns_of, questions
 
 import anchorlens as al
-from anchorlens import edges
 from anchorlens.errors import HookError
 from anchorlens.hooks import random_positions
+from anchorlens.prompts import edges
 
 
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.hooked import pattern_name
+from anchorlens.models.hooked import pattern_name
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]

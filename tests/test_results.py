@@ -17,8 +17,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.intervals import with_intervals
-from anchorlens.results import by_set
+from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.record import by_set
 
 NAN = float("nan")
 

@@ -11,10 +11,10 @@ from conftest import byte_level_tokenizer, difference, hooks_on, questions, tiny
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens import passes
 from anchorlens.errors import HookError, MetricError, PromptError
-from anchorlens.forward import run_pass
-from anchorlens.passes import all_but_target
+from anchorlens.passes import shared_prefix
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.shared_prefix import all_but_target
 
 QUIET: dict[str, Any] = {"progress": False}
 
@@ -31,7 +31,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no cache")
 
-    return lambda: monkeypatch.setattr(passes, "run_prefix", fail)
+    return lambda: monkeypatch.setattr(shared_prefix, "run_prefix", fail)
 
 
 def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError, RunError
-from anchorlens.hooked import Hook, pattern_name
+from anchorlens.models.hooked import Hook, pattern_name
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"

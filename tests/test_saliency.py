@@ -9,9 +9,9 @@ from conftest import centred, difference, questions, tiny_gemma3, tiny_gpt2, tin
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens import edges
-from anchorlens.forward import run_pass
-from anchorlens.hooked import pattern_name
+from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.forward import run_pass
+from anchorlens.prompts import edges
 
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,

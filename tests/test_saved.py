@@ -17,7 +17,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.sealed import sealed
+from anchorlens.system.sealed import sealed
 
 pytestmark = pytest.mark.without_jaxtyping  # wrong types are made on purpose
 

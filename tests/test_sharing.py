@@ -10,13 +10,15 @@ from conftest import difference, hooks_on, questions
 from test_run import SelfAttention, assert_same
 
 import anchorlens as al
-from anchorlens import passes, prefix, sharing
+from anchorlens.contexts import compression
 from anchorlens.errors import MetricError, PromptError, RunError
-from anchorlens.experiments import compression
-from anchorlens.forward import run_pass, run_prefix
-from anchorlens.hooked import pattern_name, proven
 from anchorlens.metrics.metric import Observation
-from anchorlens.sharing import shared_passes
+from anchorlens.models import kv_cache
+from anchorlens.models.hooked import pattern_name, proven
+from anchorlens.passes import shared_prefix
+from anchorlens.passes.forward import run_pass, run_prefix
+from anchorlens.runs import trial
+from anchorlens.runs.trial import shared_passes
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -35,7 +37,7 @@ def model(request: pytest.FixtureRequest, raw: Any) -> Any:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs whole prompts from its call on."""
-    return lambda: monkeypatch.setattr(sharing, "_shared_lengths", lambda batches: {})
+    return lambda: monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
 
 
 def isolated(model: Any) -> Any:
@@ -87,14 +89,14 @@ def test_saliency_as_of_whole_prompts(model: Any, side: Any, changed: bool, whol
 def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
     expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    original = prefix.Graph.hand_over
+    original = kv_cache.Graph.hand_over
 
     def off(graph: Any, leaves: Any) -> None:
         for leaf in leaves:
             leaf.grad *= 1.01
         original(graph, leaves)
 
-    monkeypatch.setattr(prefix.Graph, "hand_over", off)
+    monkeypatch.setattr(kv_cache.Graph, "hand_over", off)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off: saliencies differ by")
     assert_same(record, expected)
@@ -102,7 +104,7 @@ def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatc
     def fails(graph: Any, leaves: Any) -> None:
         raise RuntimeError("no batching rule")
 
-    monkeypatch.setattr(prefix.Graph, "hand_over", fails)
+    monkeypatch.setattr(kv_cache.Graph, "hand_over", fails)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"] == "off: no shared gradients (no batching rule)"
     assert_same(record, expected)
@@ -255,13 +257,13 @@ def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
 def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 6)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
-    right = passes.run_prefix
+    right = shared_prefix.run_prefix
 
     def wrong(*args: Any, **options: Any) -> Any:
         prefix = right(*args, **options)
         return replace(prefix, values=tuple(one * 1.001 for one in prefix.values))
 
-    monkeypatch.setattr(passes, "run_prefix", wrong)
+    monkeypatch.setattr(shared_prefix, "run_prefix", wrong)
     found = al.run(gpt2, batches, METRICS, **QUIET)
     assert "logits differ by" in found["accuracy"].info["shared_prefix"]
     for name, record in found.items():
@@ -270,7 +272,7 @@ def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPa
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("this cache does not fit")
 
-    monkeypatch.setattr(passes, "run_prefix", fails)
+    monkeypatch.setattr(shared_prefix, "run_prefix", fails)
     found = al.run(gpt2, batches, METRICS, **QUIET)
     assert "this cache does not fit" in found["accuracy"].info["shared_prefix"]
 
@@ -371,7 +373,7 @@ def test_an_error_that_no_model_raises_is_logged(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(passes, "run_prefix", broken)
+    monkeypatch.setattr(shared_prefix, "run_prefix", broken)
     with pytest.raises(AssertionError, match="was not expected"):  # see RaisedLog in conftest.py
         al.run(gpt2, batches, [al.Accuracy()], **QUIET)
     monkeypatch.setattr(logging.getLogger("anchorlens"), "handlers", [])

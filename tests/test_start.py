@@ -9,11 +9,11 @@ from conftest import difference, questions
 from test_run import assert_same
 
 import anchorlens as al
-from anchorlens import passes
 from anchorlens.errors import HookError
 from anchorlens.experiments import isolation
-from anchorlens.forward import run_pass
-from anchorlens.start import Start, kept_starts, started
+from anchorlens.passes import shared_prefix
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.late_start import Start, kept_starts, started
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -150,7 +150,7 @@ def test_a_start_that_changes_logits_is_not_taken(
     def off(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output * 1.01))
 
-    monkeypatch.setattr(passes, "started", off)
+    monkeypatch.setattr(shared_prefix, "started", off)
     records = al.isolation_sweep(gpt2, batches, PLACES, draws=1, **QUIET)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
     for name, record in records.items():
@@ -163,7 +163,7 @@ def test_a_start_that_fails_is_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPa
     def fails(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output[..., :5]))
 
-    monkeypatch.setattr(passes, "started", fails)
+    monkeypatch.setattr(shared_prefix, "started", fails)
     record = al.isolation_sweep(gpt2, batches, {"last": al.Where(-1)}, draws=1, **QUIET)["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from test_store import Logits, run, same, stored_run
 
 import anchorlens as al
-from anchorlens import files
 from anchorlens.errors import StoreError
-from anchorlens.stopping import Stopped, stops_raised
-from anchorlens.store import Store, forget_rows
+from anchorlens.runs.store import Store, forget_rows
+from anchorlens.system import files
+from anchorlens.system.signals import Stopped, stops_raised
 
 Damage = Callable[[Path], None]
 
@@ -234,7 +234,7 @@ READ_ONLY = PermissionError(errno.EACCES, "Permission denied")
     [
         ("os.fsync", os.fsync, 6, NO_SPACE),  # two a file: of itself, and of the folder
         ("os.replace", os.replace, 3, NO_SPACE),
-        ("anchorlens.files.open", open, 3, READ_ONLY),
+        ("anchorlens.system.files.open", open, 3, READ_ONLY),
     ],
 )
 def test_a_full_or_closed_disk_keeps_what_was_done(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.fingerprint import versions
-from anchorlens.store import Store, forget_rows, same_rows
+from anchorlens.runs.fingerprint import versions
+from anchorlens.runs.store import Store, forget_rows, same_rows
 
 
 class Killed(BaseException):

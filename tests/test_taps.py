@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.hooked import pattern_name, proven, scores_name
+from anchorlens.models.hooked import pattern_name, proven, scores_name
 
 Make = Callable[..., Any]
 

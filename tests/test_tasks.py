@@ -9,7 +9,7 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError, PromptError
-from anchorlens.tasks import sample_queries
+from anchorlens.prompts.tasks import sample_queries
 
 refused = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]

@@ -17,9 +17,9 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
-from anchorlens import sharing
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.fingerprint import fingerprint
+from anchorlens.runs import trial
+from anchorlens.runs.fingerprint import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in .* of .* sets")
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -112,7 +112,7 @@ def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     (batch,) = al.build_prompts(byte_level, task, demos, [al.Example("Where?", 1)] * 2)
     reason = "takes no key-value cache"
-    assert reason in sharing.shared_passes(model, [batch]).said
+    assert reason in trial.shared_passes(model, [batch]).said
     with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
         al.compress(model, batch)
 

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 import anchorlens as al
-from anchorlens import models
 from anchorlens.errors import ModelError
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -31,7 +30,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise AssertionError("a model ran before its weights were checked")
 
-    monkeypatch.setattr(models, "_few_logits", run)
+    monkeypatch.setattr("anchorlens.models.load._few_logits", run)
 
 
 def save(weights: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:

@@ -11,25 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch
-from ..collect import as_run, check_batches, check_same_call, collect, describe
-from ..errors import HookError, MetricError
-from ..hooked import HookedModel, device_of
-from ..intervals import with_intervals
-from ..metrics.aucroc import predicted_class
-from ..metrics.loyalty import loyalty_rows, next_tokens
-from ..model_state import undisturbed
-from ..models import ensure_prepared
-from ..passes import only_set, whole_passes
-from ..processes import together
-from ..prompts import build_prompts
-from ..results import Record, Rows, by_set, require_gold
-from ..sharing import shared_passes
-from ..tasks import Example, Task
-from .compression import chosen_by, contexts
-from .context import CompressedContext
-from .kept import (
+from ..contexts.compression import chosen_by, contexts
+from ..contexts.context import CompressedContext
+from ..contexts.selection import (
     Keep,
     Placement,
     anchors_and_format,
@@ -38,6 +22,22 @@ from .kept import (
     name_of,
     random_and_format,
 )
+from ..errors import HookError, MetricError
+from ..metrics.aucroc import predicted_class
+from ..metrics.loyalty import loyalty_rows, next_tokens
+from ..models.hooked import HookedModel, device_of
+from ..models.load import ensure_prepared
+from ..models.model_state import undisturbed
+from ..passes.shared_prefix import only_set, whole_passes
+from ..prompts.batch import PromptBatch
+from ..prompts.build import build_prompts
+from ..prompts.tasks import Example, Task
+from ..results import figures
+from ..results.bootstrap import with_intervals
+from ..results.record import Record, Rows, by_set, require_gold
+from ..runs.loop import as_run, check_batches, check_same_call, collect, describe
+from ..runs.trial import shared_passes
+from ..system.processes import together
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

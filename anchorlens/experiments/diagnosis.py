@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .. import figures
-from ..hooked import numbers_of
 from ..metrics.distances import AnchorDistancesRecord, rank_correlation
-from ..results import Record
+from ..models.hooked import numbers_of
+from ..results import figures
+from ..results.record import Record
 
 # Up to so many classes every permutation counts (7! = 5040), above as many as DRAWS besides the
 # identity.

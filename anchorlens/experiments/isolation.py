@@ -9,25 +9,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch
-from ..collect import as_run, check_batches, check_same_call, collect, describe, sets_of
 from ..errors import HookError, MetricError
-from ..fingerprint import fingerprint
-from ..hooked import HookedModel, layer_numbers, numbers_of
 from ..hooks import isolate_labels, isolate_random
-from ..intervals import with_intervals
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..metrics.metric import Metric
-from ..models import ensure_prepared
-from ..observed import Watched, check_metrics
-from ..passes import HooksOfBatch
-from ..processes import main_first, together
-from ..results import Record, Rows
-from ..sharing import late_starts, shared_passes
-from ..start import Start, kept_starts
-from ..store import Store
-from .places import Where
+from ..models.hooked import HookedModel, layer_numbers, numbers_of
+from ..models.load import ensure_prepared
+from ..passes.late_start import Start, kept_starts
+from ..passes.shared_prefix import HooksOfBatch
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.bootstrap import with_intervals
+from ..results.record import Record, Rows
+from ..runs.fingerprint import fingerprint
+from ..runs.loop import as_run, check_batches, check_same_call, collect, describe, sets_of
+from ..runs.observed import Watched, check_metrics
+from ..runs.store import Store
+from ..runs.trial import late_starts, shared_passes
+from ..system.processes import main_first, together
+from .sites import Where
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,23 +11,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .. import figures
-from ..batch import PromptBatch
-from ..collect import as_run, check_batches, check_same_call, describe, sets_of
 from ..errors import HookError, MetricError, ModelError, PromptError
-from ..forward import run_pass
-from ..hooked import Hook, HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
 from ..hooks import reweight_anchors
-from ..intervals import check_resamples
-from ..losses import Loss, label_cross_entropy
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
-from ..model_state import undisturbed
-from ..models import ensure_prepared
-from ..passes import all_but_target
-from ..prefix import Prefix
-from ..processes import gathered, is_main, together
-from ..results import Record
-from ..run import run
+from ..models.hooked import Hook, HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
+from ..models.kv_cache import Prefix
+from ..models.load import ensure_prepared
+from ..models.model_state import undisturbed
+from ..passes.forward import run_pass
+from ..passes.losses import Loss, label_cross_entropy
+from ..passes.shared_prefix import all_but_target
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.bootstrap import check_resamples
+from ..results.record import Record
+from ..runs.loop import as_run, check_batches, check_same_call, describe, sets_of
+from ..runs.run import run
+from ..system.processes import gathered, is_main, together
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch
 from ..errors import MetricError
-from ..hooked import HookedModel
-from ..intervals import check_resamples, warn_of_few, with_intervals
-from ..results import Record, Rows, require_gold
+from ..models.hooked import HookedModel
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.bootstrap import check_resamples, warn_of_few, with_intervals
+from ..results.record import Record, Rows, require_gold
 from .aucroc import predicted_class
 from .metric import Observation
 

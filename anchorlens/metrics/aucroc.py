@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch
-from ..hooked import HookedModel, pattern_name
-from ..results import Record, Rows, by_set
+from ..models.hooked import HookedModel, pattern_name
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.record import Record, Rows, by_set
 from .metric import Observation, hooks_by_layer
 
 

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch
 from ..errors import MetricError
-from ..hooked import HookedModel, Operands, proven, require_prepared
-from ..intervals import MANY_PROMPTS
-from ..results import Record, Rows, by_set, require_gold
+from ..models.hooked import HookedModel, Operands, proven, require_prepared
+from ..prompts.batch import PromptBatch
+from ..results import figures
+from ..results.bootstrap import MANY_PROMPTS
+from ..results.record import Record, Rows, by_set, require_gold
 from .aucroc import auc
 from .metric import Observation, hooks_by_layer
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .. import figures
-from ..batch import PromptBatch, holds_integers
 from ..errors import MetricError
-from ..hooked import HookedModel
-from ..results import Record, Rows
+from ..models.hooked import HookedModel
+from ..prompts.batch import PromptBatch, holds_integers
+from ..results import figures
+from ..results.record import Record, Rows
 from .aucroc import predicted_class
 from .metric import Observation
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from ..batch import PromptBatch
 from ..errors import AnchorlensError, MetricError, ModelError
-from ..hooked import Hook, HookedModel, check_fits, device_of, refuse_folded_value_biases
-from ..results import Record, Rows
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, refuse_folded_value_biases
+from ..prompts.batch import PromptBatch
+from ..results.record import Record, Rows
 
 RowsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..hooked import Hook, HookedModel, pattern_name
+from ..models.hooked import Hook, HookedModel, pattern_name
 from .metric import hooks_by_layer
 
 Pattern = Float[Tensor, "batch head query key"]

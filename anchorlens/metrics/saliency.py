@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .. import edges, figures
-from ..batch import PromptBatch, check_batch
 from ..errors import PromptError
-from ..forward import run_pass
-from ..hooked import HookedModel, check_fits, device_of
-from ..losses import Loss, label_cross_entropy
-from ..model_state import undisturbed
-from ..results import Record, Rows, by_set
+from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.model_state import undisturbed
+from ..passes.forward import run_pass
+from ..passes.losses import Loss, label_cross_entropy
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, check_batch
+from ..results import figures
+from ..results.record import Record, Rows, by_set
 from .metric import Observation
 from .products import edge_sums, over_heads, pieces, product_hooks
 

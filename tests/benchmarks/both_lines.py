@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import anchorlens as al
-from anchorlens.weights import read_weights
+from anchorlens.models.weights import read_weights
 
 sys.path.append(str(Path(__file__).parents[1]))
 from hooked_transformers import hooked_transformer

@@ -25,9 +25,9 @@ from scipy.stats import bootstrap
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.intervals import population_of, with_intervals
 from anchorlens.metrics.accuracy import comparison
 from anchorlens.metrics.distances import pair_auc, rank_correlation
+from anchorlens.results.bootstrap import population_of, with_intervals
 
 Rows = Mapping[str, Tensor]
 Trial = tuple[dict[str, Tensor], Tensor]

@@ -31,7 +31,8 @@ import torch
 from safetensors import safe_open
 
 import anchorlens as al
-from anchorlens import cli, files
+from anchorlens.cli import commands as command_line
+from anchorlens.system import files
 
 sys.path.append(str(Path(__file__).parents[1]))
 from conftest import byte_level_tokenizer, questions, tiny_gpt2
@@ -89,7 +90,7 @@ def end_of(child: tuple[int, int]) -> tuple[int, str]:
 
 
 class DiesAtStep:
-    """Kills its own process at one write, fsync or rename of ``anchorlens.files``."""
+    """Kills its own process at one write, fsync or rename of ``anchorlens.system.files``."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0
@@ -195,7 +196,7 @@ def command(arguments: list[str], out: Path, number: int = 0, seen: str = "") ->
         os.dup2(told.fileno(), 1)
         os.dup2(told.fileno(), 2)
         sys.argv = ["anchorlens", *arguments, "--out", str(out)]
-        cli.main()
+        command_line.main()
         return ""
 
     with tempfile.TemporaryFile("w+") as told:

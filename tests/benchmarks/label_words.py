@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import anchorlens as al
-from anchorlens.tasks import sample_queries
+from anchorlens.prompts.tasks import sample_queries
 
 
 def interval(values: np.ndarray, seed: int = 0) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.weights import read_weights
+from anchorlens.models.weights import read_weights
 
 
 def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tensor]:

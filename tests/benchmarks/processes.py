@@ -20,7 +20,7 @@ from saliency_cost import byte_level_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.processes import gathered
+from anchorlens.system.processes import gathered
 
 WAYS = {
     "1 process, 1 thread": (1, 1),

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.forward import run_pass
-from anchorlens.model_state import undisturbed
-from anchorlens.weights import read_weights
+from anchorlens.models.model_state import undisturbed
+from anchorlens.models.weights import read_weights
+from anchorlens.passes.forward import run_pass
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import anchorlens as al
-from anchorlens import sharing
+from anchorlens.runs import trial
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -58,7 +58,7 @@ def main() -> None:
         }
         for name, work in works.items():
             shared_time, shared = timed(partial(work, batches))
-            with patch.object(sharing, "_shared_lengths", lambda batches: {}):
+            with patch.object(trial, "_shared_lengths", lambda batches: {}):
                 whole_time, whole = timed(partial(work, batches))
             off = max(largest_difference(shared[key], whole[key]) for key in whole)
             said = next(iter(shared.values())).info["shared_prefix"]

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.hooked import layer_numbers
-from anchorlens.passes import Passes
-from anchorlens.sharing import shared_passes
-from anchorlens.weights import read_weights
+from anchorlens.models.hooked import layer_numbers
+from anchorlens.models.weights import read_weights
+from anchorlens.passes.shared_prefix import Passes
+from anchorlens.runs.trial import shared_passes
 
 Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}

@@ -21,8 +21,8 @@ from saliency_cost import byte_level_tokenizer, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
-from anchorlens import taps
-from anchorlens.forward import run_pass
+from anchorlens.models import native_attention
+from anchorlens.passes.forward import run_pass
 
 
 def llama_of_gpt2_size(tokenizer: Any) -> Any:
@@ -41,7 +41,7 @@ def llama_of_gpt2_size(tokenizer: Any) -> Any:
 def tap(model: Any) -> None:
     """What prepare_model does with the modules of GPT-J."""
     for block in model.blocks:
-        vars(block.attn)["forward"] = partial(taps._run_native, block.attn)
+        vars(block.attn)["forward"] = partial(native_attention._run_native, block.attn)
 
 
 def main(way: str | None, repeats: int) -> None:
@@ -73,7 +73,7 @@ def main(way: str | None, repeats: int) -> None:
         for _ in range(repeats):
             tap(model)
             with_taps = seconds(work)
-            taps.restore(model)
+            native_attention.restore(model)
             ratios.append(with_taps / seconds(work))
         print(
             f"{name}: tapped / rebuilt {statistics.median(ratios):.2f} "

@@ -1,0 +1,1 @@
+"""From a shell to the functions above."""

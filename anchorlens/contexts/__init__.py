@@ -1,0 +1,1 @@
+"""What can stand before a query and answer it."""

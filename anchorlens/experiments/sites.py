@@ -1,0 +1,83 @@
+"""Where an isolation acts: layers and heads, and the usual series of them for a sweep."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import HookError
+from ..models.hooked import HookedModel, layer_numbers
+
+
+@dataclass(frozen=True)
+class Where:
+    """Layers that an isolation acts in, and how.
+
+    Attributes:
+        layers: Negative ones count from the end.
+        heads: Heads in each of them; all where None.
+        keep_bos: See ``isolate_labels``.
+    """
+
+    layers: Iterable[int] | int
+    heads: Iterable[int] | int | None = None
+    keep_bos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads"):  # read several times
+            chosen = getattr(self, name)
+            if isinstance(chosen, Iterator):
+                object.__setattr__(self, name, tuple(chosen))
+
+
+def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Where]:
+    """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
+
+    Raises:
+        HookError: The model has fewer layers.
+
+    Examples:
+        >>> list(al.first_and_last(model, [1, 2]))
+        ['first layer', 'last layer', 'first 2 layers', 'last 2 layers']
+    """
+    places = {}
+    for depth in depths:
+        if not isinstance(depth, int) or not 1 <= depth <= model.cfg.n_layers:
+            raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth!r}")
+        name = "layer" if depth == 1 else f"{depth} layers"
+        places[f"first {name}"] = Where(range(depth))
+        places[f"last {name}"] = Where(range(-depth, 0))
+    return places
+
+
+def windows(model: HookedModel, width: int) -> dict[str, Where]:
+    """Every ``width`` layers side by side, from the first to the last.
+
+    Raises:
+        HookError: The model has fewer layers.
+
+    Examples:
+        >>> list(al.windows(model, 2))[:2]
+        ['layers 0 to 1', 'layers 1 to 2']
+    """
+    count = model.cfg.n_layers
+    if not isinstance(width, int) or not 1 <= width <= count:
+        raise HookError(f"a window has from 1 to {count} layers; got {width!r}")
+    starts = range(count - width + 1)
+    return {f"layers {k} to {k + width - 1}": Where(range(k, k + width)) for k in starts}
+
+
+def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, Where]:
+    """Every head of ``layers`` alone.
+
+    Raises:
+        HookError: A layer does not exist.
+
+    Examples:
+        >>> list(al.single_heads(model, 0))[:2]
+        ['head 0.0', 'head 0.1']
+    """
+    heads = range(model.cfg.n_heads)
+    return {
+        f"head {layer}.{head}": Where(layer, head)
+        for layer in layer_numbers(model, layers)
+        for head in heads
+    }

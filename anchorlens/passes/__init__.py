@@ -1,0 +1,1 @@
+"""One batch through the model, once."""

@@ -1,0 +1,52 @@
+"""What saliency differentiates: a function from logits to one number a prompt."""
+
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import MetricError
+from ..prompts.batch import PromptBatch
+
+Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
+
+
+def label_cross_entropy(
+    logits: Float[Tensor, "batch vocab"], batch: PromptBatch
+) -> Float[Tensor, " batch"]:
+    """Cross entropy of the true label over the label words' logits only, in nats.
+
+    ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1. From 0 up;
+    high means that the model prefers another label.
+
+    Args:
+        logits: Next-token logits at the target positions.
+        batch: The prompts, with their true labels.
+
+    Returns:
+        One number a prompt.
+
+    Raises:
+        MetricError: The prompts have no true labels.
+
+    Examples:
+        >>> logits = torch.zeros(len(batch), model.tokenizer.vocab_size)
+        >>> al.label_cross_entropy(logits, batch)[0].exp().round().item()  # as many as labels
+        6.0
+    """
+    if batch.gold is None:
+        raise MetricError(
+            "the label cross entropy needs the true label of each query; give queries with labels "
+            "(gold=...), or a loss of your own: (logits, batch) to one number a prompt"
+        )
+    log_probs = logits[:, batch.label_token_ids].log_softmax(-1)
+    return -log_probs.gather(1, batch.gold[:, None])[:, 0]
+
+
+def require_one_a_prompt(losses: Tensor, batch: PromptBatch) -> None:
+    """Refuse what a loss gave unless it is one number a prompt."""
+    if losses.shape != (len(batch),):
+        raise MetricError(
+            f"a loss must give one number a prompt, shape ({len(batch)},); "
+            f"got {tuple(losses.shape)}"
+        )

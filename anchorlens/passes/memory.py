@@ -1,0 +1,118 @@
+"""When memory runs out: the same prompts, fewer at a time."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MemoryLimitError
+from ..prompts.batch import PromptBatch
+
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether fewer prompts at a time may help."""
+    from accelerate.utils.memory import should_reduce_batch_size  # a second to import
+
+    # It reads the only argument of a RuntimeError, which may be anything.
+    asked = RuntimeError(str(error)) if isinstance(error, RuntimeError) else Exception()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(
+        asked
+    )
+
+
+@dataclass
+class PartsThatFit:
+    """Computes rows of batches in as large parts as fit into memory.
+
+    What a prompt contributes does not depend on its batch, so that fewer at a time give the same
+    rows, up to the rounding that the shape of a batch brings.
+
+    Attributes:
+        rows_of_batch: Function of a batch to its rows, in the order of its prompts.
+        size: Most prompts at a time; None as long as memory has not run out.
+    """
+
+    rows_of_batch: Callable[[PromptBatch], Mapping[str, Tensor]]
+    size: int | None = None
+
+    def rows(self, batch: PromptBatch) -> dict[str, Tensor]:
+        """The rows of all prompts of a batch.
+
+        Raises:
+            MemoryLimitError: A prompt does not fit by itself.
+        """
+        parts: list[Mapping[str, Tensor]] = []
+        done = 0
+        while done < len(batch):
+            size = len(batch) if self.size is None else self.size
+            whole = size >= len(batch)
+            part = batch if whole else batch.prompts(done, done + size)
+            rows = unless_memory_runs_out(part, self.rows_of_batch)
+            if rows is None:
+                self.size = half_of(part)
+            else:
+                parts.append(rows)
+                done += len(part)
+        return joined(parts)
+
+
+def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T | None:
+    """What ``compute`` gives; None, with memory freed, where it ran out of it.
+
+    Raises:
+        MemoryLimitError: The batch is a single prompt, so that nothing smaller can be tried.
+    """
+    try:
+        return compute(batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if len(batch) == 1:
+            reason = str(error).partition("\n")[0]
+            raise MemoryLimitError(
+                f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into the "
+                f"memory of {batch.tokens.device.type} by itself ({reason}); use fewer or shorter "
+                "demonstrations, a smaller dtype, or a device with more memory"
+            ) from error
+    # Out here, because an error that is being handled keeps alive what its frames hold.
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)
+    return None
+
+
+def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:
+    """What ``compute`` gives of as many of the first prompts as fit into memory."""
+    while (found := unless_memory_runs_out(batch, compute)) is None:
+        batch = batch.prompts(0, half_of(batch))
+    return found
+
+
+def half_of(batch: PromptBatch) -> int:
+    """How many prompts to try where a batch did not fit, with a warning."""
+    half = (len(batch) + 1) // 2
+    warnings.warn(
+        f"{len(batch)} prompts of {batch.tokens.shape[1]} tokens do not fit into memory; going on "
+        f"with {half} at a time",
+        stacklevel=2,
+    )
+    return half
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One part after the other; without any row of a metric whose rows are not alike in all."""
+    shapes = [{name: values.shape[1:] for name, values in rows.items()} for rows in parts]
+    names = dict.fromkeys(name for rows in parts for name in rows)
+    other = {name for name in names if any(of.get(name) != shapes[0].get(name) for of in shapes)}
+    unlike = {_metric(name) for name in other}
+    whole = [name for name in names if _metric(name) not in unlike]
+    return {name: torch.cat([rows[name] for rows in parts]) for name in whole}
+
+
+def _metric(name: str) -> str:
+    return name.partition("/")[0]

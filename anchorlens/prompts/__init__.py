@@ -1,0 +1,1 @@
+"""Text -> tokens whose positions are known. No model is touched."""

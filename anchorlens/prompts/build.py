@@ -1,0 +1,366 @@
+"""Demonstrations and queries -> batches of tokens whose positions are known.
+
+The only file that meets a tokenizer. Positions come from how the prompt was put together: every
+character belongs to a piece (a text, a label word, the format around them), and every token is
+found by the tokenizer's character offsets. Token ids are never searched.
+"""
+
+import unicodedata
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ..errors import PromptError
+from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .checks import one_set_per_query
+from .tasks import Example, Task
+
+_SPACE = "Ġ"  # how byte-level tokenizers write a space
+
+
+def build_prompts(
+    tokenizer: Any,
+    task: Task,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
+    queries: Sequence[Example | str],
+    *,
+    batch_size: int = 8,
+    padding_side: Literal["left", "right"] = "right",
+    max_length: int | None = None,
+    drop_too_long: bool = False,
+) -> list[PromptBatch]:
+    r"""Write prompts, tokenise them, and batch them with the positions of everything in them.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). BOS is there exactly where
+            it adds one.
+        task: Template, label words and separator.
+        demonstrations: One set for all queries, or one set for each query (section 2.1 of the
+            paper). Every class needs a demonstration.
+        queries: Examples, or bare texts where the true class is not known.
+        batch_size: Prompts in a batch, at most.
+        padding_side: Where shorter prompts are padded. Results do not depend on it.
+        max_length: Longest prompt in tokens; the tokenizer's own limit by default. Running
+            checks the model's context length besides.
+        drop_too_long: Leave prompts that are too long out, with a warning that counts them;
+            otherwise they are an error.
+
+    Returns:
+        Batches ordered by set of demonstrations, then by length; ``PromptBatch.index`` holds the
+        place of each prompt in ``queries``.
+
+    Raises:
+        PromptError: A label word merges with what stands before or after it, two labels share
+            their first token, a class has no demonstration, a label is out of range, a prompt is
+            too long, or the tokenizer has no character offsets.
+
+    Examples:
+        >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
+        >>> batches[0].label_positions.shape == (1, len(demos))
+        True
+    """
+    _check_options(tokenizer, batch_size, padding_side, max_length)
+    sets = one_set_per_query(task, demonstrations, queries)
+    ids = _label_token_ids(tokenizer, task)
+    asked = [Example(query) if isinstance(query, str) else query for query in queries]
+    limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
+    prompts: list[_Prompt] = []
+    too_long: list[_Prompt] = []
+    for index, (demos, query) in enumerate(zip(sets, asked, strict=True)):
+        prompt = _tokenize(tokenizer, task, demos, query, ids, index)
+        is_too_long = limit is not None and len(prompt.tokens) > limit
+        (too_long if is_too_long else prompts).append(prompt)
+    if too_long:
+        count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
+        names = f"(queries {[prompt.place for prompt in too_long[:10]]}, the longest has " + (
+            f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
+        )
+        if not drop_too_long or not prompts:
+            raise PromptError(
+                f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True in "
+                "Python"
+            )
+        warnings.warn(f"{count} and are left out {names}", stacklevel=2)
+    # The order in which sets first appear keeps the prompts of one set together.
+    rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
+    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.place))
+    pad_token = tokenizer.pad_token_id or 0
+    return [
+        _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
+        for start in range(0, len(prompts), batch_size)
+    ]
+
+
+class _Piece(NamedTuple):
+    text: str
+    group: int
+    label: int | None = None
+
+
+class _Prompt(NamedTuple):
+    tokens: list[int]
+    groups: list[int]
+    anchors: list[tuple[int, int, int]]  # first token, last token, class
+    query_start: int
+    gold: int | None
+    place: int
+    set_id: int
+    begins_with_bos: bool
+
+
+def _pieces(task: Task, demos: Sequence[Example], query: Example) -> Iterator[_Piece]:
+    before, between, after = task.pieces
+    yield _Piece(task.prefix, OTHER)
+    for demo in demos:
+        assert demo.label is not None
+        yield _Piece(before, FORMAT)
+        yield _Piece(demo.text, TEXT)
+        yield _Piece(between, FORMAT)
+        yield _Piece(task.labels[demo.label], LABEL, demo.label)
+        yield _Piece(after + task.separator, FORMAT)
+    yield _Piece(task.query(query.text), QUERY)
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    """Token ids, the characters [start, end) that each covers, and which are special.
+
+    Tokenizers trim the white space of a token from its offsets; here a token begins where the one
+    before it ended, so that " Positive" covers its space.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"a text holds {text[error.start]!r}, half of a pair that only together is a character "
+            f"({text[max(0, error.start - 20) : error.start]!r} stands before it); take it out"
+        ) from error
+    encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+    special = [bool(flag) for flag in encoded["special_tokens_mask"]]
+    names = encoded.tokens()
+    spans: list[tuple[int, int]] = []
+    previous = 0
+    for k, (start, end) in enumerate(encoded["offset_mapping"]):
+        if special[k] and start == end:
+            spans.append((previous, previous))
+            continue
+        if _composes(text, previous, start):
+            # The tokens before spell these characters too, as one with that before them.
+            spans[-1] = (spans[-1][0], start)
+            previous = start
+        # Tokens that share one character (bytes of an emoji) have the same offsets.
+        begin = min(start, previous)
+        spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
+        if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
+            # The token before ended in spaces ("\n  "), which its offsets leave out.
+            begin = start - spaces
+            spans[-1] = (spans[-1][0], begin)
+        spans.append((begin, end))
+        previous = max(previous, end)
+    return list(encoded["input_ids"]), spans, special
+
+
+def _composes(text: str, stop: int, start: int) -> bool:
+    """Whether the characters [stop, start), which no token covers, are one with that before them.
+
+    An accent of its own after its letter is: the tokenizer normalises both to one character, and
+    its offsets leave the accent out.
+    """
+    if not 0 < stop < start:
+        return False
+    parts = (text[stop - 1 : stop], text[stop:start])
+    normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
+    return normal[0] + normal[1] != normal[2]
+
+
+def _tokenize(
+    tokenizer: Any,
+    task: Task,
+    demos: Sequence[Example],
+    query: Example,
+    ids: Int[Tensor, " class"],
+    index: int,
+) -> _Prompt:
+    pieces = list(_pieces(task, demos, query))
+    text = "".join(piece.text for piece in pieces)
+    tokens, spans, special = _encode(tokenizer, text)
+    # A token belongs to the piece of its last character: the space before a word goes with it.
+    group_of_character = [piece.group for piece in pieces for _ in piece.text]
+    groups = [
+        OTHER if is_special and start == end else group_of_character[max(end - 1, 0)]
+        for (start, end), is_special in zip(spans, special, strict=True)
+    ]
+    anchors = []
+    bounds = np.array(spans)
+    position = 0
+    for piece in pieces:
+        stop = position + len(piece.text)
+        if piece.label is not None:
+            first, last = _word(tokenizer, tokens, bounds, text, position, stop)
+            if tokens[first] != int(ids[piece.label]):
+                raise PromptError(
+                    f"label word {piece.text!r} begins with the token "
+                    f"{tokenizer.convert_ids_to_tokens(tokens[first])!r} in a demonstration, but "
+                    f"with {tokenizer.convert_ids_to_tokens(int(ids[piece.label]))!r} after a "
+                    "query; change the template around {label} so that both are the same"
+                )
+            anchors.append((first, last, piece.label))
+        position = stop
+    if not pieces[-1].text:
+        raise PromptError(
+            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
+            "token at which the label is predicted; put a word before {label} or leave it out"
+        )
+    query_text = len(text) - len(pieces[-1].text)
+    query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
+    if query_start is None:
+        raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
+    if tokens[-1] == getattr(tokenizer, "unk_token_id", None):
+        _refuse_swallowed_labels(tokenizer, task, text, tokens, index)
+    groups[-1] = TARGET
+    return _Prompt(
+        tokens=tokens,
+        groups=groups,
+        anchors=anchors,
+        query_start=query_start,
+        gold=query.label,
+        place=index,
+        set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
+        begins_with_bos=special[0],
+    )
+
+
+def _refuse_swallowed_labels(
+    tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
+) -> None:
+    """An unknown word may take in a label word that is written right behind it."""
+    for word in task.labels:
+        longer, _, _ = _encode(tokenizer, text + word)
+        if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
+            raise PromptError(
+                f"query {index} ends in a word that the tokenizer does not know, and label word "
+                f"{word!r} behind it becomes a part of it; end the template before {{label}} with "
+                "a known word or a colon, or begin the label words with a space"
+            )
+
+
+def _word(
+    tokenizer: Any,
+    tokens: list[int],
+    spans: Int[np.ndarray, "position 2"],
+    text: str,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
+    """First and last token of the characters [start, stop), which must fill tokens exactly."""
+    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
+    if not len(inside):
+        raise PromptError(
+            f"the tokenizer gives no token for the label word {text[start:stop]!r}; choose another"
+        )
+    first, last = int(inside[0]), int(inside[-1])
+    if spans[first][0] != start or spans[last][1] != stop:
+        side = "before" if spans[first][0] != start else "after"
+        wrong = first if side == "before" else last
+        raise PromptError(
+            f"label word {text[start:stop]!r} merges with what stands {side} it in the token "
+            f"{tokenizer.convert_ids_to_tokens(tokens[wrong])!r} "
+            f"({text[slice(*spans[wrong])]!r}), so it has no position of its own; put the space "
+            "into the label word (' Positive', template 'Sentiment:{label}') or change the template"
+        )
+    return first, last
+
+
+def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
+    """First token of each label word where the model would write it: after a query."""
+    ending = task.query("x")
+    plain, _, special = _encode(tokenizer, ending)
+    if not plain:
+        raise PromptError(
+            f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
+            "tokenizer.json) to the folder of the model"
+        )
+    if special[-1]:
+        raise PromptError(
+            "the tokenizer adds a special token after the prompt, so that its last token is not "
+            "where the label is predicted; switch that off (for example in its "
+            "tokenizer_config.json, or in Python by add_eos_token=False)"
+        )
+    ids: list[int] = []
+    for word in task.labels:
+        tokens, spans, _ = _encode(tokenizer, ending + word)
+        text = ending + word
+        first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
+        if tokens[:first] != plain:
+            raise PromptError(
+                f"label word {word!r} changes how the tokenizer reads the end of the query "
+                f"{ending!r}; end the template before {{label}} without a space, and begin the "
+                "label words with one"
+            )
+        if tokens[first] in ids:
+            raise PromptError(
+                f"labels {task.labels[ids.index(tokens[first])]!r} and {word!r} have the same "
+                f"first token {tokenizer.convert_ids_to_tokens(tokens[first])!r}, so they cannot "
+                "be told apart at the target position; choose other label words"
+            )
+        ids.append(tokens[first])
+    return torch.tensor(ids)
+
+
+def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise PromptError(
+            f"{type(tokenizer).__name__} gives no character offsets, which positions come from; "
+            "load the fast version (one with a tokenizer.json; in Python "
+            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from positions "
+            "of your own with PromptBatch.from_positions"
+        )
+    limits = {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}
+    for name, count in limits.items():
+        if not isinstance(count, int) or count < 1:
+            raise PromptError(f"{name} must be a whole number from 1; got {count!r}")
+    if side not in ("left", "right"):
+        raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")
+
+
+def _pad(
+    prompts: Sequence[_Prompt], task: Task, ids: Int[Tensor, " class"], side: str, pad_token: int
+) -> PromptBatch:
+    length = max(len(prompt.tokens) for prompt in prompts)
+    shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
+
+    def padded(rows: list[list[int]], value: int) -> Tensor:
+        return torch.tensor(
+            [
+                [value] * shift + row + [value] * (length - shift - len(row))
+                for shift, row in zip(shifts, rows, strict=True)
+            ]
+        )
+
+    def anchors(part: int) -> Tensor:
+        return torch.tensor([[anchor[part] for anchor in prompt.anchors] for prompt in prompts])
+
+    shift = torch.tensor(shifts)
+    groups = padded([prompt.groups for prompt in prompts], PADDING)
+    ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts])
+    golds = [prompt.gold for prompt in prompts if prompt.gold is not None]
+    return PromptBatch(
+        tokens=padded([prompt.tokens for prompt in prompts], pad_token),
+        attention_mask=groups != PADDING,
+        label_positions=anchors(0) + shift[:, None],
+        label_ends=anchors(1) + shift[:, None],
+        label_classes=anchors(2),
+        target_positions=ends,
+        label_token_ids=ids,
+        gold=torch.tensor(golds) if golds else None,
+        groups=groups,
+        query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
+        demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
+        index=torch.tensor([prompt.place for prompt in prompts]),
+        labels=tuple(task.labels),
+        begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
+    )

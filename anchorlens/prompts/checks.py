@@ -1,0 +1,71 @@
+"""Whether demonstrations and queries fit a task: known before a tokenizer or model is loaded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import PromptError
+from .tasks import Example, Task
+
+
+def one_set_per_query(
+    task: Task,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
+    queries: Sequence[Example | str],
+) -> list[Sequence[Example]]:
+    """The demonstrations of each query, checked against the task as the queries are.
+
+    Raises:
+        PromptError: There is no query, a label is out of range, a class has no demonstration, some
+            queries have a label and others none, or the sets are too few or of different sizes.
+    """
+    _check_queries(task, queries)
+    shared = not demonstrations or isinstance(demonstrations[0], Example)
+    sets: list[Any] = [demonstrations] * len(queries) if shared else list(demonstrations)
+    if len(sets) != len(queries):
+        raise PromptError(
+            f"{len(sets)} sets of demonstrations came with {len(queries)} queries; give one set "
+            "for all, or one for each"
+        )
+    for demos in sets[:1] if shared else sets:
+        labels = [demo.label for demo in demos]
+        wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
+        if wrong:
+            raise PromptError(
+                f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+            )
+        empty = [word for k, word in enumerate(task.labels) if k not in labels]
+        if empty:
+            raise PromptError(
+                f"no demonstration for the labels {empty}; give at least one of each class "
+                "(in Python, sample_demonstrations does)"
+            )
+        if len(labels) != len(sets[0]):
+            raise PromptError(
+                f"sets of demonstrations must have one size; got {len(sets[0])} and {len(labels)}"
+            )
+    return sets
+
+
+def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
+    if isinstance(queries, str):
+        raise PromptError(
+            f"queries must be a list of examples or texts; got the string {queries[:40]!r}; "
+            "write [query] for a single one"
+        )
+    if not queries:
+        raise PromptError("there are no queries to build prompts for")
+    for index, query in enumerate(queries):
+        if not isinstance(query, str | Example):
+            raise PromptError(
+                f"query {index} must be an al.Example or a text; got a {type(query).__name__}"
+            )
+        label = None if isinstance(query, str) else query.label
+        if label is not None and not 0 <= label < len(task.labels):
+            raise PromptError(
+                f"query {index} has the label {label}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+            )
+    known = {isinstance(query, str) or query.label is None for query in queries}
+    if len(known) > 1:
+        raise PromptError("either all queries have a label or none; some have and some have not")

@@ -1,0 +1,150 @@
+"""Columns of a local data file: json lines, a json array, csv or parquet, read as it is now.
+
+Every file is opened here and read as bytes. A reader that gets a path takes some names for a
+pattern, an address or a compressed file, and may give what it cached.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO, StringIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import DataError
+
+Columns = Mapping[str, Sequence[Any]]
+
+_EXAMPLE = '{"text": "...", "label": 0}'
+# Not more digits than a 64-bit integer has: Python refuses to read very long numbers.
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+
+
+def read_columns(path: Path, label: str) -> Columns:
+    """The columns of a file by name, each a sequence of Python values.
+
+    A csv file does not tell numbers from text: its cells are text, but whole numbers in the column
+    ``label`` are integers.
+
+    Raises:
+        DataError: The file does not exist or cannot be read, or its suffix or content is of no
+            known kind; where a line or row is wrong, the message names it.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        raise DataError(
+            f"the name of {path} does not tell how to read it; give a file whose name ends in "
+            f"{', '.join(READERS)}"
+        )
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"there is no file {path}; give a jsonl, csv or parquet file that exists"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{path} cannot be read: {reason}; give a jsonl, csv or parquet file"
+        ) from error
+    columns = READERS[suffix](data, path)
+    if not any(columns.values()):
+        raise DataError(f"{path} has no rows; expected a text and its class in each")
+    if suffix == ".csv" and label in columns:
+        columns = {**columns, label: [_integer_or_text(cell) for cell in columns[label]]}
+    return columns
+
+
+def _json(data: bytes, path: Path) -> Columns:
+    text = _text(data, path)
+    if text.lstrip().startswith("["):
+        rows = _parsed(text, path, 1)
+    else:
+        lines = enumerate(StringIO(text, newline=None), start=1)
+        rows = [_parsed(line.strip(), path, number) for number, line in lines if line.strip()]
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"row {number} of {path} is no json object; expected {_EXAMPLE}; got {_short(row)}"
+            )
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _parsed(text: str, path: Path, first_line: int) -> Any:
+    """The value of a text that begins in the line ``first_line`` of the file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        number, reason = first_line + error.lineno - 1, f"{error.msg} (column {error.colno})"
+        line = text.split("\n")[error.lineno - 1]
+    except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
+        number, reason, line = first_line, str(error), text
+    raise DataError(
+        f"line {number} of {path} cannot be read as json: {reason}; expected {_EXAMPLE}, one a "
+        f"line or in an array; got {_short(line)}"
+    )
+
+
+def _csv(data: bytes, path: Path) -> Columns:
+    import pandas as pd
+
+    text = _text(data, path)
+    try:
+        # Without a header pandas takes no column for an index, and without a type or a missing
+        # value of its own it leaves a text like "NA", "null" or "007" as it is.
+        cells = pd.read_csv(StringIO(text), header=None, dtype=str, keep_default_na=False)
+    except pd.errors.EmptyDataError:
+        return {}
+    except ValueError as error:
+        raise DataError(
+            f"{path} cannot be read as csv: {str(error).strip()}; put quotes around texts that "
+            "have a comma, a quote or a line break in them"
+        ) from error
+    names, *rows = cells.values.tolist()
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise DataError(f"{path} has several columns of the names {twice}; rename them")
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    # An empty cell is no text, and one of a row that is too short is empty.
+    return {
+        name: [value or None for value in values]
+        for name, values in zip(names, columns, strict=True)
+    }
+
+
+def _parquet(data: bytes, path: Path) -> Columns:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(BytesIO(data)).read()
+        return {name: table[name].to_pylist() for name in table.column_names}
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}; write it anew") from error
+
+
+def _text(data: bytes, path: Path) -> str:
+    """What the bytes say in UTF-8, without the mark that some programs put at the beginning."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"{path} is no text in UTF-8: line {number} has the byte 0x{data[error.start]:02x}; "
+            "save it as UTF-8 (iconv -f latin1 -t utf-8), and unpack it where it is compressed"
+        ) from error
+
+
+def _integer_or_text(cell: str | None) -> int | str | None:
+    return int(cell) if cell is not None and _INTEGER.fullmatch(cell) else cell
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+READERS: Mapping[str, Callable[[bytes, Path], Columns]] = MappingProxyType(
+    {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+)

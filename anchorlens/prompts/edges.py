@@ -1,0 +1,102 @@
+"""Positions -> edges: boolean tensors over (query, key), key before query.
+
+Edge (i, j) is True where query position i attends to key position j and j < i; the diagonal and
+padding belong to no edge set. The algebra is the tensors' own: ``|``, ``&``, ``& ~``.
+
+Examples:
+    >>> to_labels = edges.between(edges.group(batch, "query"), edges.anchors(batch))
+    >>> without_bos = edges.wp(batch) & ~edges.from_first(batch)
+    >>> bool((to_labels & edges.wp(batch)).any())
+    False
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from ..errors import PromptError
+from .batch import GROUPS, PromptBatch, refuse_outside
+
+Edges = Bool[Tensor, "batch query key"]
+Positions = Bool[Tensor, "batch position"]
+
+
+def between(queries: Positions, keys: Positions) -> Edges:
+    """Edges from every position in ``queries`` to every earlier position in ``keys``.
+
+    Args:
+        queries: Positions that attend.
+        keys: Positions attended to.
+
+    Returns:
+        True at (i, j) where i is in ``queries``, j in ``keys``, and j < i.
+
+    Examples:
+        >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
+        [[[False, False], [True, False]]]
+    """
+    edges = queries[:, :, None] & keys[:, None, :]
+    return edges & torch.ones_like(edges[0]).tril(-1)
+
+
+def group(batch: PromptBatch, name: str) -> Positions:
+    """Positions of a token group: text, label, format, target, query or other.
+
+    ``label`` holds all tokens of a label word; :func:`anchors` only the one that stands for it.
+
+    Raises:
+        PromptError: There is no group of that name.
+    """
+    if name not in GROUPS:
+        raise PromptError(f"there is no token group {name!r}; the groups are {', '.join(GROUPS)}")
+    return batch.groups == GROUPS.index(name)
+
+
+def anchors(batch: PromptBatch) -> Positions:
+    """Positions of the anchors: one token of each label word (the paper's p_k).
+
+    Raises:
+        PromptError: A label position lies outside its prompt.
+    """
+    refuse_outside(batch, "label_positions", batch.label_positions)
+    return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
+
+
+def target(batch: PromptBatch) -> Positions:
+    """The target position (the paper's q); none in a batch that ends before it."""
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return where == batch.target_positions[:, None]
+
+
+def every(batch: PromptBatch) -> Edges:
+    """All edges up to the target, to every earlier token: nothing after it can reach it."""
+    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    inside = batch.attention_mask & (where <= batch.target_positions[:, None])
+    return between(inside, inside)
+
+
+def wp(batch: PromptBatch) -> Edges:
+    """Word to label: ``{(p_k, j): j < p_k}``, information gathered in label words (section 2.1)."""
+    return between(anchors(batch), batch.attention_mask)
+
+
+def pq(batch: PromptBatch) -> Edges:
+    """Label to target: ``{(q, p_k)}``, information read off the label words."""
+    return between(target(batch), anchors(batch))
+
+
+def ww(batch: PromptBatch) -> Edges:
+    """Word to word: every edge that is neither in :func:`wp` nor in :func:`pq`."""
+    return every(batch) & ~wp(batch) & ~pq(batch)
+
+
+def tq(batch: PromptBatch) -> Edges:
+    """Anything but a label word to target: ``{(q, j): j no anchor}``, the baseline of S_pq."""
+    return between(target(batch), batch.attention_mask & ~anchors(batch))
+
+
+def from_first(batch: PromptBatch) -> Edges:
+    """Edges to the first token of each prompt, where a BOS stands and attention often rests."""
+    first = batch.attention_mask.long().argmax(1, keepdim=True)
+    keys = torch.zeros_like(batch.attention_mask).scatter(1, first, True)
+    return between(batch.attention_mask, keys)

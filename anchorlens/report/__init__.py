@@ -1,0 +1,1 @@
+"""Results -> one page for people."""

@@ -1,0 +1,1 @@
+"""Numbers with named axes, their intervals, and how they are drawn."""

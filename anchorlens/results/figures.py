@@ -1,0 +1,348 @@
+"""Arrays in, plotly figures out: lines over layers, bars, confusion pairs and token arcs.
+
+Each function returns a new `plotly.graph_objects.Figure`, shows and saves nothing, and leaves its
+tensors as they were. Texts are shown literally: plotly would otherwise read `<b>` as markup and
+`$x$` as TeX. NaN values leave gaps. Figures have a height in pixels and fill the page's width.
+"""
+
+import html
+from collections.abc import Collection, Sequence
+from itertools import groupby, product
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+from torch import Tensor
+
+from ..errors import AnchorlensError
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
+PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
+# Tokens, and the flows into them, are plain (0), of label words (1) or of the target (2).
+SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
+FLOWS = ("other flow", "flow into label word ◆", "flow from label word ◆ to target ■")
+# Opacity and pixels of arcs of up to 1/4, 1/2, 3/4 and 1 of their layer's largest flow.
+DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
+VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥", "\xa0": "⍽"})
+
+
+def lines_by_layer(
+    values: Float[Tensor, "series layer"],
+    names: Sequence[str],
+    *,
+    title: str,
+    y_title: str,
+    low: Float[Tensor, "series layer"] | None = None,
+    high: Float[Tensor, "series layer"] | None = None,
+    dashed: Collection[str] = (),
+    reference: float | None = None,
+) -> go.Figure:
+    """Draw one line per series over the layers (paper: Figures 3 and 5).
+
+    Args:
+        values: heights of the lines, in the unit that `y_title` names.
+        names: one per series, for the legend.
+        title: text over the figure.
+        y_title: text along its y axis.
+        low: lower ends of intervals around the values, drawn as bands.
+        high: their upper ends; both or neither.
+        dashed: names of the series to draw dashed, such as baselines.
+        reference: height of a dotted horizontal line, such as chance.
+
+    Returns:
+        The figure; its x axis counts layers from 0.
+
+    Raises:
+        AnchorlensError: shapes or counts do not fit, or `dashed` holds no name of a series.
+
+    Examples:
+        >>> auc = torch.tensor([[0.5, 0.75], [0.5, 0.5]])
+        >>> lines_by_layer(auc, ["label", "random"], title="AUC", y_title="AUC").data[0].y
+        (0.5, 0.75)
+    """
+    _check_shape(values, (len(names), *values.shape[-1:]), "pass one name per row of values")
+    _check(set(dashed) <= set(names), f"dashed among {list(names)}", dashed, "pass series' names")
+    ends, lines, bands = _ends(values, low, high), [], []
+    for row, (name, heights) in enumerate(zip(names, values.tolist(), strict=True)):
+        color, dash = PALETTE[row % len(PALETTE)], "dash" if name in dashed else "solid"
+        line = go.Scatter(x=list(range(len(heights))), y=heights, name=_literal(name))
+        line.update(line={"color": color, "dash": dash, "width": 2.5}, mode="lines+markers")
+        line.update(marker={"symbol": SYMBOLS[row % len(SYMBOLS)], "size": 7}, legendgroup=row)
+        lines.append(line.update(customdata=ends[:, row].T.tolist(), hovertemplate=_hover(low)))
+        band = go.Scatter(_outline(*ends[:, row].tolist()), mode="lines", line_color=color)
+        band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
+        bands.append(band.update(legendgroup=row, showlegend=False))
+    figure = go.Figure(lines if low is None else bands + lines, _layout(title, 420))
+    if reference is not None:
+        figure.add_hline(reference, line_dash="dot", annotation_text=f"reference {reference:g}")
+    figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=_literal(y_title))
+    layers = values.shape[1]
+    figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
+    return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
+
+
+def grouped_bars(
+    values: Float[Tensor, "group series"],
+    groups: Sequence[str],
+    series: Sequence[str],
+    *,
+    title: str,
+    y_title: str,
+    low: Float[Tensor, "group series"] | None = None,
+    high: Float[Tensor, "group series"] | None = None,
+) -> go.Figure:
+    """Draw groups of bars with error bars (paper: Figure 4).
+
+    Args:
+        values: heights of the bars, in the unit that `y_title` names.
+        groups: one name per row, for the x axis.
+        series: one name per column, for the legend.
+        title: text over the figure.
+        y_title: text along its y axis.
+        low: heights of the lower ends of the error bars.
+        high: of their upper ends; both or neither.
+
+    Returns:
+        The figure, with one trace per series.
+
+    Raises:
+        AnchorlensError: shapes or counts do not fit.
+
+    Examples:
+        >>> loyalty = torch.tensor([[0.25, 0.5], [0.75, 1.0]])
+        >>> names = ["first layers", "last layers"], ["label loyalty", "word loyalty"]
+        >>> grouped_bars(loyalty, *names, title="Isolation", y_title="loyalty").data[1].y
+        (0.5, 1.0)
+    """
+    _check_shape(values, (len(groups), len(series)), "pass one name per row and per column")
+    figure, ends = go.Figure(layout=_layout(title, 420)), _ends(values, low, high)
+    above, below = (ends[1] - values).T.tolist(), (values - ends[0]).T.tolist()
+    for column, (name, heights) in enumerate(zip(series, values.T.tolist(), strict=True)):
+        bars = go.Bar(x=list(range(len(groups))), y=heights, name=_literal(name))
+        bars.update(error_y={"array": above[column], "arrayminus": below[column]})
+        bars.update(customdata=ends[..., column].T.tolist(), hovertemplate="%{x}<br>" + _hover(low))
+        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
+        bars.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
+        figure.add_trace(bars)
+    return figure.update_xaxes(_name_ticks(groups)).update_yaxes(title=_literal(y_title))
+
+
+def confusion_pair(
+    predicted: Float[Tensor, "class class"],
+    actual: Float[Tensor, "class class"],
+    class_names: Sequence[str],
+    *,
+    title: str,
+    predicted_title: str,
+    actual_title: str,
+) -> go.Figure:
+    """Draw a predicted and an actual confusion matrix side by side (paper: Figure 6).
+
+    Args:
+        predicted: for every two classes a number from 0 (confused) to 1 (told apart).
+        actual: the same, measured.
+        class_names: one per class.
+        title: text over the figure.
+        predicted_title: text over the left matrix.
+        actual_title: text over the right one.
+
+    Returns:
+        The figure: heatmaps in the same colours, from 0 to 1, without diagonals.
+
+    Raises:
+        AnchorlensError: a matrix has not one row and one column per class name.
+
+    Examples:
+        >>> matrix = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+        >>> confusion_pair(matrix, matrix, ["entity", "person"], title="TREC",
+        ...                predicted_title="predicted", actual_title="actual").data[0].z[0][1]
+        0.5
+    """
+    count, titles = len(class_names), [_literal(predicted_title), _literal(actual_title)]
+    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.22)
+    for column, matrix in enumerate((predicted, actual), start=1):
+        _check_shape(matrix, (count, count), "pass one class name per row and column")
+        cells = matrix.clone().fill_diagonal_(torch.nan).tolist()
+        heat = go.Heatmap(z=cells, zmin=0, zmax=1, colorscale="Cividis", xgap=2, ygap=2)
+        heat.update(texttemplate="%{z:.2f}")
+        heat.update(hovertemplate="%{y} | %{x}: %{z:.3g}<extra></extra>", hoverongaps=False)
+        bar = {"title": {"text": "low = confused", "side": "right"}, "x": (0.39, 1.0)[column - 1]}
+        figure.add_trace(heat.update(colorbar=bar, colorbar_thickness=12), 1, column)
+    figure.update_layout(_layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
+    axis = _name_ticks(class_names) | {"showgrid": False, "zeroline": False}
+    figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
+    return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
+
+
+def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
+    """Draw a figure of lines under another, each in its own height, under the upper one's title.
+
+    Args:
+        upper: any figure of this module, such as confusion matrices.
+        lower: a figure with one pair of axes, such as lines by layer; its title is left out.
+
+    Returns:
+        The figure, as high as both; the legend stands over the lines.
+
+    Examples:
+        >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
+        >>> stacked(lines, lines).layout.height
+        840
+    """
+    above, below = upper.layout, lower.layout
+    whole = above.height + below.height
+    inner = whole - above.margin.t - below.margin.b
+    start = 1 - (above.height - above.margin.t - above.margin.b) / inner
+    end = (below.height - below.margin.t - below.margin.b) / inner
+    figure = go.Figure(upper).update_yaxes(domain=[start, 1])
+    bar = {"len": 1 - start, "y": 1, "yanchor": "top"}
+    figure.update_traces(colorbar=bar, selector={"type": "heatmap"})
+    figure.for_each_annotation(lambda note: note.update(y=start + (1 - start) * note.y))
+    number = 1 + len([*upper.select_xaxes()])
+    x, y = f"x{number}", f"y{number}"
+    figure.add_traces(go.Figure(lower).update_traces(xaxis=x, yaxis=y).data)
+    for line in below.shapes:
+        figure.add_shape(line, xref=line.xref.replace("x", x), yref=line.yref.replace("y", y))
+    for note in below.annotations:
+        figure.add_annotation(note, xref=note.xref.replace("x", x), yref=note.yref.replace("y", y))
+    across, along = below.xaxis.to_plotly_json(), below.yaxis.to_plotly_json()
+    axes = {f"xaxis{number}": across | {"anchor": y}}
+    axes |= {f"yaxis{number}": along | {"anchor": x, "domain": [0, end]}}
+    legend = {"orientation": "h", "x": 0, "y": end, "yanchor": "bottom"}
+    return figure.update_layout(axes, height=whole, legend=legend, hovermode="closest")
+
+
+def token_arcs(
+    tokens: Sequence[str],
+    saliency: Float[Tensor, "layer query key"],
+    *,
+    label_positions: Collection[int],
+    target_position: int,
+    title: str,
+    strongest: int = 60,
+) -> go.Figure:
+    """Draw the strongest flows between the tokens of a prompt (paper: Figure 1).
+
+    Lines lead from a key on the left to a later query on the right. The darker and wider a line,
+    the nearer is its flow to the layer's largest.
+
+    Args:
+        tokens: the texts of the prompt's tokens, in order.
+        saliency: size of each flow, in any unit; drawn where key < query and above 0.
+        label_positions: positions of the label words, from 0.
+        target_position: position whose next token is the answer, from 0.
+        title: text over the figure.
+        strongest: how many flows to draw per layer at most, above 0.
+
+    Returns:
+        The figure, at layer 0, with a slider over the layers.
+
+    Raises:
+        AnchorlensError: shapes or positions do not fit, or there is nothing to draw.
+
+    Examples:
+        >>> figure = token_arcs(["Good", ":", " yes", " Bad", ":"], torch.rand(2, 5, 5),
+        ...                     label_positions=[2], target_position=4, title="Flows")
+        >>> len(figure.layout.sliders[0].steps)
+        2
+    """
+    count, height = len(tokens), 240 + 17 * len(tokens)
+    _check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
+    _check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
+    asked, cure = {*label_positions, target_position}, "count positions in tokens from 0"
+    _check(asked <= set(range(count)), f"positions in 0..{count - 1}", sorted(asked), cure)
+    marks = [2 if at == target_position else int(at in label_positions) for at in range(count)]
+    texts = [_literal(SIGNS[marks[at]] + tokens[at].translate(VISIBLE)) for at in range(count)]
+    layers = [_arcs(flows, strongest, texts, marks) for flows in saliency]
+    figure = go.Figure(layout=_layout(title, height))
+    for slot, (kind, (opacity, width)) in enumerate(product(range(len(FLOWS)), DEPTHS)):
+        arcs = go.Scatter({part: points[slot] for part, points in layers[0].items()}, mode="lines")
+        arcs.update(line={"color": COLORS[kind], "width": width}, opacity=opacity)
+        # Plotly draws the right axis only if a trace uses it.
+        arcs.update(hovertemplate="%{text}<extra></extra>", yaxis="y2" if kind else "y")
+        figure.add_trace(arcs.update(name=FLOWS[kind], legendgroup=kind, showlegend=opacity == 1))
+    ticks = [f'<span style="color:{COLORS[marks[at]]}">{texts[at]}</span>' for at in range(count)]
+    column = {"tickvals": list(range(count)), "ticktext": ticks, "range": [count - 0.4, -0.6]}
+    figure.update_layout(yaxis=column, yaxis2=column | {"overlaying": "y", "side": "right"})
+    figure.update_xaxes(tickvals=[0, 1], ticktext=["key (from)", "query (to)"], side="top")
+    figure.update_xaxes(range=[0, 1], showgrid=False, zeroline=False, fixedrange=True)
+    figure.update_yaxes(showgrid=False, zeroline=False, fixedrange=True, ticks="outside")
+    steps = [{"method": "restyle", "label": str(i), "args": [x]} for i, x in enumerate(layers)]
+    slider = {"steps": steps, "currentvalue": {"prefix": "layer "}, "y": 1, "yanchor": "bottom"}
+    legend = {"orientation": "h", "yref": "container", "y": 1 - 80 / height, "yanchor": "top"}
+    figure.update_layout(sliders=[slider | {"pad": {"b": 40}}], legend=legend, hoverdistance=40)
+    note = f"The layer's largest flows (up to {strongest}); darker and wider is nearer its largest"
+    return figure.update_layout(title_subtitle_text=note, margin={"t": 220, "b": 20})
+
+
+def _literal(text: str) -> str:
+    """Escape a text so that plotly shows it as it is; plotly knows no `&quot;`."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
+
+
+def _check(fits: bool, expected: str, got: object, cure: str) -> None:
+    if not fits:
+        raise AnchorlensError(f"expected {expected}, got {got}; {cure}")
+
+
+def _check_shape(values: Tensor, shape: tuple[int, ...], cure: str) -> None:
+    _check(values.shape == shape, f"shape {shape}", f"shape {tuple(values.shape)}", cure)
+
+
+def _ends(values: Float[Tensor, "r c"], *ends: Tensor | None) -> Float[Tensor, "end r c"]:
+    """Stack the low and high ends of the intervals around `values`; NaN if there are none."""
+    given = [torch.full_like(values, torch.nan) if end is None else end for end in ends]
+    _check(sum(end is None for end in ends) != 1, "both low and high", "only one", "pass both")
+    for end in given:
+        _check_shape(end, tuple(values.shape), "pass one interval per value")
+    return torch.stack(given)
+
+
+def _hover(low: Tensor | None) -> str:
+    ends = "" if low is None else " [%{customdata[0]:.3g}, %{customdata[1]:.3g}]"
+    return "%{fullData.name}: %{y:.3g}" + ends + "<extra></extra>"
+
+
+def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
+    """Outline a band, with one closed part for each run of layers whose ends are both known."""
+    x, y = list[Any](), list[Any]()
+    for known, run in groupby(range(len(low)), lambda layer: low[layer] <= high[layer]):
+        layers = list(run) if known else []
+        x += [*layers, *reversed(layers), None]
+        y += [*(low[at] for at in layers), *(high[at] for at in reversed(layers)), None]
+    return {"x": x, "y": y}
+
+
+def _arcs(
+    flows: Float[Tensor, "query key"], strongest: int, texts: list[str], marks: list[int]
+) -> dict[str, list[list[Any]]]:
+    """Return x, y and text of a layer's arcs, each as one list per kind of flow and depth."""
+    known = flows.nan_to_num(0.0, 0.0, 0.0).tril(-1).flatten()
+    sizes, places = known.topk(min(strongest, len(known)))
+    # An empty first point keeps a trace without arcs in the legend.
+    x, y, text = ([list[Any]([None]) for _ in product(FLOWS, DEPTHS)] for _ in range(3))
+    for size, place in zip(sizes[sizes > 0].tolist(), places.tolist(), strict=False):
+        query, key = divmod(place, len(flows))
+        kind = 0 if marks[query] == 2 and marks[key] != 1 else marks[query]
+        depth = min(int(size / sizes[0].item() * len(DEPTHS)), len(DEPTHS) - 1)
+        slot = kind * len(DEPTHS) + depth
+        # Inner points let the pointer find an arc: many arcs share an end, few a point between.
+        x[slot] += [0.0, 0.25, 0.5, 0.75, 1.0, None]
+        y[slot] += [*(key + (query - key) * quarter / 4 for quarter in range(5)), None]
+        text[slot] += [f"{texts[key]} ({key}) → {texts[query]} ({query}): {size:.3g}"] * 6
+    return {"x": x, "y": y, "text": text}
+
+
+def _name_ticks(names: Sequence[str]) -> dict[str, Any]:
+    """Name the places 0, 1, ... of an axis: plotly merges equal names and sorts numeric ones."""
+    return {"tickvals": list(range(len(names))), "ticktext": [_literal(name) for name in names]}
+
+
+def _layout(title: str, height: int) -> dict[str, Any]:
+    top = {"text": _literal(title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 16}}
+    margin = {"t": 60, "b": 60, "r": 20}
+    return {"template": "plotly_white", "title": top, "height": height, "margin": margin}

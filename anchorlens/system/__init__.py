@@ -1,0 +1,1 @@
+"""The machine: files, processes, signals. Nothing here knows what a language model is."""
