@@ -278,6 +278,15 @@ def test_label_positions_outside_the_prompt(gpt2: Any, shift: int) -> None:
             use()
 
 
+@pytest.mark.parametrize("size", [1.5, NAN, "3"])
+def test_sizes_that_are_no_whole_numbers(byte_level: Any, size: Any) -> None:
+    demos = [al.Example("x", 0), al.Example("y", 1)]
+    build = partial(al.build_prompts, byte_level, al.TASKS["sst2"], demos, ["z"])
+    for name in ("batch_size", "max_length"):
+        with pytest.raises(PromptError, match=f"{name} must be a whole number from 1; got"):
+            build(**{name: size})
+
+
 @pytest.mark.parametrize("count", [1.5, None, "1"])
 def test_numbers_of_prompts_and_layers_that_are_none(gpt2: Any, count: Any) -> None:
     with pytest.raises(PromptError, match="the batch has the prompts 0 to 1; got"):
