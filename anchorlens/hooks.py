@@ -110,8 +110,8 @@ def isolate(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: A position is no whole number, negative or beyond the prompt, or a layer or head
-            does not exist.
+        HookError: There are no positions, one is no whole number, negative or beyond the prompt, or
+            a layer or head does not exist.
         ModelError: The model was not prepared.
 
     Examples:

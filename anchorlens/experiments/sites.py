@@ -52,7 +52,7 @@ def windows(model: HookedModel, width: int) -> dict[str, Where]:
     """Every ``width`` layers side by side, from the first to the last.
 
     Raises:
-        HookError: The model has fewer layers.
+        HookError: ``width`` is no whole number from 1 to the number of layers.
 
     Examples:
         >>> list(al.windows(model, 2))[:2]

@@ -96,7 +96,7 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the tokens must lie."""
+    """The device of the parameters, where tokens must be."""
     return torch.device(next(iter(model.parameters())).device)
 
 

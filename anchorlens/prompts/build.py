@@ -165,10 +165,10 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
 
 
 def _composes(text: str, stop: int, start: int) -> bool:
-    """Whether the characters [stop, start), which no token covers, are one with that before them.
+    """Whether the characters [stop, start) form one character with the one before them.
 
-    An accent of its own after its letter is: the tokenizer normalises both to one character, and
-    its offsets leave the accent out.
+    A letter and an accent after it do: the tokenizer joins the two, and the offsets of its tokens
+    leave the accent out.
     """
     if not 0 < stop < start:
         return False

@@ -136,7 +136,7 @@ def with_intervals(
     replacement within their set. Where a set is smaller all prompts count as one set, and whole
     sets are drawn where there are ``MANY_SETS`` of them, else prompts. Intervals are expanded
     percentiles, Wilson's for the record's ``proportions``, Bonett and Price's for its
-    ``differences``.
+    ``differences``, and Zou and Donner's of each set's own for its ``means_over_sets``.
 
     Args:
         result: Function from rows, Tensor["prompt ..."] each, to a record.
@@ -163,63 +163,34 @@ def with_intervals(
     record = replace(record, info={**info, **drawn_info})
     if not resamples:
         return record
-    with warnings.catch_warnings():
-        # What is worth a warning was said of all rows already.
-        warnings.simplefilter("ignore")
-        intervals = _intervals(result, rows, record, population, resamples, seed)
-    return replace(record, intervals=intervals)
-
-
-def _intervals(
-    result: Callable[[Rows], Record],
-    rows: Rows,
-    record: Record,
-    population: Population,
-    resamples: int,
-    seed: int,
-) -> dict[str, Float[Tensor, "end *axes"]]:
-    """The interval of every field without a prompt axis."""
     generator = torch.Generator().manual_seed(seed)
     averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
     drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
-    for _ in range(resamples):
-        chosen = population.draw(generator)
-        resampled = result({name: values[chosen] for name, values in rows.items()})
-        for name in averaged:
-            drawn[name].append(getattr(resampled, name))
+    of_sets: list[_R] = []
+    with warnings.catch_warnings():
+        # What is worth a warning was said of all rows already.
+        warnings.simplefilter("ignore")
+        for _ in range(resamples):
+            chosen = population.draw(generator)
+            resampled = result({name: values[chosen] for name, values in rows.items()})
+            for name in averaged:
+                drawn[name].append(getattr(resampled, name))
+        if len(population.strata) > 1 and record.means_over_sets:
+            for prompts in population.strata:
+                rows_of_set = {name: values[prompts] for name, values in rows.items()}
+                options: dict[str, Any] = {"resamples": resamples, "info": {}, "seed": seed}
+                of_sets.append(with_intervals(result, rows_of_set, **options))
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
-    for name, prompts in record.proportions().items():
-        intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, prompts)
+    for name, count in record.proportions().items():
+        intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, count)
     for name in record.differences:
         intervals[name] = _of_difference(getattr(record, name), stacked[name], population)
-    if len(population.strata) > 1 and record.means_over_sets:
-        intervals |= _of_means_over_sets(result, rows, record, population, resamples, seed)
-    return intervals
-
-
-def _of_means_over_sets(
-    result: Callable[[Rows], Record],
-    rows: Rows,
-    record: Record,
-    population: Population,
-    resamples: int,
-    seed: int,
-) -> dict[str, Float[Tensor, "end *axes"]]:
-    """The intervals of ``means_over_sets``, from those of each given set by itself."""
-    values: dict[str, list[Tensor]] = {name: [] for name in record.means_over_sets}
-    bounds: dict[str, list[Tensor]] = {name: [] for name in record.means_over_sets}
-    for prompts in population.strata:
-        rows_of_set = {name: row[prompts] for name, row in rows.items()}
-        alone, one_set = result(rows_of_set), population_of(population.sets[prompts])
-        intervals = _intervals(result, rows_of_set, alone, one_set, resamples, seed)
-        for name in record.means_over_sets:
-            values[name].append(getattr(alone, name).double())
-            bounds[name].append(intervals[name])
-    return {
-        name: mean_over_sets(torch.stack(values[name]), torch.stack(bounds[name]))
-        for name in record.means_over_sets
-    }
+    for name in record.means_over_sets if of_sets else ():
+        values = torch.stack([getattr(alone, name).double() for alone in of_sets])
+        bounds = torch.stack([alone.intervals[name] for alone in of_sets])
+        intervals[name] = mean_over_sets(values, bounds)
+    return replace(record, intervals=intervals)
 
 
 def _percentiles(
