@@ -10,12 +10,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
-# Tests that meet TransformerLens through nothing in which the bridges of its lines differ.
-ONE_LINE := appendix architecture attack aucroc bad_values baselines batch cli command_mistakes \
-	compression context dead_processes devices diagnosis distances docstrings edges examples figures \
-	intervals isolation launch load_examples loyalty memory mixes paper paper_command paper_failures \
-	paper_tables precision processes products prompt_errors prompts published random_control report \
-	results reweighting run saliency saved sharing staying_alive store tasks
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
@@ -27,7 +21,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-oldest docs lint bench architectures clean
+.PHONY: help demo test test-quick test-oldest docs lint bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -35,6 +29,7 @@ need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,
 help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
+	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
 	@echo 'make test-oldest  the tests again on transformer-lens 3.9, with its HookedTransformer as well'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
@@ -49,14 +44,16 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 
 test: lint
 	$(PYTEST) -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
-	$(PYTEST) -m without_jaxtyping
-	$(PYTEST) --kind processed
+	$(PYTEST) -m without_jaxtyping --kind bridge --kind processed
 
-# With --kind only the tests that depend on the kind of model run; shapes were checked above, and
-# what compatibility mode does to every architecture is part of the first line here.
+# No whole models, but for those of a few short tests, and no shape checks.
+test-quick: $(VENV)/.stamp-dev
+	$(PYTEST) -x -m 'not without_jaxtyping'
+
+# What shows the same on every line or kind of model is marked, and left out here. What compatibility
+# mode does to every architecture is part of the matrix of bridges.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) $(ONE_LINE:%=--ignore=tests/test_%.py)
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind hooked-transformer
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

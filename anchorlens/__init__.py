@@ -4,16 +4,12 @@ Hooks and metrics of "Label Words are Anchors" (Wang et al., EMNLP 2023) for any
 model.
 """
 
+from .contexts import placement as placement
+from .contexts import selection as selection
 from .contexts.compression import compress as compress
 from .contexts.context import CompressedContext as CompressedContext
-from .contexts.selection import anchors_and_format as anchors_and_format
-from .contexts.selection import as_in_prompt as as_in_prompt
-from .contexts.selection import everything as everything
-from .contexts.selection import label_words as label_words
-from .contexts.selection import random_and_format as random_and_format
-from .contexts.selection import rebased as rebased
-from .contexts.selection import restarted as restarted
 from .errors import AnchorlensError as AnchorlensError
+from .experiments import sites as sites
 from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
 from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
 from .experiments.compression_loyalty import answer_times as answer_times
@@ -28,10 +24,7 @@ from .experiments.isolation import plot_isolation as plot_isolation
 from .experiments.reweighting import Beta as Beta
 from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
 from .experiments.reweighting import train_reweighting as train_reweighting
-from .experiments.sites import Where as Where
-from .experiments.sites import first_and_last as first_and_last
-from .experiments.sites import single_heads as single_heads
-from .experiments.sites import windows as windows
+from .experiments.sites import Site as Site
 from .hooks import block_edges as block_edges
 from .hooks import isolate as isolate
 from .hooks import isolate_labels as isolate_labels
@@ -48,8 +41,10 @@ from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
 from .metrics.loyalty import Loyalty as Loyalty
 from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
 from .metrics.loyalty import loyalty as loyalty
+from .metrics.metric import ChecksBatches as ChecksBatches
 from .metrics.metric import Metric as Metric
 from .metrics.metric import Observation as Observation
+from .metrics.metric import ObservesPrefix as ObservesPrefix
 from .metrics.saliency import SaliencyFlows as SaliencyFlows
 from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
 from .metrics.saliency import saliency as saliency
@@ -60,20 +55,41 @@ from .passes.losses import label_cross_entropy as label_cross_entropy
 from .prompts import edges as edges
 from .prompts.batch import PromptBatch as PromptBatch
 from .prompts.build import build_prompts as build_prompts
+from .prompts.examples import Example as Example
+from .prompts.examples import load_examples as load_examples
+from .prompts.examples import sample_demonstrations as sample_demonstrations
+from .prompts.examples import sample_queries as sample_queries
 from .prompts.tasks import TASKS as TASKS
-from .prompts.tasks import Example as Example
 from .prompts.tasks import Task as Task
-from .prompts.tasks import load_examples as load_examples
-from .prompts.tasks import sample_demonstrations as sample_demonstrations
-from .prompts.tasks import sample_queries as sample_queries
-from .replication.appendix import PAPER_APPENDIX as PAPER_APPENDIX
 from .replication.paper import paper as paper
 from .replication.paper_figures import paper_figures as paper_figures
+from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
 from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
 from .replication.paper_tables import paper_tables as paper_tables
 from .report.page import write_report as write_report
 from .results import figures as figures
 from .results.record import Record as Record
+from .results.record import load_record as load_record
+from .runs.plan import Plan as Plan
 from .runs.run import run as run
 from .runs.run import target_logits as target_logits
 from .runs.store import forget_rows as forget_rows
+from .runs.study import Study as Study
+from .system.renames import old_names
+
+__getattr__ = old_names(
+    "anchorlens",
+    {
+        "Where": "Site",
+        "first_and_last": "sites.first_and_last",
+        "single_heads": "sites.single_heads",
+        "windows": "sites.windows",
+        "anchors_and_format": "selection.anchors_and_format",
+        "everything": "selection.everything",
+        "label_words": "selection.label_words",
+        "random_and_format": "selection.random_and_format",
+        "as_in_prompt": "placement.as_in_prompt",
+        "rebased": "placement.rebased",
+        "restarted": "placement.restarted",
+    },
+)

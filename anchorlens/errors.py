@@ -1,19 +1,19 @@
-"""The errors of the package: each message says what was expected, what came, and the cure."""
+"""The errors of the package. Each message says what was expected, what came, and the cure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class AnchorlensError(ValueError):
-    """Base of every error that anchorlens raises about what it was given."""
+    """The base class of every error that anchorlens raises about its arguments and files."""
 
 
 class DataError(AnchorlensError):
-    """Examples cannot be read, or are too few for what was asked."""
+    """Examples cannot be read, or are too few."""
 
 
 class PromptError(AnchorlensError):
-    """A prompt cannot be built with positions that are certain."""
+    """A prompt cannot be built so that its positions are certain, or a batch is not valid."""
 
 
 class ModelError(AnchorlensError):
@@ -21,15 +21,15 @@ class ModelError(AnchorlensError):
 
 
 class HookError(AnchorlensError):
-    """A hook was asked for layers, heads, positions or edges that it cannot act on."""
+    """A hook cannot act on the given layers, heads, positions or edges."""
 
 
 class MetricError(AnchorlensError):
-    """A metric cannot be computed from the prompts that it was given."""
+    """A metric cannot be computed from the given prompts."""
 
 
 class RunError(AnchorlensError):
-    """Some metrics of a run failed; ``results`` holds those that did not."""
+    """Some metrics of a run failed; ``results`` holds the results of the others."""
 
     def __init__(self, message: str, results: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class RunError(AnchorlensError):
 
 
 class ProcessError(AnchorlensError):
-    """Another process that shares the run failed, or was given something else."""
+    """Another process of the same run failed, or was started with other arguments."""
 
 
 class StoreError(AnchorlensError):
@@ -45,4 +45,4 @@ class StoreError(AnchorlensError):
 
 
 class MemoryLimitError(AnchorlensError):
-    """One prompt alone does not fit into memory."""
+    """A single prompt does not fit into memory."""

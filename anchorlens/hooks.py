@@ -1,7 +1,7 @@
-"""Positions and edges -> plain TransformerLens hooks: block, isolate, re-weight.
+"""Turns positions and edges into plain TransformerLens hooks: block, isolate, re-weight.
 
-Each builder returns a list of ``(hook name, function)`` pairs for ``run_with_hooks``; lists join
-with ``+``. A builder checks what it was given against the model before anything runs.
+Each function returns a list of ``(hook name, function)`` pairs for ``run_with_hooks``; lists join
+with ``+``. It checks its arguments against the model before the model runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,15 +18,15 @@ from .models.hooked import (
     HookedModel,
     LearnedBeta,
     check_fits,
+    indices_of,
     layer_numbers,
-    numbers_of,
     pattern_name,
     refuse_folded_value_biases,
     require_prepared,
     scores_name,
 )
 from .prompts import edges as edge_sets
-from .prompts.batch import PromptBatch, holds_integers, refuse_outside
+from .prompts.batch import LeadingTokens, PromptBatch, check_inside, holds_integers
 
 
 def block_edges(
@@ -41,21 +41,23 @@ def block_edges(
     """Hooks that cut edges of the attention.
 
     Args:
-        model: The hooked model that the hooks are for.
-        edges: True where the query must not attend to the key; a batch of 1 serves all prompts.
-        layers: Layers to act in; negative ones count from the end, ``range(-5, 0)`` is the last 5.
+        model: The hooked model to which the hooks will be added.
+        edges: True where the query must not attend to the key; a batch of 1 holds for all prompts.
+        layers: Layers to act in; negative numbers count from the end, so that ``range(-5, 0)``
+            means the last 5.
         heads: Heads to act in; all by default.
         renormalize: True cuts before the softmax, so that the rest of each row still sums to 1
-            (the published code). False sets the pattern to 0 after it (the paper's equation).
-        first_query: Position of the first query row, where a prefix is cached.
+            (the published code). False sets the pattern to 0 after the softmax (the paper's
+            equation).
+        first_query: Position of the first query row; above 0 after a cached prefix.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: A layer or head does not exist, ``edges`` are not True and False of that shape,
-            or ``renormalize`` would cut a position off from itself, which can leave a row nothing
-            to attend to.
+        HookError: A layer or head does not exist, ``edges`` is not boolean or not of that shape,
+            or ``renormalize=True`` would cut the edge of a position to itself: that can leave a
+            row with nothing to attend to.
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
 
@@ -98,20 +100,20 @@ def isolate(
     """Hooks that cut ``positions`` off from everything before them: the edges (p, j), j < p.
 
     Args:
-        model: The hooked model that the hooks are for.
+        model: The hooked model to which the hooks will be added.
         positions: Positions to isolate, in each prompt.
-        layers: Layers to act in, negative ones from the end.
+        layers: Layers to act in; negative numbers count from the end.
         heads: Heads to act in; all by default.
-        renormalize: See :func:`block_edges`. With it an isolated position attends only to itself,
-            except where the model has attention sinks, which keep their share.
-        first_query: Position of the first query row, where a prefix is cached.
+        renormalize: See :func:`block_edges`. If True an isolated position attends only to itself,
+            and to the attention sinks of models that have them.
+        first_query: Position of the first query row; above 0 after a cached prefix.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: There are no positions, one is no whole number, negative or beyond the prompt, or
-            a layer or head does not exist.
+        HookError: There are no positions, a position is not a whole number, negative or beyond
+            the prompt, or a layer or head does not exist.
         ModelError: The model was not prepared.
 
     Examples:
@@ -151,17 +153,17 @@ def isolate_labels(
     keep_bos: bool = False,
     renormalize: bool = True,
 ) -> list[Hook]:
-    """Hooks that isolate the label words, so that they gather nothing (the paper's section 2.2).
+    """Hooks that isolate the label words: these gather no information (the paper's section 2.2).
 
     Args:
-        model: The hooked model that the hooks are for.
+        model: The hooked model to which the hooks will be added.
         batch: Prompts with known label words.
-        layers: Layers to act in, negative ones from the end.
+        layers: Layers to act in; negative numbers count from the end.
         heads: Heads to act in; all by default.
-        whole_words: Cut all tokens of a label word that has several; by default the first, as the
-            published code does.
-        keep_bos: Keep the edge to BOS. The paper's prompts have none; where a prompt begins with
-            one, that edge alone does much of the damage, so that both are worth reporting.
+        whole_words: Isolate all tokens of a label word that has several; by default only the
+            first, as in the published code.
+        keep_bos: Do not cut the edge to BOS. The paper's prompts have no BOS. In prompts with a
+            BOS the cut of that edge alone explains much of the effect, so report both.
         renormalize: See :func:`block_edges`.
 
     Returns:
@@ -184,26 +186,26 @@ def isolate_random(
     model: HookedModel,
     batch: PromptBatch,
     layers: Iterable[int] | int,
-    seed: int,
     heads: Iterable[int] | int | None = None,
     *,
+    seed: int,
     whole_words: bool = False,
     keep_bos: bool = False,
     renormalize: bool = True,
 ) -> list[Hook]:
-    """The control of :func:`isolate_labels`: as many other positions of the demonstrations.
+    """The control of :func:`isolate_labels`: it isolates as many random other positions.
 
-    The draw depends on ``seed`` and the demonstrations alone: it is the same in all layers, and
-    for every batch, process and padding side. The first token of a prompt, BOS and label words are
-    never drawn.
+    Positions are drawn from the demonstrations. The draw depends on ``seed`` and the demonstrations
+    alone: it is the same in all layers, and for every batch, process and padding side. The first
+    token of a prompt, BOS and label words are never drawn.
 
     Args:
-        model: The hooked model that the hooks are for.
+        model: The hooked model to which the hooks will be added.
         batch: Prompts with known label words.
-        layers: Layers to act in, negative ones from the end.
-        seed: Number of the draw. One draw is no control: use about 10.
+        layers: Layers to act in; negative numbers count from the end.
         heads: Heads to act in; all by default.
-        whole_words: Draw as many positions as all tokens of the label words, the control of
+        seed: Number of the draw. A single draw is not a control: use about 10.
+        whole_words: Draw as many positions as the label words have tokens, as a control of
             ``isolate_labels(whole_words=True)``.
         keep_bos: See :func:`isolate_labels`.
         renormalize: See :func:`block_edges`.
@@ -212,13 +214,13 @@ def isolate_random(
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: The demonstrations have fewer other positions than label words, or ``seed`` is no
-            whole number.
+        HookError: The demonstrations have fewer other positions than label words, or ``seed`` is
+            not a whole number.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared.
 
     Examples:
-        >>> hooks = [al.isolate_random(model, batch, range(5), seed) for seed in range(10)]
+        >>> hooks = [al.isolate_random(model, batch, range(5), seed=seed) for seed in range(10)]
     """
     receivers = random_positions(batch, seed, whole_words=whole_words)
     return _isolate_in_batch(model, batch, receivers, layers, heads, keep_bos, renormalize)
@@ -227,30 +229,30 @@ def isolate_random(
 def random_positions(
     batch: PromptBatch, seed: int, *, whole_words: bool = False
 ) -> Bool[Tensor, "batch position"]:
-    """As many positions as label words have, drawn from the rest of the demonstrations."""
+    """Random positions of the demonstrations, as many as the label words have."""
     if not isinstance(seed, int):
         raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
     last = batch.label_ends.max(1, keepdim=True).values
-    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     first = batch.attention_mask.long().argmax(1, keepdim=True)
-    allowed = batch.attention_mask & (where < last) & (where != first)
+    allowed = batch.attention_mask & (positions < last) & (positions != first)
     labels = edge_sets.group(batch, "label") | edge_sets.anchors(batch)
     allowed &= ~labels
-    # Instructions are no demonstrations; batches from bare positions do not tell them apart.
+    # Instructions are not drawn. Batches from bare positions do not know which tokens these are.
     inside = edge_sets.group(batch, "text") | edge_sets.group(batch, "format")
     allowed &= inside | ~inside.any(1, keepdim=True)
     counts = (labels if whole_words else edge_sets.anchors(batch)).sum(1).tolist()
     drawn = torch.zeros_like(allowed, device="cpu")
     rows = zip(allowed.cpu(), counts, batch.demonstrations_id.tolist(), strict=True)
-    for row, (may, count, name) in enumerate(rows):
-        candidates = may.nonzero().flatten()
+    for row, (allowed_in_row, count, set_id) in enumerate(rows):
+        candidates = allowed_in_row.nonzero().flatten()
         if len(candidates) < count:
             raise HookError(
-                f"the demonstrations have {len(candidates)} tokens besides the {count} of their "
+                f"the demonstrations have {len(candidates)} tokens other than the {count} of their "
                 "label words, too few for a random control; use longer demonstrations"
             )
-        # The order of the candidates is that of the demonstrations, whatever the padding.
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + name) % 2**63)
+        # Padding does not change the draw: candidates are counted, not positions.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
         chosen = torch.randperm(len(candidates), generator=generator)[:count]
         drawn[row, candidates[chosen]] = True
     return drawn.to(batch.tokens.device)
@@ -261,20 +263,20 @@ def reweight_anchors(
 ) -> list[Hook]:
     """Hooks that multiply the target's attention to anchor i by ``exp(beta_i)`` (section 3.1).
 
-    After the softmax, and not renormalised. Gradients flow into ``beta``.
+    They act after the softmax, and rows are not normalised again. Gradients flow into ``beta``.
 
     Args:
-        model: The hooked model that the hooks are for.
+        model: The hooked model to which the hooks will be added.
         batch: Prompts with known label words and target.
-        beta: Logarithm of the factor for each layer, head and anchor in order of appearance; 0
-            changes nothing. Or what ``train_reweighting`` gives.
+        beta: Logarithm of the factor for each layer, head and anchor in order of appearance (0
+            changes nothing), or the result of ``train_reweighting``.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: The shape of ``beta`` does not fit the model and the prompts, it is NaN or
-            infinite somewhere, or it was learned for other label words.
+        HookError: The shape of ``beta`` does not fit the model and the prompts, a value is NaN or
+            infinite, or ``beta`` was learned for other label words.
         PromptError: The prompts do not fit the model.
         ModelError: The model was not prepared, or its value biases are folded.
 
@@ -285,7 +287,9 @@ def reweight_anchors(
     require_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, batch)
-    refuse_outside(batch, "label_positions", batch.label_positions)
+    check_inside(batch, "label_positions", batch.label_positions)
+    if not isinstance(batch, LeadingTokens):
+        check_inside(batch, "target_positions", batch.target_positions[:, None])
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
@@ -299,23 +303,23 @@ def reweight_anchors(
             "some are NaN or infinite"
         )
     rows = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-    queries = batch.target_positions[:, None] - batch.first_query
+    queries = batch.target_rows[:, None]
 
     def hook_of(layer: int) -> Hook:
         def reweight(pattern: Tensor, hook: Any) -> Tensor:
             device = pattern.device
-            place = (rows.to(device), queries.to(device), batch.label_positions.to(device))
-            heads_last = pattern.movedim(1, -1).clone()  # advanced indices stand together
+            index = (rows.to(device), queries.to(device), batch.label_positions.to(device))
+            heads_last = pattern.movedim(1, -1).clone()  # so that the indexed axes are adjacent
             factor = factors[layer].to(device, pattern.dtype).exp().T
-            heads_last[place] = heads_last[place] * factor
+            heads_last[index] = heads_last[index] * factor
             return heads_last.movedim(-1, 1)
 
         return pattern_name(layer), reweight
 
-    if (batch.target_positions >= batch.tokens.shape[1]).all():
-        return []  # the demonstrations alone
+    if isinstance(batch, LeadingTokens):
+        return []  # its tokens end before the target
     hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
-    return [(name, BatchHook(act, batch.tokens)) for name, act in hooks]
+    return [(name, BatchHook(function, batch.tokens)) for name, function in hooks]
 
 
 def _isolate_in_batch(
@@ -327,7 +331,7 @@ def _isolate_in_batch(
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
-    check_fits(model, batch)  # before the edges, whose size is quadratic
+    check_fits(model, batch)  # first, because the size of the edges is quadratic in the length
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
     cut = edge_sets.between(receivers, batch.attention_mask)
@@ -338,9 +342,9 @@ def _isolate_in_batch(
             )
         cut &= ~edge_sets.from_first(batch)
     first = batch.first_query
-    own = None if heads is None else tuple(numbers_of("head", heads, model.cfg.n_heads))
-    hooks = block_edges(model, cut, layers, own, renormalize=renormalize, first_query=first)
-    return [(name, BatchHook(act, batch.tokens, cut, own)) for name, act in hooks]
+    numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
+    hooks = block_edges(model, cut, layers, numbers, renormalize=renormalize, first_query=first)
+    return [(name, BatchHook(function, batch.tokens, cut, numbers)) for name, function in hooks]
 
 
 def _blocking_hooks(
@@ -355,7 +359,7 @@ def _blocking_hooks(
         refuse_folded_value_biases(model)
     count = model.cfg.n_heads
     chosen = torch.zeros(count, dtype=torch.bool)
-    chosen[numbers_of("head", range(count) if heads is None else heads, count)] = True
+    chosen[indices_of("head", range(count) if heads is None else heads, count)] = True
     name = scores_name if renormalize else pattern_name
 
     def block(attention: Tensor, hook: Any) -> Tensor:
@@ -365,7 +369,7 @@ def _blocking_hooks(
             raise HookError(
                 f"edges are for {cut.shape[0]} prompts, but the model runs {attention.shape[0]}"
             )
-        # Not -inf: a row that is nothing but padding would turn into NaN.
+        # Not -inf, because a row with nothing but padding would become NaN.
         value = torch.finfo(attention.dtype).min if renormalize else 0.0
         return attention.masked_fill(cut[:, None] & chosen.to(device)[:, None, None], value)
 

@@ -1,4 +1,4 @@
-"""Figure 5: does the attention to the label words tell the prediction, and in which layers?
+"""Figure 5: does the attention to the label words predict the answer, and in which layers?
 
 python examples/attention.py --model gpt2
 """

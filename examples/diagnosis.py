@@ -1,4 +1,4 @@
-"""Figure 6: which classes are confused, and do the keys of their label words say so?
+"""Figure 6: which classes are confused, and do the keys of their label words predict it?
 
 python examples/diagnosis.py --model gpt2
 """
@@ -18,7 +18,7 @@ def main() -> None:
     examples = al.load_examples("questions", split="train")
     queries = al.load_examples("questions", split="test")[: options.queries]
     batches = []
-    for seed in (42, 43):  # two orders: on rotary models distance follows position
+    for seed in (42, 43):  # two orders, because on rotary models distance depends on position
         demos = al.sample_demonstrations(examples, seed=seed)
         batches += al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
     distances = al.run(model, batches, [al.AnchorDistances()])["anchor_distances"]
@@ -31,7 +31,7 @@ def main() -> None:
         f"rank correlation in layer {layer}: {diagnosis.correlation[layer]:.2f}, "
         f"p = {diagnosis.p_value[layer]:.2g}"
     )
-    print(f"of distance with position: {diagnosis.position_correlation[layer]:.2f}")
+    print(f"correlation of distance with position: {diagnosis.position_correlation[layer]:.2f}")
     diagnosis.plot().write_html("diagnosis.html")
 
 

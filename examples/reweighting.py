@@ -1,9 +1,9 @@
-"""Table 1: re-weighted label words, beside more demonstrations and two usual baselines.
+"""Table 1: re-weighted label words, compared with more demonstrations and two usual baselines.
 
 python examples/reweighting.py --model gpt2 --seeds 42 43
 
 The baselines are contextual calibration (Zhao et al., ICML 2021) and a linear probe of the hidden
-states. The probe is scikit-learn's, which anchorlens does not need: pip install scikit-learn.
+states. The probe needs scikit-learn, which anchorlens itself does not: pip install scikit-learn.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.prompts.tasks import BUNDLED
+from anchorlens.prompts.examples import BUNDLED
 
 CONTENT_FREE = ("N/A", "", "[MASK]")
 
@@ -32,24 +32,24 @@ class TargetStatesRecord(al.Record):
 
 @dataclass(frozen=True)
 class TargetStates:
-    """The residual stream at the target behind one layer: a metric of one's own."""
+    """The residual stream at the target after one layer: an example of your own metric."""
 
     layer: int
     name: str = "target_states"
     needs_gradient: bool = False
 
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        seen: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
 
-        def look(resid: Tensor, hook: Any) -> None:
-            places = batch.target_positions - batch.first_query  # what is shared was run before
-            seen["states"] = resid[torch.arange(len(batch)), places].float().cpu()
+        def store(resid: Tensor, hook: Any) -> None:
+            # After shared demonstrations resid begins at the query.
+            rows["states"] = resid[torch.arange(len(batch)), batch.target_rows].float().cpu()
 
         name = f"blocks.{self.layer}.hook_resid_post"
-        return al.Observation(lambda logits, clean_logits: seen, [(name, look)])
+        return al.Observation(lambda logits, clean_logits: rows, [(name, store)])
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        return al.Observation(lambda logits, clean_logits: {})  # the target is not among them
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        return al.Observation(lambda logits, clean_logits: {})  # the target comes later
 
     def result(self, rows: Mapping[str, Tensor]) -> TargetStatesRecord:
         return TargetStatesRecord(states=rows["states"])
@@ -58,21 +58,21 @@ class TargetStates:
 def calibrated_labels(
     probabilities: Float[Tensor, "prompt class"], content_free: Float[Tensor, "text class"]
 ) -> Int[Tensor, " prompt"]:
-    """argmax of W p with W = diag(1 / p_cf), p_cf the mean over texts that say nothing."""
+    """argmax of W p, where W = diag(1 / p_cf) and p_cf is the mean over texts without content."""
     return (probabilities / content_free.mean(0)).argmax(1)
 
 
 def probed_labels(
     states: Float[Tensor, "example d_model"],
     labels: Int[Tensor, " example"],
-    of: Float[Tensor, "prompt d_model"],
+    new_states: Float[Tensor, "prompt d_model"],
 ) -> Int[Tensor, " prompt"]:
-    """What logistic regression on the states of labelled examples says of other states."""
+    """Labels of new states, predicted by logistic regression on the states of labelled examples."""
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    return torch.from_numpy(probe.fit(states.numpy(), labels.numpy()).predict(of.numpy()))
+    return torch.from_numpy(probe.fit(states.numpy(), labels.numpy()).predict(new_states.numpy()))
 
 
-def right_answers(
+def correct_answers(
     model: Any,
     task: al.Task,
     pool: Sequence[al.Example],
@@ -82,7 +82,7 @@ def right_answers(
     epochs: int,
     lr: float,
 ) -> dict[str, Float[Tensor, " prompt"]]:
-    """For each method, 1 for each query that it gets right, else 0."""
+    """For each method: 1 for each query that it answers correctly, else 0."""
     demos = al.sample_demonstrations(pool, shots=1, seed=seed)
     rest = [example for example in pool if example not in demos]
     training = al.sample_demonstrations(rest, shots=4, seed=seed)
@@ -90,8 +90,8 @@ def right_answers(
 
     batches = al.build_prompts(model.tokenizer, task, demos, queries)
     more = al.build_prompts(model.tokenizer, task, [*demos, *training], queries)
-    lessons = al.build_prompts(model.tokenizer, task, demos, training, batch_size=1)
-    beta = al.train_reweighting(model, lessons, epochs=epochs, lr=lr)
+    steps = al.build_prompts(model.tokenizer, task, demos, training, batch_size=1)
+    beta = al.train_reweighting(model, steps, epochs=epochs, lr=lr)
     print(f"seed {seed}: training loss {beta.vanilla_loss:.2f}, re-weighted {beta.losses[-1]:.2f}")
     table = al.reweighting_accuracy(model, batches, beta, more, resamples=0)
 
@@ -104,11 +104,14 @@ def right_answers(
         results = al.run(model, batches, [metric], resamples=0, progress=False)
         return results["target_states"].states
 
-    nothing = al.build_prompts(model.tokenizer, task, demos, CONTENT_FREE)
-    labels, gold = (torch.tensor([one.label for one in some]) for some in (training, queries))
+    without_content = al.build_prompts(model.tokenizer, task, demos, CONTENT_FREE)
+    labels = torch.tensor([example.label for example in training])
+    gold = torch.tensor([query.label for query in queries])
     predicted = {
-        "contextual calibration": calibrated_labels(probabilities(batches), probabilities(nothing)),
-        "linear probe": probed_labels(states(lessons), labels, states(batches)),
+        "contextual calibration": calibrated_labels(
+            probabilities(batches), probabilities(without_content)
+        ),
+        "linear probe": probed_labels(states(steps), labels, states(batches)),
     }
     return {
         **dict(zip(table.info["methods"], table.correct.T, strict=True)),
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
     parser.add_argument("--task", choices=(*BUNDLED, *al.TASKS), default="questions")
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl")
-    parser.add_argument("--queries", type=int, default=48, help="drawn anew for each seed")
+    parser.add_argument("--queries", type=int, default=48, help="drawn again for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.01)
@@ -134,20 +137,23 @@ def main() -> None:
         else al.load_examples(options.task, split)
         for split in ("train", "test")
     )
-    of_seeds = [
-        right_answers(model, task, pool, tests, options.queries, seed, options.epochs, options.lr)
+    correct_by_seed = [
+        correct_answers(model, task, pool, tests, options.queries, seed, options.epochs, options.lr)
         for seed in options.seeds
     ]
-    joined = {method: torch.cat([one[method] for one in of_seeds]) for method in of_seeds[0]}
-    record = al.compare_accuracies(joined)
+    correct = {
+        method: torch.cat([answers[method] for answers in correct_by_seed])
+        for method in correct_by_seed[0]
+    }
+    record = al.compare_accuracies(correct)
 
     print(f"{'':24}{'accuracy [95 %]':20}  gain, paired [95 %]")
-    for place, method in enumerate(joined):
-        low, high = record.intervals["accuracy"][:, place]
-        line = f"{method:24}{record.accuracy[place]:.2f} [{low:.2f}, {high:.2f}]"
-        if place:
-            low, high = record.intervals["gain"][:, place]
-            line += f"     {record.gain[place]:+.2f} [{low:+.2f}, {high:+.2f}]"
+    for number, method in enumerate(correct):
+        low, high = record.intervals["accuracy"][:, number]
+        line = f"{method:24}{record.accuracy[number]:.2f} [{low:.2f}, {high:.2f}]"
+        if number:
+            low, high = record.intervals["gain"][:, number]
+            line += f"     {record.gain[number]:+.2f} [{low:+.2f}, {high:+.2f}]"
         print(line)
     record.plot().write_html("reweighting.html")
 

@@ -116,7 +116,7 @@ def calls() -> list[Call]:
                 "metrics": [[], [al.Accuracy(), al.Accuracy()], [al.Accuracy], [None], "accuracy"],
                 "hooks": hooks,
                 "resamples": COUNTS,
-                "checkpoint": [True],
+                "gradient_checkpointing": [True],
                 "folder": [here.data, "\0"],
             },
             ("model", "batches", "metrics", "hooks", "resamples"),
@@ -210,23 +210,29 @@ def calls() -> list[Call]:
         ),
         Call(
             al.isolation_sweep,
-            {**all_of, "places": {"first": al.Where([0])}, "draws": 1, **QUICK},
+            {**all_of, "sites": {"first": al.Site([0])}, "draws": 1, **QUICK},
             {
                 "batches": bad_lists,
-                "places": [{}, *({"x": al.Where(one)} for one in LAYERS), {3: al.Where([0])}],
+                "sites": [{}, *({"x": al.Site(one)} for one in LAYERS), {3: al.Site([0])}],
                 "draws": sizes,
                 "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
             },
-            ("model", "batches", "places", "draws"),
+            ("model", "batches", "sites", "draws"),
         ),
         Call(
-            al.first_and_last, {"model": model, "depths": [1]}, {"depths": [[0], [99], [-1], [1.5]]}
+            al.sites.first_and_last,
+            {"model": model, "depths": [1]},
+            {"depths": [[0], [99], [-1], [1.5]]},
         ),
-        Call(al.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}, ("width",)),
-        Call(al.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}, ("layers",)),
+        Call(
+            al.sites.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}, ("width",)
+        ),
+        Call(
+            al.sites.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}, ("layers",)
+        ),
         Call(
             al.compress,
-            {"model": model, "demonstrations": batch, "keep": al.label_words},
+            {"model": model, "demonstrations": batch, "keep": al.selection.label_words},
             {
                 "demonstrations": bad,
                 "keep": [
@@ -254,7 +260,7 @@ def calls() -> list[Call]:
         ),
         Call(
             al.compression_loyalty,
-            {**all_of, "keep": al.label_words, "draws": 1, **QUICK},
+            {**all_of, "keep": al.selection.label_words, "draws": 1, **QUICK},
             {"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
             ("model", "batches", "keep", "draws"),
         ),
@@ -364,11 +370,11 @@ def calls() -> list[Call]:
             {
                 "model": model,
                 "examples": {"trec": (here.examples, here.examples)},
-                **{"queries": 2, "seeds": [1], "layers": 1, "draws": 1, **QUIET},
+                **{"queries": 2, "seeds": [1], "depth": 1, "draws": 1, **QUIET},
             },
             {
                 "examples": [{}, {"nope": (here.examples,) * 2}, {"trec": ([], [])}],
-                **{"queries": sizes, "seeds": [[], ["x"]], "layers": [0, 99, -1], "draws": sizes},
+                **{"queries": sizes, "seeds": [[], ["x"]], "depth": [0, 99, -1], "draws": sizes},
                 "parts": [[], [None]],
             },
             ("model", "examples"),

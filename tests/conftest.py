@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenizers import (
     trainers,
 )
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import _get_current_function_mode_stack
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
@@ -31,6 +33,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from unchanged import ModelState, global_state, models_made_without_global_draws
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
@@ -147,6 +150,9 @@ def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
     return randomize(Gemma3ForCausalLM(config))  # type: ignore[return-value]
 
 
+SHARED: dict[Any, Any] = {}
+MATRIX = ("test_matrix", "test_cache_matrix")
+LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
 
 
@@ -154,9 +160,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kind",
         choices=KINDS,
-        default="bridge",
-        help="what the tests hook: a bridge as al.load_model gives it, one in compatibility mode, "
-        "or a HookedTransformer (transformer-lens 3.9). Value biases are never folded",
+        action="append",
+        help="what the tests hook: a bridge as al.load_model gives it (the default), one in "
+        "compatibility mode, or a HookedTransformer (transformer-lens 3.9); several if repeated. "
+        "Value biases are never folded",
+    )
+    parser.addoption(
+        "--share-models",
+        action="store_true",
+        help="make gpt2, llama and gemma3 once for all tests of a process, and fail each test that "
+        "leaves the models of its fixtures or the global state changed",
     )
     parser.addoption(
         "--matrix-results",
@@ -179,30 +192,75 @@ def pytest_configure() -> None:
     logging.getLogger("anchorlens").addHandler(RaisedLog())
 
 
+def kinds_of(config: pytest.Config) -> list[str]:
+    return config.getoption("kind") or ["bridge"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What depends on the kind of model is tested on each kind that was asked for."""
+    kinds = kinds_of(metafunc.config)
+    if "raw" in metafunc.fixturenames and kinds != ["bridge"]:
+        metafunc.parametrize("kind_of_model", kinds, indirect=True, scope="session")
+
+
+def kind_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("kind_of_model") if callspec else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With another kind of model only what depends on it runs: the rest would be repeated."""
-    if config.getoption("kind") == "bridge":
-        return
-    meets_it = {item: "raw" in getattr(item, "fixturenames", ()) for item in items}
-    config.hook.pytest_deselected(items=[item for item in items if not meets_it[item]])
-    items[:] = [item for item in items if meets_it[item]]
+    """Leave out what would be repeated, and say which tests stay in one process."""
+    selected: list[pytest.Item] = []
+    rest: list[pytest.Item] = []
+    for item in items:
+        (selected if is_selected(config, item) else rest).append(item)
+    config.hook.pytest_deselected(items=rest)
+    for item in selected:
+        if kind_of(item) not in (None, "bridge"):
+            item.add_marker("without_jaxtyping")  # a bridge shows the shapes
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {kind_of(item) or ''}"))
+    # Groups of few and short tests go last, so that all processes end at the same time.
+    items[:] = sorted(selected, key=lambda item: item.path.stem in MATRIX)
+
+
+def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
+    """Where a mark says that a test shows the same everywhere, it runs in one place only.
+
+    A test without a mark runs on every kind of model that its fixtures make, and on every line.
+    """
+    if item.get_closest_marker("published_table") and not config.getoption("--matrix-results"):
+        return False
+    kind = kind_of(item)
+    if kind is None and "bridge" not in kinds_of(config):
+        return False
+    if kind in (None, "bridge"):
+        return LINE.startswith("4.") or item.get_closest_marker("one_line") is None
+    return item.get_closest_marker("one_kind") is None
 
 
 def boot(weights: Any, tokenizer: Any) -> Any:
     """A bridge as anyone makes one: not prepared."""
     weights.config.architectures = [type(weights).__name__]
-    return TransformerBridge.boot_transformers(
-        "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
-    )
+    with torch.random.fork_rng(devices=[]):  # making layers draws what is overwritten at once
+        return TransformerBridge.boot_transformers(
+            "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
+        )
 
 
 @pytest.fixture(scope="session")
-def raw(request: pytest.FixtureRequest) -> Callable[..., Any]:
+def kind_of_model(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", "bridge")
+
+
+@pytest.fixture(scope="session")
+def raw(kind_of_model: str) -> Callable[..., Any]:
     """(weights, tokenizer, fold=False) to a model of the kind that the tests run on, unprepared.
 
     To fold the value biases, a bridge has to be processed.
     """
-    kind = request.config.getoption("kind")
+    kind = kind_of_model
 
     def make(weights: Any, tokenizer: Any, fold: bool = False) -> Any:
         if kind == "hooked-transformer":
@@ -216,9 +274,9 @@ def raw(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def hooked(raw: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
+def hooked(raw: Callable[..., Any], kind_of_model: str) -> Callable[..., Any]:
     """(weights, tokenizer) to a prepared model of that kind; a bridge as al.load_model gives it."""
-    if request.config.getoption("kind") == "bridge":
+    if kind_of_model == "bridge":
         return lambda weights, tokenizer: al.load_model(weights, tokenizer=tokenizer)
     return lambda weights, tokenizer: al.prepare_model(raw(weights, tokenizer))
 
@@ -233,19 +291,59 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     return sentencepiece_like_tokenizer()
 
 
-@pytest.fixture
-def gpt2(byte_level: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
-    return hooked(tiny_gpt2(len(byte_level)), byte_level)
+def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer: Any) -> Any:
+    """A model that all tests of this process share, or one that this test may change."""
+    hooked = request.getfixturevalue("hooked")
+    is_own = request.node.get_closest_marker("changes_model") is not None
+    if is_own or not request.config.getoption("--share-models"):
+        return hooked(make(len(tokenizer)), tokenizer)
+    key = (make, request.getfixturevalue("kind_of_model"))
+    if key not in SHARED:
+        SHARED[key] = hooked(make(len(tokenizer)), tokenizer)
+    return SHARED[key]
 
 
 @pytest.fixture
-def llama(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
-    return hooked(tiny_llama(len(sentencepiece_like)), sentencepiece_like)
+def gpt2(request: Any, byte_level: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
+    return shared(request, tiny_gpt2, byte_level)
 
 
 @pytest.fixture
-def gemma3(sentencepiece_like: PreTrainedTokenizerFast, hooked: Callable[..., Any]) -> Any:
-    return hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
+def llama(request: Any, sentencepiece_like: PreTrainedTokenizerFast, hooked: Any) -> Any:
+    return shared(request, tiny_llama, sentencepiece_like)
+
+
+@pytest.fixture
+def gemma3(request: Any, sentencepiece_like: PreTrainedTokenizerFast, hooked: Any) -> Any:
+    return shared(request, tiny_gemma3, sentencepiece_like)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """With ``--share-models`` the models of a test's fixtures are as they were after it.
+
+    So is the global state after each test with a model. A test that changes them on purpose says so
+    with the marks ``changes_model`` and ``draws``.
+    """
+    if not item.config.getoption("--share-models"):
+        yield
+        return
+    models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
+    if item.get_closest_marker("changes_model"):
+        models = {}
+    states = [(model, ModelState.of(model)) for model in models.values()]
+    with_python = item.config.getoption("jaxtyping_packages", None) is None
+    before = global_state(with_python)
+    with models_made_without_global_draws():
+        yield
+    changes = [change for model, state in states for change in state.changes(model)]
+    if changes:
+        SHARED.clear()
+    if "raw" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("draws"):
+        after = global_state(with_python)
+        changes += [f"{name} has changed" for name in before if before[name] != after[name]]
+    if changes:
+        pytest.fail("the test left something changed:\n" + "\n".join(changes[:5]), pytrace=False)
 
 
 @pytest.fixture(scope="session")

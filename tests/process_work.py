@@ -23,7 +23,12 @@ from torch.distributed.tensor import distribute_tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.runs import trial
-from anchorlens.system.processes import alone, failed_elsewhere, refuse_split_weights, together
+from anchorlens.system.processes import (
+    failed_elsewhere,
+    fails_together,
+    is_single_process,
+    require_whole_model,
+)
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
@@ -159,7 +164,7 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
 
     def mine(work: Callable[[], Any]) -> None:
         """Caught in a block within a block."""
-        with together(), together():
+        with fails_together(), fails_together():
             if own == last:
                 work()
 
@@ -196,7 +201,7 @@ def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any],
     """A part that fails in the last process of several, and one that goes on after it."""
 
     def failing(setting: Any) -> Iterator[Any]:
-        if not alone() and PartialState().is_last_process:
+        if not is_single_process() and PartialState().is_last_process:
             raise PromptError("in a part")
         yield from ()
 
@@ -209,7 +214,7 @@ def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any],
             {"questions": (examples, examples)},
             queries=11,
             seeds=[1],
-            layers=1,
+            depth=1,
             draws=1,
             parts=[failing, al.PAPER_PARTS[1]],
             keep=kept.append,
@@ -248,7 +253,7 @@ def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
             found[f"resumed {name}"] = resumed(model, folder / name)
     found["paper"] = paper_numbers(model, batches)
     layer = split_weights(state.num_processes)
-    found["split weights"] = raised_by(lambda: refuse_split_weights(layer))
+    found["split weights"] = raised_by(lambda: require_whole_model(layer))
     (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""The appendix: each part against its own functions, or hooks and prompts by hand."""
+"""The appendix: each part against the package's functions, or hooks and prompts by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,21 +9,23 @@ import torch
 from conftest import randomize, tiny_gpt2
 
 import anchorlens as al
-from anchorlens.replication import appendix
+from anchorlens.replication import paper_parts
 from anchorlens.replication.paper_parts import Number, Setting
 
 EXAMPLES = al.load_examples("sentiment")
 TASK = al.TASKS["sst2"]
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:in . of . sets", "ignore:in layers", "ignore:some pairs"
-)
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.one_line,
+    pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:in layers", "ignore:some pairs"),
+]
 
 
 @pytest.fixture(scope="module")
 def model(byte_level: Any) -> Any:
-    """Its context takes eight demonstrations a class, and its weights predict both."""
+    """Its context takes eight demonstrations per class, and its weights predict both classes."""
     weights = randomize(tiny_gpt2(len(byte_level), n_positions=1024), seed=2, scale=0.8)
     return al.load_model(weights, tokenizer=byte_level)
 
@@ -33,17 +35,21 @@ def setting(model: Any) -> Setting:
     demos = al.sample_demonstrations(EXAMPLES, 1, 3)
     queries = al.sample_queries(EXAMPLES, 12, 3, exclude=demos)
     pool = [one for one in EXAMPLES if one not in queries]
-    return Setting(model, TASK, demos, [], queries, pool, layers=2, draws=2, seed=3)
+    return Setting(model, TASK, demos, [], queries, pool, depth=2, draws=2, seed=3)
 
 
 def values(numbers: Sequence[Number], part: str, row: str, column: str) -> list[float]:
-    return [one.value for one in numbers if (one.part, one.row, one.column) == (part, row, column)]
+    return [
+        number.value
+        for number in numbers
+        if (number.part, number.row, number.column) == (part, row, column)
+    ]
 
 
 def compare(
     numbers: Sequence[Number], variant: str, model: Any, batches: list[al.PromptBatch]
 ) -> None:
-    """Flows and isolation of one of the appendix's settings against their functions."""
+    """Compare flows and isolation in another setting with their functions."""
     flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     found = values(numbers, f"{variant}: Figure 3", "S_wp", "share")
     assert found == pytest.approx(flows.share[:, 0].tolist(), rel=1e-4)
@@ -51,29 +57,31 @@ def compare(
     part, row = f"{variant}: Figure 4", "label words, first 2 layers"
     assert values(numbers, part, row, "word loyalty") == [float(record.word_loyalty)]
     assert record.word_loyalty < 1
-    names = {one.part for one in numbers}
+    names = {number.part for number in numbers}
     assert {f"{variant}: Figure {k}" for k in (3, 4, 5, 6)} <= names
     assert all(name.startswith(f"{variant}: ") for name in names)
 
 
 def test_depths(model: Any, setting: Setting) -> None:
-    """1, 3, 5 and 7 layers, as far as there are so many."""
-    numbers = list(appendix.depths(setting))
-    places = {"first layer": [0], "last layer": [2], "first 3 layers": range(3)}
-    assert {one.row for one in numbers} == {
-        f"{words} words, {place}"
+    """1, 3, 5 and 7 layers, as far as the model has them."""
+    numbers = list(paper_parts.depths(setting))
+    sites = {"first layer": [0], "last layer": [2], "first 3 layers": range(3)}
+    assert {number.row for number in numbers} == {
+        f"{words} words, {site}"
         for words in ("label", "random")
-        for place in (*places, "last 3 layers")
+        for site in (*sites, "last 3 layers")
     }
-    assert appendix.DEPTHS == (1, 3, 5, 7)
-    for place, layers in places.items():
+    assert paper_parts.DEPTHS == (1, 3, 5, 7)
+    for site, layers in sites.items():
         record = al.isolation_loyalty(model, setting.prompts(), layers, draws=2, **QUIET)
-        own = values(numbers, "Appendix, isolation depths", f"label words, {place}", "word loyalty")
-        assert own == [float(record.word_loyalty)]
+        found = values(
+            numbers, "Appendix, isolation depths", f"label words, {site}", "word loyalty"
+        )
+        assert found == [float(record.word_loyalty)]
 
 
 def test_two_shots(model: Any, setting: Setting) -> None:
-    numbers = list(appendix.two_shots(setting))
+    numbers = list(paper_parts.two_shots(setting))
     demos = al.sample_demonstrations(setting.pool, 2, 3)
     assert len(demos) == 4 and not set(demos) & set(setting.queries)
     batches = al.build_prompts(model.tokenizer, TASK, demos, setting.queries)
@@ -81,15 +89,15 @@ def test_two_shots(model: Any, setting: Setting) -> None:
 
 
 def test_letters(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words of the prompts, and for the rest what two shots are."""
+    """The prompts have letters as label words; the rest is tested with two shots."""
     given: list[tuple[Setting, str]] = []
 
     def keep(setting: Setting, variant: str) -> list[Number]:
         given.append((setting, variant))
         return []
 
-    monkeypatch.setattr(appendix, "_again", keep)
-    assert list(appendix.letters(setting)) == []
+    monkeypatch.setattr(paper_parts, "_repeated", keep)
+    assert list(paper_parts.letters(setting)) == []
     [(changed, variant)] = given
     assert variant == "Appendix, letters as labels, 8 shots"
     assert replace(changed, task=TASK, demonstrations=setting.demonstrations) == setting
@@ -108,50 +116,53 @@ def test_letters(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) 
 
 def test_top_words(model: Any, setting: Setting) -> None:
     """One prompt at a time, with hooks by hand."""
-    numbers = list(appendix.top_words(setting))
+    numbers = list(paper_parts.top_words(setting))
     assert len(numbers) == 3 * 3 * 5
     for query in setting.queries[:3]:
         (batch,) = al.build_prompts(model.tokenizer, TASK, setting.demonstrations, [query])
         for name, hooks in (
             ("clean", []),
             ("label words isolated", al.isolate_labels(model, batch, [0, 1])),
-            ("random words isolated", al.isolate_random(model, batch, [0, 1], 3)),
+            ("random words isolated", al.isolate_random(model, batch, [0, 1], seed=3)),
         ):
             with torch.no_grad():
                 logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)[0, -1].double()
             best = logits.softmax(-1).sort(descending=True)
             words = [model.tokenizer.decode([int(token)]) for token in best.indices[:5]]
-            found = [one for one in numbers if one.row == f"{name}: {query.text}"]
-            assert [one.column for one in found] == [f"{k + 1}. {w!r}" for k, w in enumerate(words)]
+            found = [number for number in numbers if number.row == f"{name}: {query.text}"]
+            assert [number.column for number in found] == [
+                f"{k + 1}. {w!r}" for k, w in enumerate(words)
+            ]
             expected = best.values[:5].tolist()
-            assert [one.value for one in found] == pytest.approx(expected, rel=1e-4)
+            assert [number.value for number in found] == pytest.approx(expected, rel=1e-4)
     clean, isolated = (
-        {one.value for one in numbers if one.row.startswith(name)} for name in ("clean", "label")
+        {number.value for number in numbers if number.row.startswith(name)}
+        for name in ("clean", "label")
     )
     assert clean != isolated
 
 
 def test_directions(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the queries allow."""
+    """As many directions as the queries allow."""
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, 1, 3)
     queries = al.sample_queries(examples, 12, 3, exclude=demos)
     asked = replace(setting, task=al.TASKS["trec"], demonstrations=demos, queries=queries)
-    assert appendix.DIRECTIONS == (5, 10, 20, 50, 100, 200)
-    monkeypatch.setattr(appendix, "DIRECTIONS", (1, 3, 11, 12))
-    numbers = list(appendix.directions(asked))
-    assert [one.row for one in numbers] == ["M = 1", "M = 3", "M = 11"]
+    assert paper_parts.DIRECTIONS == (5, 10, 20, 50, 100, 200)
+    monkeypatch.setattr(paper_parts, "DIRECTIONS", (1, 3, 11, 12))
+    numbers = list(paper_parts.directions(asked))
+    assert [number.row for number in numbers] == ["M = 1", "M = 3", "M = 11"]
     for count, number in zip((1, 3, 11), numbers, strict=True):
         [record] = al.run(model, asked.prompts(), [al.AnchorDistances(count)], **QUIET).values()
         assert number.value == pytest.approx(float(record.correlation[2]))
     assert numbers[0].value != numbers[1].value
 
 
-def test_demonstrations_that_do_not_fit_are_said(byte_level: Any, setting: Setting) -> None:
+def test_demonstrations_that_do_not_fit_are_a_warning(byte_level: Any, setting: Setting) -> None:
     small = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
     examples = {"sentiment": (EXAMPLES, EXAMPLES)}
-    parts = [appendix.letters, appendix.top_words]
-    options: dict[str, Any] = {"queries": 12, "seeds": [3], "layers": 1, "draws": 1}
+    parts = [paper_parts.letters, paper_parts.top_words]
+    options: dict[str, Any] = {"queries": 12, "seeds": [3], "depth": 1, "draws": 1}
     with pytest.warns(UserWarning, match="sentiment, seed 3, letters: a prompt has .* is 512"):
         numbers = al.paper(small, examples, parts=parts, progress=False, **options)
     assert set(numbers.part) == {"Appendix, top words"}

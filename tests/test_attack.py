@@ -13,7 +13,10 @@ from attempts import Section, attack, listing
 
 from anchorlens.prompts import build
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.without_jaxtyping,
+]
 
 SMALL: list[tuple[Section, int]] = [
     (fuzzed_prompts, 60),

@@ -13,6 +13,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess, predicted_class
 
+pytestmark = pytest.mark.one_line
+
 NAN = float("nan")
 
 

@@ -22,7 +22,11 @@ from anchorlens.errors import (
     StoreError,
 )
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.one_kind,
+    pytest.mark.without_jaxtyping,
+]
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TEMPLATE = "{text}:{label}"
@@ -161,8 +165,8 @@ def test_paths_that_no_file_can_have(gpt2: Any) -> None:
     [
         ({"tokens": torch.ones(1, 6)}, "tokens must be whole numbers from 0, .*; got torch.float"),
         ({"tokens": torch.full((1, 6), -3)}, "tokens must be whole numbers from 0, .*; got -3"),
-        ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 where"),
-        ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 where"),
+        ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 for tokens"),
+        ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 for tokens"),
         ({"label_positions": None}, "label_positions must"),
         ({"label_classes": None}, "label_classes must"),
         ({"label_token_ids": None}, "label_token_ids must"),
@@ -208,7 +212,7 @@ def test_edges_that_are_not_true_or_false(gpt2: Any, edges: Any) -> None:
 def test_seeds_that_are_no_number(gpt2: Any, seed: Any) -> None:
     (batch,) = questions(gpt2, 2)
     with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
-        al.isolate_random(gpt2, batch, 0, seed)
+        al.isolate_random(gpt2, batch, 0, seed=seed)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -269,7 +273,7 @@ def test_label_positions_outside_the_prompt(gpt2: Any, shift: int) -> None:
     beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
     uses: list[Callable[[], Any]] = [
         lambda: al.isolate_labels(gpt2, wrong, 0),
-        lambda: al.isolate_random(gpt2, wrong, 0, 1),
+        lambda: al.isolate_random(gpt2, wrong, 0, seed=1),
         lambda: al.reweight_anchors(gpt2, wrong, beta),
         lambda: al.edges.pq(wrong),
     ]
@@ -292,14 +296,14 @@ def test_numbers_of_prompts_and_layers_that_are_none(gpt2: Any, count: Any) -> N
     with pytest.raises(PromptError, match="the batch has the prompts 0 to 1; got"):
         questions(gpt2, 2)[0].prompt(count)
     with pytest.raises(HookError, match="depths are from 1 to 3 layers; got"):
-        al.first_and_last(gpt2, [count])
+        al.sites.first_and_last(gpt2, [count])
     with pytest.raises(HookError, match="a window has from 1 to 3 layers; got"):
-        al.windows(gpt2, count)
+        al.sites.windows(gpt2, count)
 
 
 def test_places_need_names(gpt2: Any) -> None:
-    places: Any = {3: al.Where(0)}
-    with pytest.raises(HookError, match=r"places are {name: .*}, each name a string; got {3:"):
+    places: Any = {3: al.Site(0)}
+    with pytest.raises(HookError, match=r"sites are {name: .*}, each name a string; got {3:"):
         al.isolation_sweep(gpt2, questions(gpt2, 2), places, draws=1, progress=False)
 
 
@@ -315,7 +319,7 @@ class Own:
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
         return al.Observation(self.rows)
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
         return al.Observation(self.shared_rows)
 
     def result(self, rows: Any) -> Any:
@@ -351,5 +355,5 @@ def test_a_model_that_cannot_run_in_a_type(byte_level: Any) -> None:
 
 
 def test_a_bridge_that_is_not_fully_built() -> None:
-    with pytest.raises(ModelError, match="got one that is not fully built, so that it has no hook"):
+    with pytest.raises(ModelError, match="that is not fully built, so that it has no hook"):
         al.prepare_model(TransformerBridge.__new__(TransformerBridge))

@@ -11,7 +11,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.prompts.tasks import sample_queries
+from anchorlens.prompts.examples import sample_queries
+
+pytestmark = pytest.mark.one_line
 
 
 def example(name: str) -> Any:
@@ -90,7 +92,7 @@ def test_target_states_are_those_of_transformers(side: str) -> None:
             assert difference(record.states[place], expected) < 1e-4
 
 
-def test_right_answers_are_those_of_prompts_written_by_hand() -> None:
+def test_correct_answers_are_those_of_prompts_written_by_hand() -> None:
     """From the strings on, through plain transformers: no prompt may meet another's label."""
     tokenizer = byte_level_tokenizer()
     sizes = {"n_layer": 4, "n_positions": 1024}  # two thirds of 4 layers are not the last one
@@ -98,7 +100,7 @@ def test_right_answers_are_those_of_prompts_written_by_hand() -> None:
     model = al.load_model(tiny_gpt2(len(tokenizer), **sizes), tokenizer=tokenizer)
     task, pool = al.TASKS["sst2"], al.load_examples("sentiment", split="train")
     tests = al.load_examples("sentiment", split="test")
-    found = reweighting.right_answers(model, task, pool, tests, 20, seed=3, epochs=1, lr=0.01)
+    found = reweighting.correct_answers(model, task, pool, tests, 20, seed=3, epochs=1, lr=0.01)
 
     demos = al.sample_demonstrations(pool, shots=1, seed=3)
     rest = [one for one in pool if one not in demos]

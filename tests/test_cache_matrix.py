@@ -21,6 +21,7 @@ from anchorlens.errors import ModelError
 from anchorlens.experiments import isolation
 from anchorlens.metrics.metric import possible
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 
 pytestmark = [
@@ -38,7 +39,7 @@ NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llam
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
 CASES = [
-    pytest.param(row.name, kind, id=f"{row.name}-{kind}")
+    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=pytest.mark.xdist_group(row.name))
     for row in ALL
     for kind in row.kinds
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
@@ -51,7 +52,7 @@ def test_caches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in NO_CACHE and kind == "bridge":
         assert (
             "no run from a key-value cache"
-            in trial.shared_passes(model, [batch.padded_right()]).said
+            in trial.shared_passes(model, [batch.padded_right()], [no_hooks]).status
         )
         with pytest.raises(ModelError, match="does not run from a key-value cache"):
             al.compress(model, batch)
@@ -93,19 +94,19 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     def isolated(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(model, batch, layers=layers)
 
-    flows, _ = possible(model, batch, [al.SaliencyFlows()])  # not of folded value biases
+    flows, _ = possible(model, [batch], [al.SaliencyFlows()])  # not of folded value biases
     if flows:
         yield from al.run(model, [batch], flows, **options).values()
         yield from al.run(model, [batch], flows, hooks=isolated, **options).values()
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
-    places = {"first": al.Where(layers), "last": al.Where(-1)}
+    places = {"first": al.Site(layers), "last": al.Site(-1)}
     yield from al.isolation_sweep(model, [batch], places, draws=1, **options).values()
 
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:
     """No texts, and a gap within the reach of a sliding window."""
-    kept = al.anchors_and_format(demonstrations)
+    kept = al.selection.anchors_and_format(demonstrations)
     kept[-8:-5] = False
     return kept
 
@@ -118,13 +119,13 @@ def tail(demonstrations: al.PromptBatch) -> Tensor:
 def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
     """Nothing dropped is the whole prompt; what is dropped is as if its edges were masked."""
     whole = run_pass(model, batch)
-    everything = al.compress(model, batch, keep=al.everything)
+    everything = al.compress(model, batch, keep=al.selection.everything)
     assert difference(everything.logits(model, batch), whole) < 1e-5
     context = al.compress(model, batch, keep=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
     found = context.logits(model, batch)
     # A first one without a gap does not tell where keys stand.
-    for first in (al.everything, tail):
+    for first in (al.selection.everything, tail):
         _, second = contexts(model, batch, [first, some_positions])
         assert torch.equal(second.logits(model, batch), found)
     dropped = (~context.kept).nonzero().flatten()
@@ -144,15 +145,16 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
     """What is moved as one piece, together with the query, answers as it did where it stood."""
     if name in NEVER_CUT or kind != "bridge":
         with pytest.raises(ModelError, match="positions cannot be restarted"):
-            al.compress(model, batch, tail, positions=al.restarted)
+            al.compress(model, batch, tail, positions=al.placement.restarted)
     if name in NEVER_MOVED:
         with pytest.raises(ModelError, match="positions cannot be rebased"):
-            al.compress(model, batch, positions=al.rebased)
+            al.compress(model, batch, positions=al.placement.rebased)
         return
-    context = al.compress(model, batch, positions=al.rebased)
+    context = al.compress(model, batch, positions=al.placement.rebased)
     assert context.is_cut and context.query_position == int(context.kept.sum())
     moved, still = (
-        al.compress(model, batch, tail, positions=p) for p in (al.rebased, al.as_in_prompt)
+        al.compress(model, batch, tail, positions=p)
+        for p in (al.placement.rebased, al.placement.as_in_prompt)
     )
     assert (moved.query_position, still.query_position) == (len(moved.kept) - 11, len(still.kept))
     assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5

@@ -18,7 +18,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, MetricError
 from anchorlens.metrics import products
 from anchorlens.models.hooked import Hook, pattern_name, read_only
-from anchorlens.models.model_state import undisturbed
+from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs import trial
 
@@ -36,7 +36,15 @@ METRICS: list[al.Metric] = [
 def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
     """Between results with checkpoints and without, in one run with a metric that looks forward."""
     results = [
-        al.run(model, [batch], METRICS, hooks=hooks, checkpoint=on, resamples=0, progress=False)
+        al.run(
+            model,
+            [batch],
+            METRICS,
+            hooks=hooks,
+            gradient_checkpointing=on,
+            resamples=0,
+            progress=False,
+        )
         for on in (False, True)
     ]
     found = {
@@ -45,7 +53,7 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
         for field, values in record.tensors().items()
         if values.isfinite().all()  # R_l need not be
     }
-    maps = [al.saliency(model, batch, checkpoint=on) for on in (False, True)]
+    maps = [al.saliency(model, batch, gradient_checkpointing=on) for on in (False, True)]
     return found | {"maps": difference(maps[1], maps[0])}
 
 
@@ -103,7 +111,7 @@ def test_under_any_grad_mode(gpt2: Any, outside: Callable[[], Any]) -> None:
     batch = questions(gpt2, 2)[0]
     expected = al.saliency(gpt2, batch)
     with outside():
-        assert difference(al.saliency(gpt2, batch, checkpoint=True), expected) <= 1e-6
+        assert difference(al.saliency(gpt2, batch, gradient_checkpointing=True), expected) <= 1e-6
 
 
 def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, Any]:
@@ -122,14 +130,14 @@ def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, 
     # The others act with a setting of the model's alone.
     optional = ("hook_mlp_in", "hook_attn_in", "_input", "hook_result")
     names = [name for name in model.hook_dict if not name.endswith(optional)]
-    with undisturbed(model):
+    with frozen_in_eval_mode(model):
         run_pass(
             model,
             batch,
             observers=[watch(name, "forward ") for name in names],
             backward_hooks=[watch(name, "backward ") for name in names],
             loss=al.label_cross_entropy,
-            checkpoint=checkpoint,
+            gradient_checkpointing=checkpoint,
         )
     return seen, sizes
 
@@ -161,7 +169,14 @@ def test_one_layer_is_alive_at_a_time(
         batch = questions(model, 1)[0]
         size = 2 * 4 * batch.tokens.shape[1] ** 2  # bytes of two heads
         with Live(size) as live:
-            al.run(model, [batch], METRICS, checkpoint=checkpoint, resamples=0, progress=False)
+            al.run(
+                model,
+                [batch],
+                METRICS,
+                gradient_checkpointing=checkpoint,
+                resamples=0,
+                progress=False,
+            )
         return live
 
     few, many = patterns(2, True), patterns(8, True)
@@ -170,6 +185,7 @@ def test_one_layer_is_alive_at_a_time(
     assert patterns(8, False).peak >= 8
 
 
+@pytest.mark.draws
 def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
 
@@ -185,7 +201,7 @@ def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
             [batch],
             METRICS[:1],
             hooks=hooks,
-            checkpoint=checkpoint,
+            gradient_checkpointing=checkpoint,
             resamples=0,
             progress=False,
         )
@@ -193,6 +209,7 @@ def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
     assert difference(flows[1], flows[0]) <= 1e-6
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
@@ -212,11 +229,12 @@ def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
                 [batch],
                 METRICS,
                 hooks=always(hook),
-                checkpoint=True,
+                gradient_checkpointing=True,
                 progress=False,
             )
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
     cut: list[Hook] = [
@@ -225,14 +243,19 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
     ]
     with (
         unchanged(gpt2),
-        undisturbed(gpt2),
+        frozen_in_eval_mode(gpt2),
         pytest.raises(HookError, match=r"layers \[1\] did \[0"),
     ):
         run_pass(
-            gpt2, questions(gpt2, 2)[0], hooks=cut, loss=al.label_cross_entropy, checkpoint=True
+            gpt2,
+            questions(gpt2, 2)[0],
+            hooks=cut,
+            loss=al.label_cross_entropy,
+            gradient_checkpointing=True,
         )
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
     """A gradient asked for at the second run's tensors would never come."""
@@ -243,35 +266,43 @@ def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
 
     changes = read_only("it", [(pattern_name(1), lambda tensor, hook: 2 * tensor)])[0][1]
     for look, error in ((ask, RuntimeError), (changes, HookError)):
-        with unchanged(gpt2), undisturbed(gpt2), pytest.raises(error, match=r"None|requires_grad"):
+        with (
+            unchanged(gpt2),
+            frozen_in_eval_mode(gpt2),
+            pytest.raises(error, match=r"None|requires_grad"),
+        ):
             run_pass(
                 gpt2,
                 batch,
                 observers=[(pattern_name(1), look)],
                 loss=al.label_cross_entropy,
-                checkpoint=True,
+                gradient_checkpointing=True,
             )
 
 
 def test_nothing_to_save_is_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    message = r"checkpoint=True saves memory of the gradient, but none of \['attention_aucroc'\]"
+    message = (
+        "gradient_checkpointing=True saves memory of the gradient, but none of "
+        r"\['attention_aucroc'\]"
+    )
     with pytest.raises(MetricError, match=message):
-        al.run(gpt2, [batch], METRICS[2:], checkpoint=True)
+        al.run(gpt2, [batch], METRICS[2:], gradient_checkpointing=True)
     with pytest.raises(MetricError, match="there is no loss here"):
-        run_pass(gpt2, batch, checkpoint=True)
+        run_pass(gpt2, batch, gradient_checkpointing=True)
 
 
 def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("in the middle")
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_no_trace_is_left(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     own = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # another's stand-in stays
     before = [vars(block).get("forward") for block in gpt2.blocks]
-    options: dict[str, Any] = {"loss": al.label_cross_entropy, "checkpoint": True}
+    options: dict[str, Any] = {"loss": al.label_cross_entropy, "gradient_checkpointing": True}
     bad: list[dict[str, Any]] = [
         {"loss": lambda logits, batch: logits},  # refused before the backward pass
         {"hooks": failing(pattern_name(1))},
@@ -279,12 +310,12 @@ def test_no_trace_is_left(gpt2: Any) -> None:
         {"backward_hooks": failing(pattern_name(1))},
     ]
     with unchanged(gpt2):
-        al.saliency(gpt2, batch, checkpoint=True)
+        al.saliency(gpt2, batch, gradient_checkpointing=True)
     for more in bad:
         error = AnchorlensError if "loss" in more else RuntimeError
         with (
             unchanged(gpt2),
-            undisturbed(gpt2),
+            frozen_in_eval_mode(gpt2),
             pytest.raises(error, match=r"in the middle|number"),
         ):
             run_pass(gpt2, batch, **(options | more))
@@ -292,7 +323,7 @@ def test_no_trace_is_left(gpt2: Any) -> None:
     assert vars(gpt2.blocks[1])["forward"] is own
     assert before[0] is before[2] is None
     expected = al.saliency(gpt2, batch)
-    assert difference(al.saliency(gpt2, batch, checkpoint=True), expected) <= 1e-6
+    assert difference(al.saliency(gpt2, batch, gradient_checkpointing=True), expected) <= 1e-6
 
 
 class OwnMetric:
@@ -337,7 +368,9 @@ def test_hooks_of_ones_own_metric_act_once(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     metrics = [OwnMetric(), OwnMetric()]
     plain, again = (
-        al.run(gpt2, [batch], [metric], checkpoint=on, resamples=0, progress=False)["own"]
+        al.run(gpt2, [batch], [metric], gradient_checkpointing=on, resamples=0, progress=False)[
+            "own"
+        ]
         for metric, on in zip(metrics, (False, True), strict=True)
     )
     assert [metric.calls for metric in metrics] == [{"forward": 1, "backward": 1}] * 2

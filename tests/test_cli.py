@@ -1,4 +1,4 @@
-"""The command line: what it writes, and one line for a user's mistake."""
+"""The command line: the files it writes, and one line for a user's mistake."""
 
 import json
 import subprocess
@@ -14,9 +14,12 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import anchorlens as al
 from anchorlens.cli import commands
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.without_jaxtyping,
+]
 
-QUICK = ["--queries", "12", "--layers", "2", "--draws", "2"]
+QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
 
 
 def call(monkeypatch: Any, *arguments: str) -> int:
@@ -45,8 +48,8 @@ def test_demo_writes_report_results_and_settings(
     assert settings["versions"]["anchorlens"]
     flows = al.SaliencyFlowsRecord.load(tmp_path / "questions" / "saliency_flows.safetensors")
     assert flows.share.shape == (6, 3)
-    place = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
-    assert len(al.IsolationRecord.load(place).random_word_loyalty) == 2
+    path = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
+    assert len(al.IsolationRecord.load(path).random_word_loyalty) == 2
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
@@ -62,7 +65,7 @@ def test_run_takes_a_file_and_several_seeds(
     data.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--task", "sentiment", "--data", str(data), "--seed", "1", "--seed", "2"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
-    arguments += ["--checkpoint"]
+    arguments += ["--gradient-checkpointing"]
     assert call(monkeypatch, "run", "--model", str(model_folder), *arguments) == 0
     flows = al.SaliencyFlowsRecord.load(tmp_path / "out/sentiment/saliency_flows.safetensors")
     assert flows.info["demonstration_sets"] == 2
@@ -91,9 +94,9 @@ def test_another_run_in_the_same_folder_asks_for_fresh(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {mine.parent / 'metrics'} holds the rows of another run; use")
     assert "--fresh" in error and "prompts: stored" in error
-    # What is refused forgets nothing.
-    assert call(monkeypatch, "run", *arguments, "--fresh", "--layers", "99") == 1
-    assert "--layers 99 are more than the 6 layers" in capsys.readouterr().err
+    # A command that fails deletes nothing.
+    assert call(monkeypatch, "run", *arguments, "--fresh", "--depth", "99") == 1
+    assert "--depth 99 is more than the 6 layers" in capsys.readouterr().err
     assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
     assert "must differ; got [7, 7]" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
@@ -116,10 +119,10 @@ def test_out_of_memory_is_one_line(
     assert error.startswith(
         "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-    assert "use a smaller --dtype, --checkpoint" in error and "more" not in error
+    assert "use a smaller --dtype, --gradient-checkpointing" in error and "more" not in error
 
 
-def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:
+def test_help_lists_the_options(monkeypatch: Any, capsys: Any) -> None:
     assert call(monkeypatch, "run", "--help") == 0
     text = capsys.readouterr().out
     for option in (
@@ -142,8 +145,8 @@ def test_help_is_there(monkeypatch: Any, capsys: Any) -> None:
         (["--task", "questions", "--data", "none.jsonl"], "there is no file none.jsonl"),
         (["--task", "questions", "--queries", "9999"], "9999 queries are asked for, but only"),
         (
-            ["--task", "questions", "--layers", "7"],
-            "are more than the 6 layers of the model; isolate fewer",
+            ["--task", "questions", "--depth", "7"],
+            "is more than the 6 layers of the model; isolate fewer",
         ),
         (["--task", "questions", "--queries", "5"], "more prompts than directions (10)"),
     ],
@@ -177,7 +180,7 @@ def test_out_that_is_a_file(
     assert "error: --out" in capsys.readouterr().err
 
 
-def test_model_that_cannot_be_reached_names_the_way_out(monkeypatch: Any, capsys: Any) -> None:
+def test_a_model_that_cannot_be_loaded_names_the_option(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert call(monkeypatch, "demo") == 1
     assert "--model" in capsys.readouterr().err
@@ -190,11 +193,11 @@ def test_command_is_installed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-def test_a_metric_that_a_model_cannot_give_spares_the_others(
+def test_without_an_impossible_metric_the_others_are_computed(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """GPT-NeoX without the tap that calls the hooks of its rotated queries and keys."""
-    monkeypatch.setattr("anchorlens.models.load.connect_operands", lambda attention: False)
+    """GPT-NeoX without the wrapper that calls the hooks of its rotated queries and keys."""
+    monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
     config = GPTNeoXConfig(
         vocab_size=len(byte_level),
         hidden_size=16,
@@ -208,8 +211,9 @@ def test_a_metric_that_a_model_cannot_give_spares_the_others(
     weights.save_pretrained(model)
     byte_level.save_pretrained(model)
     arguments = ("--model", str(model), "--task", "questions", "--queries", "12", "--out", str(out))
-    assert call(monkeypatch, "run", *arguments, "--layers", "1", "--draws", "1") == 0
-    said = capsys.readouterr()
-    assert "warning: no result for anchor_distances" in said.err and "S_pq share" in said.out
+    assert call(monkeypatch, "run", *arguments, "--depth", "1", "--draws", "1") == 0
+    printed = capsys.readouterr()
+    assert "warning: no result for anchor_distances" in printed.err
+    assert "S_pq share" in printed.out
     assert (out / "report.html").exists()
     assert (out / "questions" / "saliency_flows.safetensors").exists()

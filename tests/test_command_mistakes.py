@@ -1,4 +1,4 @@
-"""Mistakes on the command line: found before weights are loaded, in one line of its own words."""
+"""Mistakes on the command line are found before weights are loaded, and are one line."""
 
 import json
 import re
@@ -9,7 +9,10 @@ import pytest
 from conftest import tiny_gpt2
 from test_cli import call
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.without_jaxtyping,
+]
 
 FILES: dict[str, list[dict[str, Any]]] = {
     "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],
@@ -22,14 +25,14 @@ FILES: dict[str, list[dict[str, Any]]] = {
     "half": [{"text": f"film {k} \ud800", "label": k % 2} for k in range(60)],
 }
 HUGE = str(10**22)
-QUICK = ["--queries", "11", "--layers", "1", "--draws", "1"]
+QUICK = ["--queries", "11", "--depth", "1", "--draws", "1"]
 RUN = ["run", "--task", "sentiment", *QUICK]
 PAPER = ["paper", "--tasks", "sentiment", *QUICK, "--seeds", "1"]
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Files for ``run``, and for ``paper`` a folder of each with both of its files."""
+    """A file of each kind for ``run``, and a folder of each kind for ``paper``."""
     for name, rows in FILES.items():
         content = "\n".join(map(json.dumps, rows))
         (tmp_path / f"{name}.jsonl").write_text(content)
@@ -42,8 +45,9 @@ def data(tmp_path: Path) -> Path:
 
 
 def error_of(captured: Any) -> str:
-    """The one line of a mistake, which names nothing of Python without saying so."""
-    (line,) = [one for one in captured.err.splitlines() if one.startswith("error: ")]
+    """The line of a mistake, which says so if it names something of Python."""
+    lines = captured.err.splitlines()
+    (line,) = [text for text in lines if text.startswith("error: ")]
     of_python = re.search(r"\b[a-z_]+=|\bal\.|[^-]dtype\b", line)
     assert of_python is None or "Python" in line, line
     return line
@@ -71,7 +75,7 @@ def error_of(captured: Any) -> str:
         ),
         (
             ["--seed", "1", "--seed", "1"],
-            "each --seed counts its prompts, so that they must differ",
+            "each --seed has its own prompts, so that seeds must differ",
         ),
         (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
         (["--out", "good.jsonl/under"], "cannot be a folder: Not a directory"),
@@ -136,12 +140,12 @@ def test_demo_checks_what_it_can_before_weights_are_loaded(
     ("arguments", "words"),
     [
         (["--data", "long.jsonl"], "tokens, but the model's context is 512; use fewer or shorter"),
-        (["--data", "half.jsonl"], "a text holds '\\ud800', half of a pair"),
-        (["--layers", HUGE], f"--layers {HUGE} are more than the 6 layers of the model"),
+        (["--data", "half.jsonl"], "a text holds '\\ud800', half of a surrogate pair"),
+        (["--depth", HUGE], f"--depth {HUGE} is more than the 6 layers of the model"),
         (["--device", "foo"], "cannot be put on the device 'foo'"),
     ],
 )
-def test_what_depends_on_the_model_is_one_line_too(
+def test_mistakes_that_need_the_model_are_one_line_too(
     monkeypatch: Any,
     data: Path,
     model_folder: Path,
@@ -175,13 +179,21 @@ def test_a_limit_of_the_tokenizer(
     assert "longer than 5 tokens" in error and "drop_too_long=True in Python" in error
 
 
-@pytest.mark.parametrize("option", ["--queries", "--shots", "--layers", "--draws", "--batch-size"])
+@pytest.mark.parametrize("option", ["--queries", "--shots", "--depth", "--draws", "--batch-size"])
 @pytest.mark.parametrize("value", ["-1", "0", "nan", "1e3", "1.5", ""])
 def test_numbers_out_of_range_are_usage_errors(
     monkeypatch: Any, capsys: Any, option: str, value: str
 ) -> None:
     assert call(monkeypatch, *RUN, "--model", "x", option, value) == 2
     assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "paper"])
+def test_an_old_option_names_the_new_one(monkeypatch: Any, capsys: Any, command: str) -> None:
+    assert call(monkeypatch, command, "--layers", "5") == 2
+    assert capsys.readouterr().err == "error: --layers is now --depth\n"
+    assert call(monkeypatch, command, "--help") == 0
+    assert "--layers" not in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")

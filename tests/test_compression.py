@@ -15,6 +15,8 @@ from anchorlens.errors import HookError, MetricError, ModelError, PromptError, S
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import FORMAT, LABEL, OTHER, TEXT
 
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
@@ -42,24 +44,27 @@ def test_what_is_kept(llama: Any) -> None:
     demos = shared(llama)
     assert demos.groups[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
     for keep, groups in (
-        (al.everything, [OTHER, TEXT, LABEL, FORMAT]),
-        (al.anchors_and_format, [OTHER, LABEL, FORMAT]),
-        (al.label_words, [OTHER, LABEL]),
+        (al.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
+        (al.selection.anchors_and_format, [OTHER, LABEL, FORMAT]),
+        (al.selection.label_words, [OTHER, LABEL]),
     ):
         kept = keep(demos)
         assert demos.groups[0][kept].unique().tolist() == groups
         assert not torch.isin(demos.groups[0][~kept], torch.tensor(groups)).any()
     # Up to and including the newline before the query.
-    assert llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n" and al.anchors_and_format(demos)[-1]
+    assert (
+        llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n"
+        and al.selection.anchors_and_format(demos)[-1]
+    )
 
 
 def test_random_texts(gpt2: Any) -> None:
     """As many tokens of each demonstration's own text as its label word has."""
     demos = shared(gpt2)
     ends = [-1, *demos.label_ends[0].tolist()]
-    draws = [al.random_and_format(seed)(demos) for seed in range(8)]
+    draws = [al.selection.random_and_format(seed)(demos) for seed in range(8)]
     for kept in draws:
-        assert kept.sum() == al.anchors_and_format(demos).sum()
+        assert kept.sum() == al.selection.anchors_and_format(demos).sum()
         assert not kept[demos.groups[0] == LABEL].any()
         assert kept[demos.groups[0] == FORMAT].all()
         texts = (kept & (demos.groups[0] == TEXT)).nonzero().flatten()
@@ -68,21 +73,24 @@ def test_random_texts(gpt2: Any) -> None:
         ):
             assert ((texts > before) & (texts < first)).sum() == last - first + 1
     assert len({tuple(kept.tolist()) for kept in draws}) > 4
-    assert torch.equal(draws[3], al.random_and_format(3)(demos))
+    assert torch.equal(draws[3], al.selection.random_and_format(3)(demos))
 
 
 def test_placements() -> None:
     kept = torch.tensor([True, False, True, True, False])
     for placement, keys, query in (
-        (al.as_in_prompt, [0, 2, 3], 5),
-        (al.restarted, [0, 2, 3], 0),
-        (al.rebased, [0, 1, 2], 3),
+        (al.placement.as_in_prompt, [0, 2, 3], 5),
+        (al.placement.restarted, [0, 2, 3], 0),
+        (al.placement.rebased, [0, 1, 2], 3),
     ):
         found = placement(kept)
         assert (found[0].tolist(), found[1]) == (keys, query)
 
 
-@pytest.mark.parametrize("keep", [al.anchors_and_format, al.label_words, al.random_and_format(1)])
+@pytest.mark.parametrize(
+    "keep",
+    [al.selection.anchors_and_format, al.selection.label_words, al.selection.random_and_format(1)],
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_equals_masking(model: Any, keep: Any, side: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side=side)
@@ -94,7 +102,7 @@ def test_equals_masking(model: Any, keep: Any, side: Any) -> None:
     is_bridge = hasattr(model, "original_model")
     assert context.is_cut == is_bridge
     share = int(context.kept.sum()) / len(context.kept)
-    whole = al.compress(model, batches[0], keep=al.everything)
+    whole = al.compress(model, batches[0], keep=al.selection.everything)
     assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
 
 
@@ -102,10 +110,10 @@ def test_restarted_by_hand(gpt2: Any) -> None:
     """The query's position embeddings are those of the first tokens; keys stay as they were."""
     if not hasattr(gpt2, "original_model"):
         with pytest.raises(ModelError, match="positions cannot be restarted"):
-            al.compress(gpt2, questions(gpt2, 2)[0], positions=al.restarted)
+            al.compress(gpt2, questions(gpt2, 2)[0], positions=al.placement.restarted)
         return
     batch = questions(gpt2, 4)[0].padded_right()
-    context = al.compress(gpt2, batch, positions=al.restarted)
+    context = al.compress(gpt2, batch, positions=al.placement.restarted)
     start, length = len(context.kept), batch.tokens.shape[1]
 
     def move(embeddings: Tensor, hook: Any) -> Tensor:
@@ -131,12 +139,17 @@ def test_a_whole_context_cannot_hide_that_positions_are_ignored(gpt2: Any) -> No
     if hasattr(gpt2, "original_model"):
         pytest.skip("this model takes positions")
     with pytest.raises(ModelError, match="positions cannot be restarted"):
-        al.compress(gpt2, questions(gpt2, 2)[0], keep=al.everything, positions=al.restarted)
+        al.compress(
+            gpt2,
+            questions(gpt2, 2)[0],
+            keep=al.selection.everything,
+            positions=al.placement.restarted,
+        )
 
 
 def test_moved_keys_leave_no_gap(llama: Any) -> None:
     batch = questions(llama, 3)[0]
-    moved = al.compress(llama, batch, positions=al.rebased)
+    moved = al.compress(llama, batch, positions=al.placement.rebased)
     still = al.compress(llama, batch)
     assert moved.key_positions.tolist() == list(range(int(moved.kept.sum())))
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
@@ -169,7 +182,7 @@ def test_another_model_type_or_tokenizer(hooked: Any, byte_level: Any, llama: An
         context.logits(wide, batch)
     with pytest.raises(PromptError, match="prompt 0 differs at position 0"):
         context.logits(model, replace(batch, tokens=batch.tokens.flip(0) + 1))
-    with pytest.raises(PromptError, match="one has its target at position"):
+    with pytest.raises(PromptError, match="a prompt has its target at position"):
         context.logits(model, replace(batch, target_positions=batch.query_start - 1))
 
 
@@ -185,7 +198,7 @@ def test_a_query_that_is_too_long(hooked: Any, byte_level: Any) -> None:
     with pytest.raises(PromptError, match=r"has \d+ tokens, but \d+ of the .* use shorter queries"):
         context.logits(model, long)
     if hasattr(model, "original_model"):  # at position 0 there is room again
-        again = al.compress(model, short, positions=al.restarted)
+        again = al.compress(model, short, positions=al.placement.restarted)
         assert again.logits(model, long).isfinite().all()
 
 
@@ -196,18 +209,18 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         r"got the shape \(3,\)",
     ),
     (
-        lambda m, b: al.compress(m, b, keep=lambda one: al.everything(one) & False),
+        lambda m, b: al.compress(m, b, keep=lambda one: al.selection.everything(one) & False),
         PromptError,
-        "and 0 kept",
+        "and 0 selected",
     ),
     (
         lambda m, b: al.compress(m, b, positions=lambda kept: (kept.nonzero().flatten() + 1, 9)),
         PromptError,
-        "a placement leaves the keys where they stand",
+        "a placement must leave the keys at their positions",
     ),
     (
         lambda m, b: al.compress(
-            m, replace(b, demonstrations_id=torch.arange(len(b))), keep=al.everything
+            m, replace(b, demonstrations_id=torch.arange(len(b))), keep=al.selection.everything
         ),
         PromptError,
         "these prompts have several; compress each",
@@ -215,7 +228,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda m, b: al.compress(m, replace(b, groups=b.groups.clone().fill_(OTHER))),
         PromptError,
-        "which tokens are texts and which are format is not known",
+        "not known which tokens of these prompts are texts",
     ),
     (
         lambda m, b: al.compression_loyalty(m, [b], draws=0, **QUIET),
@@ -250,7 +263,7 @@ def test_texts_shorter_than_label_words(gpt2: Any) -> None:
     demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
     (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
     with pytest.raises(PromptError, match="has 0 text tokens, but its label word has"):
-        al.compress(gpt2, batch, keep=al.random_and_format(0))
+        al.compress(gpt2, batch, keep=al.selection.random_and_format(0))
 
 
 def test_a_cache_that_gives_other_logits(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +275,7 @@ def test_a_cache_that_gives_other_logits(gpt2: Any, monkeypatch: pytest.MonkeyPa
         return replace(prefix, values=tuple(one * 1.01 for one in prefix.values))
 
     monkeypatch.setattr(compression, "run_prefix", wrong)
-    with pytest.raises(ModelError, match="gives other logits behind its key-value cache"):
+    with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
         al.compress(gpt2, batch)
 
 
@@ -276,7 +289,10 @@ def test_loyalty_by_hand(model: Any) -> None:
         task = al.TASKS["trec"]
         batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=3)
     record = al.compression_loyalty(model, batches, draws=3, seed=5, **QUIET)
-    keeps = [al.anchors_and_format, *(al.random_and_format(seed) for seed in (5, 6, 7))]
+    keeps = [
+        al.selection.anchors_and_format,
+        *(al.selection.random_and_format(seed) for seed in (5, 6, 7)),
+    ]
     for batch in batches:
         prompt = batch.prompt(0)
         demos_alone = prompt.before(int(prompt.query_start[0]))
@@ -316,7 +332,7 @@ def test_loyalty_by_hand(model: Any) -> None:
 
 def test_everything_is_loyal(gpt2: Any) -> None:
     record = al.compression_loyalty(
-        gpt2, questions(gpt2, 6, batch_size=3), al.everything, draws=1, progress=False
+        gpt2, questions(gpt2, 6, batch_size=3), al.selection.everything, draws=1, progress=False
     )
     assert record.label_loyalty == record.word_loyalty == 1 and record.kl < 1e-9
     assert record.accuracy == record.whole_accuracy and record.bytes_kept == record.bytes_whole

@@ -12,6 +12,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError, PromptError
 
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
@@ -23,7 +25,7 @@ def test_learned_positions_behind_logits_of_a_large_mean(hooked: Any, byte_level
         weights.transformer.ln_f.bias += 100
     model = hooked(weights, byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(model, questions(model, 3)[0], positions=al.rebased)
+        al.compress(model, questions(model, 3)[0], positions=al.placement.rebased)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -32,16 +34,16 @@ def test_low_precision_can_be_rebased(
 ) -> None:
     rotary: Any = tiny_llama(len(sentencepiece_like))
     model = hooked(rotary.to(dtype), sentencepiece_like)
-    assert al.compress(model, questions(model, 3)[0], positions=al.rebased).is_cut
+    assert al.compress(model, questions(model, 3)[0], positions=al.placement.rebased).is_cut
     absolute: Any = tiny_gpt2(len(byte_level))
     learned = hooked(absolute.to(dtype), byte_level)
     with pytest.raises(ModelError, match="positions cannot be rebased"):
-        al.compress(learned, questions(learned, 3)[0], positions=al.rebased)
+        al.compress(learned, questions(learned, 3)[0], positions=al.placement.rebased)
 
 
 def test_a_placement_without_a_name(llama: Any) -> None:
     batch = questions(llama, 3)[0]
-    context = al.compress(llama, batch, positions=partial(al.rebased))
+    context = al.compress(llama, batch, positions=partial(al.placement.rebased))
     assert context.info["positions"] == "partial"
 
 
@@ -121,6 +123,6 @@ def test_a_keep_of_one_token(llama: Any) -> None:
             return kept
 
         context = al.compress(llama, batch, keep)
-        whole = al.compress(llama, batch, al.everything)
+        whole = al.compress(llama, batch, al.selection.everything)
         masked = replace(context, prefix=whole.prefix)
         assert difference(context.logits(llama, batch), masked.logits(llama, batch)) < 1e-5

@@ -23,9 +23,10 @@ from torch import distributed
 
 from anchorlens.errors import ProcessError
 from anchorlens.system import heartbeats, processes
-from anchorlens.system.processes import gathered, own_device, together
+from anchorlens.system.processes import fails_together, gather_from_processes, process_device
 
 pytestmark = [
+    pytest.mark.one_line,
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.without_jaxtyping,
 ]
@@ -58,32 +59,32 @@ def at_once(die: Callable[[], None]) -> None:
 
 
 def while_loading(die: Callable[[], None]) -> None:
-    own_device()
+    process_device()
     time.sleep(1)
     die()
 
 
 def while_working(die: Callable[[], None]) -> None:
-    with together():
+    with fails_together():
         time.sleep(1)
         die()
         time.sleep(2 * SILENCE)  # one that lives is waited for
 
 
 def between_exchanges(die: Callable[[], None]) -> None:
-    gathered("first", 1)
+    gather_from_processes("first", 1)
     time.sleep(1)
     die()
 
 
 def opening(die: Callable[[], None]) -> None:
     distributed.new_group = lambda *args, **options: die()
-    gathered("last", 1)
+    gather_from_processes("last", 1)
 
 
 def exchanging(die: Callable[[], None]) -> None:
     distributed.all_gather_object = lambda *args, **options: die()
-    gathered("last", 1)
+    gather_from_processes("last", 1)
 
 
 SILENT = "gave no sign of life"
@@ -143,7 +144,7 @@ def work(number: int, case: int, port: int, file: Path, connected: Any, begin: A
     try:
         if number == victim:
             phase(die)
-            gathered("last", 1)
+            gather_from_processes("last", 1)
         else:
             file.write_bytes(pickle.dumps(survive(phase)))
     finally:
@@ -155,11 +156,11 @@ def survive(phase: Callable[..., None]) -> tuple[str, float]:
     begin = time.monotonic()
     try:
         if phase is between_exchanges:
-            gathered("first", 1)
+            gather_from_processes("first", 1)
         if phase is while_working:
-            with together():
+            with fails_together():
                 pass
-        gathered("last", 1)
+        gather_from_processes("last", 1)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "nothing", time.monotonic() - begin

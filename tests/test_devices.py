@@ -12,6 +12,7 @@ from native_models import gptj
 import anchorlens as al
 
 pytestmark = [
+    pytest.mark.one_line,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
@@ -28,10 +29,11 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     make, tokenizer_name = MODELS[request.param]
     tokenizer = request.getfixturevalue(tokenizer_name)
     weights = make(len(tokenizer))
-    return tuple(
+    on_cpu, on_gpu = (
         al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device=device)
         for device in ("cpu", "cuda")
     )
+    return on_cpu, on_gpu
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:

@@ -16,6 +16,8 @@ import anchorlens as al
 from anchorlens.errors import HookError, StoreError
 from anchorlens.experiments.diagnosis import _orders
 
+pytestmark = pytest.mark.one_line
+
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
@@ -311,7 +313,7 @@ def test_the_figure_and_the_page(tmp_path: Path) -> None:
     assert f"p = {float(diagnosis.p_value[2]):.2g}" in figure.layout.title.text
     assert figure.layout.xaxis.ticktext == tuple("abcd")
     text = al.write_report({"diagnosis": diagnosis}, tmp_path / "report.html").read_text()
-    assert "<li>p_value: Share of all permutations" in text
+    assert "<li>p_value: Share of the permutations" in text
     bare = al.diagnose(record_of(matrix_of(4, seed=0), matrix_of(4, seed=1)[0]))
     assert len(bare.plot().data) == 4  # no bands
     assert bare.plot().layout.xaxis.ticktext[0] == "class 0"

@@ -20,6 +20,8 @@ from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
 from anchorlens.passes.forward import run_pass
 
+pytestmark = pytest.mark.one_line
+
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,
     "llama": tiny_llama,

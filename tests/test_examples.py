@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 pytestmark = [
+    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
@@ -29,7 +30,7 @@ def test_example(path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Pat
     text = path.read_text()
     options = ["--queries", "12"] if "--queries" in text else []
     options += ["--draws", "1"] if "--draws" in text else []
-    options += ["--layers", "2"] if "--layers" in text else []
+    options += ["--depth", "2"] if "--depth" in text else []
     options += ["--epochs", "1"] if "--epochs" in text else []
     # Five sentiments of each class fit into the tiny model's context.
     options += ["--task", "sentiment", "--seeds", "42", "43"] if "--task" in text else []

@@ -19,6 +19,8 @@ from anchorlens.results.figures import (
     token_arcs,
 )
 
+pytestmark = pytest.mark.one_line
+
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 PANELS: dict[str, Any] = {
     "title": "title",
@@ -263,11 +265,21 @@ def test_inputs_are_left_as_they_were(saliency: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_float_type_and_gradients_are_taken(dtype: torch.dtype) -> None:
-    square = torch.rand(12, 12, dtype=dtype).requires_grad_()
-    lines_by_layer(square, TOKENS, low=square - 1, high=square + 1, **TITLES).to_json()
-    grouped_bars(square, TOKENS, TOKENS, low=square - 1, high=square + 1, **TITLES).to_json()
-    confusion_pair(square, square, TOKENS, **PANELS).to_json()
-    token_arcs(TOKENS, square[None], **PROMPT).to_json()
+    """The figure is that of the same numbers in float32; every number here is exact in bfloat16."""
+
+    def figures(square: Tensor) -> list[Any]:
+        bounds: dict[str, Any] = {"low": square - 0.25, "high": square + 0.25}
+        return [
+            lines_by_layer(square, TOKENS, **bounds, **TITLES).to_json(),
+            grouped_bars(square, TOKENS, TOKENS, **bounds, **TITLES).to_json(),
+            confusion_pair(square, square, TOKENS, **PANELS).to_json(),
+            token_arcs(TOKENS, square[None], **PROMPT).to_json(),
+        ]
+
+    square = torch.arange(144).reshape(12, 12) / 256
+    given = square.to(dtype).requires_grad_()
+    assert figures(given) == figures(square)
+    assert given.requires_grad and given.grad is None
 
 
 ONES = torch.ones(2, 3)

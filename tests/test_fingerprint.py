@@ -190,6 +190,7 @@ def test_scales_beside_a_quantised_weight() -> None:
     assert identity(model(1.0))["weights"] != identity(model(2.0))["weights"]
 
 
+@pytest.mark.changes_model
 def test_a_row_that_only_a_later_batch_uses(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=4, batch_size=1)
     earlier = torch.cat([batch.tokens.flatten() for batch in batches[:-1]])
@@ -294,7 +295,7 @@ def without_a_merge(tokenizer: Any) -> Any:
 
 @pytest.mark.without_jaxtyping
 def test_another_tokenizer_is_another_paper(hooked: Any, byte_level: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"queries": 11, "seeds": [1], "layers": 1, "draws": 1}
+    options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1}
     options |= {"parts": [al.PAPER_PARTS[1]], "progress": False}
 
     def numbers(tokenizer: Any, folder: Path | None) -> list[Any]:
@@ -317,7 +318,7 @@ def test_a_hook_that_was_left_on_the_model_is_another_paper(
     hooked: Any, byte_level: Any, tmp_path: Path
 ) -> None:
     model = hooked(tiny_gpt2(len(byte_level), n_positions=512), byte_level)
-    options: dict[str, Any] = {"queries": 11, "seeds": [1], "layers": 1, "draws": 1}
+    options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1}
     options |= {"parts": [al.PAPER_PARTS[1]], "progress": False, "folder": tmp_path}
     data = {"questions": (EXAMPLES, EXAMPLES)}
     first = list(al.paper(model, data, **options).value)

@@ -122,6 +122,7 @@ def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None
     assert not torch.allclose(wide, narrow, atol=1e-2)
 
 
+@pytest.mark.changes_model
 def test_only_the_target_is_unembedded(gpt2: Any) -> None:
     widths = []
     # Of the weights themselves, behind every hook point: on a bridge those of transformers.
@@ -171,6 +172,7 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
 ]
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("call", CALLS)
 def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
@@ -179,6 +181,7 @@ def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
         call(gpt2, batch)
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     "point", [pattern_name(1), "blocks.2.hook_resid_post", "ln_final.hook_normalized"]
@@ -189,6 +192,7 @@ def test_no_trace_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
         al.run(gpt2, [batch], METRICS, hooks=lambda _: failing(point), progress=False)
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_no_trace_after_an_exception_elsewhere(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(gpt2)
@@ -204,6 +208,7 @@ def test_no_trace_after_an_exception_elsewhere(gpt2: Any, monkeypatch: pytest.Mo
         al.saliency(gpt2, batch, loss=broken)
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
     def fail(module: Any, inputs: Any) -> None:
@@ -218,6 +223,7 @@ def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
             call(gpt2, batch)
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 def test_no_trace_after_bad_input(gpt2: Any) -> None:
     batch = batch_of(gpt2)
@@ -335,6 +341,7 @@ def test_prompts_that_do_not_fit(gpt2: Any, batch: al.PromptBatch, message: str)
             call()
 
 
+@pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("name", "where"),

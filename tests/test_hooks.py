@@ -204,6 +204,7 @@ def test_refusals_say_what_was_expected_and_what_came(
         call(gpt2, batch)
 
 
+@pytest.mark.draws
 def test_first_query_acts_on_the_slice(gpt2: Any, batch: al.PromptBatch) -> None:
     length, start = batch.tokens.shape[1], int(batch.query_start.min()) - 20
     pattern = torch.rand(4, 2, length, length)
@@ -267,6 +268,7 @@ def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any
     assert (gradient != 0).all()
 
 
+@pytest.mark.draws
 def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     length = batch.tokens.shape[1]
     cut, beta, pattern = edges.wp(batch), torch.randn(3, 2, 6), torch.rand(4, 2, length, length)

@@ -18,13 +18,16 @@ from anchorlens.cli.analysis import _value
 from anchorlens.experiments.isolation import _record as isolation_record
 from anchorlens.results.bootstrap import (
     Population,
-    mean_over_sets,
+    interval_of_alike_sets,
+    interval_of_independent_sets,
     population_of,
-    warn_of_few,
+    warn_if_few_units,
     wilson,
     with_intervals,
 )
-from anchorlens.results.record import by_set
+from anchorlens.results.record import rows_by_set
+
+pytestmark = [pytest.mark.one_line, pytest.mark.one_kind]
 
 ROUGH = "intervals of {} are rough: with fewer than 20"
 
@@ -178,10 +181,10 @@ def test_intervals_of_few_are_warned_of_once(gpt2: Any) -> None:
 
 def test_few_units_are_warned_of() -> None:
     with pytest.warns(UserWarning, match=ROUGH.format("10 sets with .*")):
-        warn_of_few(sets_of_sizes(*[5] * 10))
+        warn_if_few_units(sets_of_sizes(*[5] * 10))
     with pytest.warns(UserWarning, match=ROUGH.format("2 prompts")):
         al.compare_accuracies({"a": torch.ones(2)})
-    warn_of_few(sets_of_sizes(20))
+    warn_if_few_units(sets_of_sizes(20))
 
 
 def test_sets_reach_metrics_without_them(gpt2: Any) -> None:
@@ -214,7 +217,7 @@ class Trials(al.Record):
 
 
 def trials_of(rows: Mapping[str, Tensor]) -> Trials:
-    means = torch.stack([one["value"].mean(0) for one in by_set(rows)]).mean(0)
+    means = torch.stack([one["value"].mean(0) for one in rows_by_set(rows)]).mean(0)
     return Trials(mean=means, share=rows["right"].mean(0), gain=rows["difference"].mean(0))
 
 
@@ -263,14 +266,45 @@ def test_intervals_hold_the_true_value(sizes: list[int], effect: float) -> None:
     assert float(widths) == pytest.approx(2 * 1.96 * spread, rel=0.25)
 
 
-def test_mean_over_sets_by_hand() -> None:
+def test_interval_of_a_mean_over_sets_by_hand() -> None:
     values = torch.tensor([[0.8, 0.5], [1.0, torch.nan], [0.6, 0.7]])
     low = torch.tensor([[0.7, 0.2], [0.8, torch.nan], [0.2, 0.6]])
     high = torch.tensor([[0.9, 0.8], [1.0, torch.nan], [0.9, 0.9]])
-    found = mean_over_sets(values.double(), torch.stack([low, high], dim=1).double())
+    bounds = torch.stack([low, high], dim=1).double()
+    found = interval_of_independent_sets(values.double(), bounds)
     # Distances below 0.1, 0.2 and 0.4, above 0.1, 0 and 0.3; of the second 0.3, 0.1 and 0.3, 0.2.
     expected = [0.8 - sqrt(0.21) / 3, 0.6 - sqrt(0.10) / 2, 0.8 + sqrt(0.10) / 3]
     assert found.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
+    found = interval_of_alike_sets(values.double(), bounds)
+    assert found.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
+
+
+def test_distances_over_given_sets_have_the_mean_of_the_intervals_of_the_sets() -> None:
+    """Main directions of few queries are biased in every set alike: a mean hides no bias."""
+    generator = torch.Generator().manual_seed(0)
+    sets = torch.arange(3).repeat_interleave(20)
+    rows = {
+        "queries": torch.randn(60, 1, 12, generator=generator),
+        "keys": torch.randn(60, 1, 4, 12, generator=generator),
+        "positions": torch.arange(4.0, dtype=torch.double).expand(60, -1),
+        "label_logits": torch.randn(60, 4, generator=generator, dtype=torch.double),
+        "gold": torch.arange(60) % 4,
+        "demonstrations_id": sets,
+    }
+    metric = al.AnchorDistances()
+    alone = [
+        with_intervals(
+            metric.result, {k: v[sets == number] for k, v in rows.items()}, resamples=20, info={}
+        ).intervals["anchor_distance"]
+        for number in range(3)
+    ]
+    together = with_intervals(metric.result, rows, resamples=20, info={})
+    expected = torch.stack(alone).mean(0)
+    torch.testing.assert_close(together.intervals["anchor_distance"], expected)
+    low, high = expected
+    assert (
+        (low <= together.anchor_distance) & (together.anchor_distance <= high)
+    ).double().mean() > 0.7
 
 
 @pytest.mark.parametrize("sizes", [[100, 10], [20, 20, 20]])

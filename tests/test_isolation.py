@@ -10,6 +10,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
 
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+
 MODELS = ["gpt2", "llama", "gemma3"]
 
 
@@ -53,7 +55,7 @@ def test_equals_separate_runs(
         logits = by_hand(
             model,
             batches,
-            lambda batch, seed=seed: al.isolate_random(model, batch, range(2), seed, **plain),
+            lambda batch, seed=seed: al.isolate_random(model, batch, range(2), seed=seed, **plain),
         )
         draws.append(al.loyalty(clean, logits, ids))
     for field in ("label_loyalty", "word_loyalty", "kl"):
@@ -176,7 +178,7 @@ def test_too_short_demonstrations_before_any_pass(
 def test_metrics_watch_the_clean_run(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     quiet: dict[str, Any] = {"resamples": 5, "progress": False}
-    places = al.first_and_last(gpt2, [2])
+    places = al.sites.first_and_last(gpt2, [2])
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
     records = al.isolation_sweep(gpt2, batches, places, metrics=metrics, draws=1, **quiet)
     assert set(records) == {*places, "attention_aucroc", "accuracy"}
@@ -196,7 +198,7 @@ def test_a_failing_metric_keeps_the_isolations(gpt2: Any) -> None:
     metrics: list[al.Metric] = [Failing(), al.AttentionAUCROC()]
     with pytest.raises(RunError, match="no result for accuracy: no number") as caught:
         al.isolation_sweep(
-            gpt2, questions(gpt2, 4), {"all": al.Where(0)}, metrics=metrics, draws=1, progress=False
+            gpt2, questions(gpt2, 4), {"all": al.Site(0)}, metrics=metrics, draws=1, progress=False
         )
     assert set(caught.value.results) == {"all", "attention_aucroc"}
 
@@ -206,7 +208,7 @@ def test_a_failing_metric_keeps_the_isolations(gpt2: Any) -> None:
     [
         ([al.SaliencyFlows()], "saliency_flows needs a gradient.*give it to al.run"),
         ([al.AttentionAUCROC()] * 2, "different names"),
-        ([al.AttentionAUCROC(name="all")], "a place and a metric have one name: all"),
+        ([al.AttentionAUCROC(name="all")], "a site and a metric have one name: all"),
         ([al.Loyalty()], "nothing changes this run"),
     ],
 )
@@ -216,7 +218,7 @@ def test_metrics_that_cannot_watch(
     batches = questions(gpt2, 2)
     monkeypatch.delattr(type(gpt2), "forward")
     with pytest.raises(AnchorlensError, match=message):
-        al.isolation_sweep(gpt2, batches, {"all": al.Where(0)}, metrics=metrics)
+        al.isolation_sweep(gpt2, batches, {"all": al.Site(0)}, metrics=metrics)
 
 
 def test_the_figure(gpt2: Any) -> None:

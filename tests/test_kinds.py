@@ -14,6 +14,8 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.passes.forward import run_pass
 
+pytestmark = pytest.mark.without_jaxtyping
+
 MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 TOKENIZER = {
     "gpt2": "byte_level",

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.without_jaxtyping
 LENGTH, PROMPTS = 3000, 4
 FLOWS = al.SaliencyFlows()
 REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
-    "possible": lambda model, batch: possible(model, batch, [FLOWS]),
+    "possible": lambda model, batch: possible(model, [batch], [FLOWS]),
     "observe": FLOWS.observe,
-    "observe_demonstrations": FLOWS.observe_demonstrations,
+    "observe_prefix": FLOWS.observe_prefix,
     "isolate_labels": lambda model, batch: al.isolate_labels(model, batch, 0),
     "isolate_random": lambda model, batch: al.isolate_random(model, batch, 0, seed=1),
     "reweight_anchors": lambda model, batch: al.reweight_anchors(
@@ -34,7 +34,7 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     "target_logits": lambda model, batch: al.target_logits(
         model, [batch], hooks=lambda batch: al.isolate_labels(model, batch, 0)
     ),
-    "isolation_sweep": lambda model, batch: al.isolation_sweep(model, [batch], {"a": al.Where(0)}),
+    "isolation_sweep": lambda model, batch: al.isolation_sweep(model, [batch], {"a": al.Site(0)}),
     "train_reweighting": lambda model, batch: al.train_reweighting(model, [batch]),
     "compress": al.compress,
     "compression_loyalty": lambda model, batch: al.compression_loyalty(model, [batch]),

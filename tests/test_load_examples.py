@@ -16,7 +16,9 @@ import pytest
 
 import anchorlens as al
 from anchorlens.errors import DataError
-from anchorlens.prompts.tasks import BUNDLED, HUB_SOURCES
+from anchorlens.prompts.examples import BUNDLED, HUB_SOURCES
+
+pytestmark = pytest.mark.one_line
 
 refused = partial(pytest.raises, DataError)
 ROWS = [("dull, \"slow\"\nand 'long'", 0), ("schön 😀", 1), ("  fun ", 1)]
@@ -176,27 +178,27 @@ GOOD = '{"text": "a", "label": 0}\n'
         ),
         ("f.jsonl", GOOD + "[" * 100_000, r"line 2 of .*f\.jsonl cannot be read as json"),
         ("f.jsonl", GOOD + "7" * 5000, r"line 2 of .*f\.jsonl cannot be read as json"),
-        ("f.jsonl", GOOD + '"b"\n', r"row 1 of .*f\.jsonl is no json object; .* got 'b'$"),
+        ("f.jsonl", GOOD + '"b"\n', r"row 1 of .*f\.jsonl is not a json object; .* got 'b'$"),
         (
             "f.json",
             '[\n{"text": "a", "label": 0},\n5]',
-            r"row 1 of .* is no json object; .* got 5$",
+            r"row 1 of .* is not a json object; .* got 5$",
         ),
         ("f.json", '[\n{"text": "a", "label": 0},\n}]', r"line 3 of .* cannot be read as json"),
         ("f.json", "[" * 100_000, r"line 1 of .*f\.json cannot be read as json"),
         (
             "f.jsonl",
             GOOD + GOOD.replace("a", "é"),
-            r"no text in UTF-8: line 2 has the byte 0xe9; save",
+            r"not UTF-8 text: line 2 has the byte 0xe9; save",
         ),
-        ("f.csv", "text,label\né,0\n", r"no text in UTF-8: line 2 has the byte 0xe9; save it as"),
+        ("f.csv", "text,label\né,0\n", r"not UTF-8 text: line 2 has the byte 0xe9; save it as"),
         ("f.csv", "text,label\na,b,0\n", r"cannot be read as csv: .* line 2, saw 3; put quotes"),
         ("f.csv", 'text,label\n"a,0\n', r"cannot be read as csv: .*; put quotes"),
         ("f.csv", "label,text\n0,a\n1\n", r"row 1 of .* got text None and label 1$"),
         ("f.csv", "text,label\na,\n", r"row 0 of .* got text 'a' and label None$"),
         ("f.csv", "text,label\na,1.0\n", r"row 0 of .* label '1.0'$"),
         ("f.csv", f"text,label\na,{'9' * 5000}\n", r"row 0 of .* label '999"),
-        ("f.csv", "text,label,text\na,1,b\n", r"several columns of the names \['text'\]; rename"),
+        ("f.csv", "text,label,text\na,1,b\n", r"several columns with the names \['text'\]; rename"),
         (
             "f.txt",
             GOOD,

@@ -1,7 +1,11 @@
 """Every architecture against plain transformers run one prompt at a time.
 
 Each case builds a tiny random model, runs it hooked on a padded batch, and compares what the
-package gives with the oracle of plain.py. ``--matrix-results FILE`` keeps what was measured.
+package gives with the oracle of plain.py. ``--matrix-results FILE`` stores what was measured.
+
+float64 shows every mistake in the computation: its limits are a hundred thousand times as narrow.
+What only float32 shows is a type that is fixed or rounded somewhere: a bridge and padding on the
+left show it for each architecture. The other cases in float32 run for the published table only.
 """
 
 import copy
@@ -85,7 +89,18 @@ KINDS = {
     "HookedTransformer": Kind(hooked_transformer_of, PROCESSED),
 }
 CASES = [
-    pytest.param(row.name, dtype, kind, side, id=f"{row.name}-{str(dtype)[6:]}-{kind}-{side}")
+    pytest.param(
+        row.name,
+        dtype,
+        kind,
+        side,
+        id=f"{row.name}-{str(dtype)[6:]}-{kind}-{side}",
+        marks=[
+            pytest.mark.xdist_group(row.name),
+            *[pytest.mark.published_table]
+            * (dtype == torch.float32 and (kind, side) != ("bridge", "left")),
+        ],
+    )
     for row in ALL
     for dtype in (torch.float32, torch.float64)
     for kind in row.kinds

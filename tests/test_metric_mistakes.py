@@ -13,7 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_kind]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,7 +33,7 @@ class Mine:
     def observe(self, model: Any, batch: al.PromptBatch) -> Any:
         return self.observation() if callable(self.observation) else self.observation
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> Any:
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> Any:
         return self.shared() if callable(self.shared) else self.shared
 
     def result(self, rows: Any) -> MeanRecord:
@@ -99,7 +99,7 @@ def test_a_metric_that_cannot_be_is_refused_before_any_pass(
         al.isolation_sweep(
             idle,
             questions(idle, 2),
-            {"a": al.Where(0)},
+            {"a": al.Site(0)},
             metrics=[metric, al.Accuracy()],
             progress=False,
         )

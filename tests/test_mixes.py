@@ -15,7 +15,11 @@ import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.runs import trial
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.one_kind,
+    pytest.mark.without_jaxtyping,
+]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
@@ -42,7 +46,7 @@ class Own:
 
         return al.Observation(rows, self.hooks)
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
         return al.Observation(lambda logits, clean_logits: {})
 
     def result(self, rows: Any) -> MeanRecord:
@@ -108,6 +112,7 @@ def longrope() -> Any:
     return al.load_model(randomize(LlamaForCausalLM(config)), tokenizer=tokenizer)
 
 
+@pytest.mark.changes_model
 def test_rotary_embeddings_that_change_with_the_length(longrope: Any) -> None:
     batches = questions(longrope, 8, batch_size=1)
     lengths = [batch.tokens.shape[1] for batch in batches]
@@ -188,7 +193,7 @@ class Named:
 def test_a_metric_may_have_the_number_of_a_place(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     records = al.isolation_sweep(
-        gpt2, batches, {"a": al.Where(0)}, metrics=[Own(sevens, name="0")], draws=1, **QUIET
+        gpt2, batches, {"a": al.Site(0)}, metrics=[Own(sevens, name="0")], draws=1, **QUIET
     )
     assert float(records["0"].mean) == 7
     with pytest.raises(MetricError, match='a name without "/"'):
@@ -201,7 +206,7 @@ def test_what_looks_may_not_change(gpt2: Any, checkpoint: bool) -> None:
     halves = ("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern / 2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), Own(sevens, hooks=(halves,))]
     with pytest.raises(HookError, match="a hook of metric 'own' must return None"):
-        al.run(gpt2, questions(gpt2, 2), metrics, checkpoint=checkpoint, **QUIET)
+        al.run(gpt2, questions(gpt2, 2), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
 
 def nothing(batch: al.PromptBatch) -> Any:
@@ -247,12 +252,12 @@ def test_losses_that_say_nothing(gpt2: Any, loss: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        (lambda: al.Where(0), "places are {name: al.Where"),
-        (lambda: {"a": range(2)}, "places are {name: al.Where"),
-        (lambda: {"a": al.Where(1.0)}, "layers must be whole numbers; got 1.0"),  # type: ignore[arg-type]
+        (lambda: al.Site(0), "sites are {name: al.Site"),
+        (lambda: {"a": range(2)}, "sites are {name: al.Site"),
+        (lambda: {"a": al.Site(1.0)}, "layers must be whole numbers; got 1.0"),  # type: ignore[arg-type]
     ],
 )
-def test_places_of_another_kind(gpt2: Any, places: Any, said: str) -> None:
+def test_sites_of_another_kind(gpt2: Any, places: Any, said: str) -> None:
     with pytest.raises(HookError, match=said):
         al.isolation_sweep(gpt2, questions(gpt2, 2), places(), draws=1, **QUIET)
 

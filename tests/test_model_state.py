@@ -138,9 +138,11 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     model.add_hook(*given[0])
     found = al.target_logits(model, batches, progress=False)
     assert torch.equal(found, expected) and difference(found, clean) > 1e-3
-    sweep = al.isolation_sweep(model, batches, al.first_and_last(model, [1]), draws=1, **QUIET)
+    sweep = al.isolation_sweep(
+        model, batches, al.sites.first_and_last(model, [1]), draws=1, **QUIET
+    )
     assert "hooks on the model" in sweep["last layer"].info["skipped_layers"]
-    context = al.compress(model, batches[0], keep=al.everything)
+    context = al.compress(model, batches[0], keep=al.selection.everything)
     answers = context.logits(model, batches[0])[batches[0].index.argsort()]
     assert difference(answers, expected) < 1e-5
     trained = al.train_reweighting(model, batches, epochs=1, progress=False)
@@ -176,6 +178,7 @@ def test_hooks_that_a_bridge_makes_inside_stay(byte_level: Any, raw: Any) -> Non
     assert both == [a + b for a, b in zip(alone, ours, strict=True)]
 
 
+@pytest.mark.changes_model
 def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
     calls, _ = counting(gpt2)
     hooks = functions_of(gpt2)

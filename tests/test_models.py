@@ -83,15 +83,15 @@ def test_what_is_no_model(byte_level: Any) -> None:
     for thing in (tiny_gpt2(700), torch.nn.Linear(2, 2), "gpt2", None):
         message = f"expected a TransformerBridge or HookedTransformer; got {type(thing).__name__}"
         with pytest.raises(ModelError, match=message + r".*al\.load_model makes one"):
-            al.prepare_model(thing)  # type: ignore[arg-type]
+            al.prepare_model(thing)  # type: ignore[type-var]
 
 
 def test_a_model_of_ones_own(byte_level: Any, raw: Any, gpt2: Any) -> None:
     own = raw(tiny_gpt2(len(byte_level)), byte_level)
     batch = questions(own, 2)[0]
-    with pytest.raises(ModelError, match=r"not been proven to act; call al\.prepare_model"):
+    with pytest.raises(ModelError, match=r"not been verified; call al\.prepare_model"):
         al.isolate_labels(own, batch, 0)
-    with pytest.raises(ModelError, match=r"not been proven to act"):
+    with pytest.raises(ModelError, match=r"not been verified"):
         al.reweight_anchors(own, batch, torch.zeros(3, 2, 6))
     before = {name: parameter.clone() for name, parameter in own.named_parameters()}
     trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
@@ -250,5 +250,5 @@ def test_another_model_than_transformers_has(
 
     monkeypatch.setattr(sources, "build_bridge_from_module", spoiled)
     for dtype in (torch.float32, torch.float16):
-        with pytest.raises(ModelError, match=r"makes another model of .* off by 0\.\d+ of the"):
+        with pytest.raises(ModelError, match=r"makes another model of .* differ by 0\.\d+ of the"):
             al.load_model(tiny_gpt2(len(byte_level)).type(dtype), tokenizer=byte_level)

@@ -1,4 +1,4 @@
-"""The paper's numbers: each equals its own function on the same draws, or plain transformers."""
+"""The numbers of ``paper`` against the package's functions on the same draws, or transformers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,10 +19,11 @@ EMOTIONS = {"emotions": (EXAMPLES, EXAMPLES)}
 TASK = al.TASKS["emo"]
 FORMAT = "Dialogue:\nEmotion:{}\n"
 SEEDS = (3, 4)
-QUICK: dict[str, Any] = {"queries": 12, "layers": 1, "draws": 2, "progress": False}
+QUICK: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 2, "progress": False}
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 pytestmark = [
+    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
 ]
@@ -67,9 +68,11 @@ Draws = tuple[list[al.Example], list[al.Example], list[al.Example]]
 def drawn(seed: int) -> Draws:
     """Demonstrations, training examples and queries."""
     demos = al.sample_demonstrations(EXAMPLES, 1, seed)
-    training = al.sample_demonstrations([one for one in EXAMPLES if one not in demos], 4, seed)
+    training = al.sample_demonstrations(
+        [example for example in EXAMPLES if example not in demos], 4, seed
+    )
     queries = al.sample_queries(EXAMPLES, 12, seed, exclude=[*demos, *training])
-    assert len({one.text for one in (*demos, *training, *queries)}) == 4 + 16 + 12
+    assert len({example.text for example in (*demos, *training, *queries)}) == 4 + 16 + 12
     return demos, training, queries
 
 
@@ -94,7 +97,7 @@ def plain_answers(weights: Any, tokenizer: Any, texts: Sequence[str]) -> torch.T
     return torch.stack(rows)[:, ids]
 
 
-def test_a_row_a_number(numbers: pd.DataFrame) -> None:
+def test_each_row_is_a_number(numbers: pd.DataFrame) -> None:
     assert list(numbers) == ["task", "seed", "part", "row", "column", "layer", "value"]
     assert set(numbers.task) == {"emotions"} and set(numbers.seed) == set(SEEDS)
     names = ["task", "seed", "part", "row", "column", "layer"]
@@ -131,19 +134,19 @@ def test_figures_3_5_and_6(numbers: pd.DataFrame, model: Any, seed: int) -> None
 @over_seeds
 def test_figure_4(numbers: pd.DataFrame, model: Any, seed: int) -> None:
     batches = prompts(model, seed)
-    for place, layers in (("first layer", [0]), ("last layer", [1])):
+    for site, layers in (("first layer", [0]), ("last layer", [1])):
         record = al.isolation_loyalty(model, batches, layers, draws=2, **QUIET)
         for kind in ("label", "word"):
-            own = values(numbers, seed, "Figure 4", f"label words, {place}", f"{kind} loyalty")
-            random = values(numbers, seed, "Figure 4", f"random words, {place}", f"{kind} loyalty")
-            assert own == [float(getattr(record, f"{kind}_loyalty"))]
+            label = values(numbers, seed, "Figure 4", f"label words, {site}", f"{kind} loyalty")
+            random = values(numbers, seed, "Figure 4", f"random words, {site}", f"{kind} loyalty")
+            assert label == [float(getattr(record, f"{kind}_loyalty"))]
             expected = getattr(record, f"random_{kind}_loyalty")
             assert len(expected) == 2 and random == pytest.approx([float(expected.sum()) / 2])
 
 
 @over_seeds
 def test_table_1(numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int) -> None:
-    """From the strings on, and re-weighted with beta learned apart."""
+    """Vanilla and more shots against plain transformers, from strings."""
     demos, training, queries = drawn(seed)
     weights = weights_for(byte_level)
     gold = torch.tensor([query.label for query in queries])
@@ -164,12 +167,12 @@ def test_beta_is_learned_from_the_training_examples(
     seed, (batches, beta, _) = SEEDS[1], given[1]
     demos, training, queries = drawn(seed)
     lessons = al.build_prompts(model.tokenizer, TASK, demos, training, batch_size=1)
-    own = al.train_reweighting(model, lessons, seed=seed, progress=False)
-    assert torch.equal(beta.beta, own.beta) and own.beta.abs().max() > 0.1
+    expected = al.train_reweighting(model, lessons, seed=seed, progress=False)
+    assert torch.equal(beta.beta, expected.beta) and expected.beta.abs().max() > 0.1
     logits = al.target_logits(
         model,
         prompts(model, seed),
-        hooks=lambda batch: al.reweight_anchors(model, batch, own),
+        hooks=lambda batch: al.reweight_anchors(model, batch, expected),
         progress=False,
     )
     gold = torch.tensor([query.label for query in queries])
@@ -182,7 +185,7 @@ def test_beta_is_learned_from_the_training_examples(
 def test_table_2(numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int) -> None:
     batches = prompts(model, seed)
     record = al.compression_loyalty(model, batches, seed=seed, **QUIET)
-    alone = al.compression_loyalty(model, batches, al.label_words, draws=1, **QUIET)
+    alone = al.compression_loyalty(model, batches, al.selection.label_words, draws=1, **QUIET)
     demos, _, queries = drawn(seed)
     weights = weights_for(byte_level)
     bare = "".join(FORMAT.format(TASK.labels[int(one.label or 0)]) for one in demos)
@@ -215,26 +218,26 @@ def test_table_2(numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int) 
             assert value is None or found == pytest.approx([float(value)]), (name, column)
     demonstrations = batches[0].prompt(0).before(int(batches[0].prompt(0).query_start[0]))
     count = len(demonstrations.tokens[0])
-    kept = int(al.anchors_and_format(demonstrations).sum())
+    kept = int(al.selection.anchors_and_format(demonstrations).sum())
     assert values(numbers, seed, "Table 2", "Hidden_anchor", "cache kept") == [kept / count]
 
 
 def setting(model: Any, seed: int = 3) -> Setting:
     demos, training, queries = drawn(seed)
-    rest = [one for one in EXAMPLES if one not in queries]
-    return Setting(model, TASK, demos, training, queries, rest, layers=1, draws=2, seed=seed)
+    rest = [example for example in EXAMPLES if example not in queries]
+    return Setting(model, TASK, demos, training, queries, rest, depth=1, draws=2, seed=seed)
 
 
 def test_texts_are_drawn_once(model: Any) -> None:
-    """Also where they come twice, and in the examples for queries too."""
+    """Also if a text occurs twice, or in the examples for queries too."""
     seen: list[Setting] = []
 
-    def look(setting: Setting) -> Iterator[Number]:
+    def record(setting: Setting) -> Iterator[Number]:
         seen.append(setting)
         yield Number("Mine", "a", "b", 0.5)
 
     twice = [*EXAMPLES, *(replace(one) for one in EXAMPLES)]
-    al.paper(model, {"emotions": (twice, EXAMPLES)}, seeds=SEEDS, parts=[look], **QUICK)
+    al.paper(model, {"emotions": (twice, EXAMPLES)}, seeds=SEEDS, parts=[record], **QUICK)
     for one in seen:
         demos, training, queries, pool = (
             [example.text for example in some]
@@ -258,7 +261,7 @@ def test_table_3(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return al.AnswerTimesRecord(**numbers)
 
     monkeypatch.setattr(paper_parts, "answer_times", times)
-    found = {one.row: one.value for one in table_3(setting(model))}
+    found = {number.row: number.value for number in table_3(setting(model))}
     demos, _, queries = drawn(3)
     lines = "".join(TASK.demonstration(one.text, int(one.label or 0)) + "\n" for one in demos)
     lengths = [len(model.tokenizer(TASK.query(query.text))["input_ids"]) for query in queries[:8]]
@@ -280,7 +283,7 @@ def test_times_are_measured(numbers: pd.DataFrame) -> None:
 def test_more_shots_are_as_many_as_fit(
     byte_level: Any, limited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the context is too short for five a class it is three, as on AGNews in the paper."""
+    """Three per class if the context is too short for five, as on AGNews in the paper."""
     model = al.load_model(
         tiny_gpt2(len(byte_level), n_layer=1, n_positions=1024), tokenizer=byte_level
     )

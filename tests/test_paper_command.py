@@ -1,4 +1,4 @@
-"""`anchorlens paper`: what it writes, what it leaves when it is stopped, one line for a mistake."""
+"""`anchorlens paper`: the files it writes, also if it is stopped, and one line for a mistake."""
 
 import inspect
 import json
@@ -17,9 +17,12 @@ from anchorlens.cli import command_data, commands
 from anchorlens.errors import MetricError
 from anchorlens.replication.paper_parts import Number, Setting
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.without_jaxtyping,
+]
 
-QUICK = ["--queries", "11", "--seeds", "1", "--layers", "1", "--draws", "1"]
+QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:in layers", "ignore:some pairs")
@@ -58,7 +61,7 @@ def quick(setting: Setting) -> Iterator[Number]:
 
 
 @pytest.mark.filterwarnings("ignore:.*second. not yet")
-def test_goes_on_after_an_interruption(
+def test_an_interrupted_command_goes_on(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     calls: list[str] = []
@@ -102,7 +105,7 @@ def test_goes_on_after_an_interruption(
         )
     capsys.readouterr()
     settings = (tmp_path / "settings.json").read_text()
-    assert call(monkeypatch, "paper", *arguments, "--layers", "99", "--fresh") == 1
+    assert call(monkeypatch, "paper", *arguments, "--depth", "99", "--fresh") == 1
     assert call(monkeypatch, "paper", *arguments, "--draws", "2") == 1
     assert (tmp_path / "settings.json").read_text() == settings
     error = capsys.readouterr().err
@@ -112,7 +115,7 @@ def test_goes_on_after_an_interruption(
     assert calls.count("first") == 2
 
 
-def test_emocontext_runs_where_it_is_named_alone(
+def test_emocontext_runs_only_if_it_is_named(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:
     asked: list[list[str]] = []
@@ -138,7 +141,7 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
     """TASK/train.jsonl for demonstrations, TASK/test.jsonl for queries."""
     seen: list[Setting] = []
 
-    def look(setting: Setting) -> Iterator[Number]:
+    def record(setting: Setting) -> Iterator[Number]:
         seen.append(setting)
         yield from quick(setting)
 
@@ -146,27 +149,29 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
         (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(commands, "PAPER_PARTS", (look,))
+    monkeypatch.setattr(commands, "PAPER_PARTS", (record,))
     arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
     assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
-    assert {one.text[:5] for one in (*seen[0].demonstrations, *seen[0].training)} == {"train"}
-    assert {one.text[:4] for one in seen[0].queries} == {"test"}
+    assert {example.text[:5] for example in (*seen[0].demonstrations, *seen[0].training)} == {
+        "train"
+    }
+    assert {example.text[:4] for example in seen[0].queries} == {"test"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--tasks", "trek,sst2"], "there is no task 'trek'; choose one of sst2, trec"),
-        (["--tasks", ","], "expected different words or numbers, commas between them; got ','"),
+        (["--tasks", ","], "expected different words or numbers, separated by commas; got ','"),
         (["--tasks", "news,news"], "expected different words or numbers"),
-        (["--tasks", "news", "--seeds", "1,x"], "--seeds are whole numbers with commas between"),
+        (["--tasks", "news", "--seeds", "1,x"], "--seeds are whole numbers, separated by commas"),
         (["--tasks", "news", "--seeds", ""], "expected different words or numbers"),
         (["--tasks", "news", "--seeds", "1,01"], "seeds must differ"),
         (["--tasks", "news", "--data", "nowhere"], "there is no file nowhere/news/train.jsonl"),
         (["--tasks", "news", "--queries", "999"], "news: 999 queries are asked for, but only"),
         (
-            ["--tasks", "news", "--layers", "9"],
-            "are more than the 6 layers of the model; isolate fewer",
+            ["--tasks", "news", "--depth", "9"],
+            "is more than the 6 layers of the model; isolate fewer",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What fails in the paper's parts is said, and the others go on; mistakes are said at once."""
+"""A part of ``paper`` that fails gives a warning; mistakes are errors before anything runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
 from anchorlens.replication.paper_parts import Number, Setting, figure_4, figures_3_5_6
 
-pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_a_part_that_fails_is_a_warning_and_the_others_go_on(model: Any) -> None
     parts = [half, other, out_of_memory]
     with pytest.warns(UserWarning) as caught:
         numbers = al.paper(model, EMOTIONS, seeds=SEEDS, parts=parts, keep=kept.append, **QUICK)
-    assert [str(one.message) for one in caught] == [
+    assert [str(warning.message) for warning in caught] == [
         f"emotions, seed {seed}, {text}"
         for seed in SEEDS
         for text in ("half: no more", "out of memory: CUDA out of memory")
@@ -87,19 +90,19 @@ def test_prompts_that_are_too_long_leave_the_other_tasks_alone(byte_level: Any) 
     assert set(numbers.task) == {"emotions"}
 
 
-def test_progress_says_what_is_done(model: Any, capsys: Any) -> None:
+def test_the_progress_bar_names_the_part(model: Any, capsys: Any) -> None:
     options = QUICK | {"progress": True}
     al.paper(model, EMOTIONS, seeds=[3], parts=[other, lambda setting: other(setting)], **options)
-    said = capsys.readouterr().err
-    assert "emotions, seed 3, other" in said and "2/2" in said
+    printed = capsys.readouterr().err
+    assert "emotions, seed 3, other" in printed and "2/2" in printed
 
 
 def rows_of(numbers: Iterator[Number]) -> set[str]:
-    return {one.part.partition(",")[0] for one in numbers}
+    return {number.part.partition(",")[0] for number in numbers}
 
 
-def test_a_refused_metric_spares_the_others(byte_level: Any) -> None:
-    """Folded value biases forbid saliency, and nothing else of the three."""
+def test_without_an_impossible_metric_the_others_are_computed(byte_level: Any) -> None:
+    """Folded value biases make saliency impossible, and not the two other metrics."""
     bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
     bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
     folded = al.prepare_model(bridge)
@@ -107,7 +110,7 @@ def test_a_refused_metric_spares_the_others(byte_level: Any) -> None:
         assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
 
 
-def test_a_metric_without_a_result_spares_the_others(model: Any, monkeypatch: Any) -> None:
+def test_without_the_result_of_a_metric_the_others_are_there(model: Any, monkeypatch: Any) -> None:
     def fail(self: Any, rows: Any) -> Any:
         raise MetricError("nothing to see")
 
@@ -116,13 +119,14 @@ def test_a_metric_without_a_result_spares_the_others(model: Any, monkeypatch: An
         assert rows_of(figures_3_5_6(setting(model))) == {"Figure 3", "Figure 6"}
 
 
-FEW = [one for one in EXAMPLES if one.label] + [one for one in EXAMPLES if not one.label][:4]
+OTHERS = [example for example in EXAMPLES if not example.label]
+FEW = [example for example in EXAMPLES if example.label] + OTHERS[:4]
 
 
 @pytest.mark.parametrize(
     ("tasks", "options", "words"),
     [
-        ({"imdb": (EXAMPLES, EXAMPLES)}, {}, "there is no task 'imdb'; choose of sst2, trec"),
+        ({"imdb": (EXAMPLES, EXAMPLES)}, {}, "there is no task 'imdb'; choose one of sst2, trec"),
         (EMOTIONS, {"queries": 10}, "more queries than its 10 directions; got 10"),
         (EMOTIONS, {"queries": 999}, r"emotions: 999 queries are asked for, but only \d+"),
         ({"emotions": (FEW, EXAMPLES)}, {}, r"emotions: class 0 has 3 examples, but 4 of each"),
@@ -133,7 +137,7 @@ FEW = [one for one in EXAMPLES if one.label] + [one for one in EXAMPLES if not o
         ({}, {}, "expected a task, a seed and a part"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(
+def test_mistakes_are_errors_before_anything_runs(
     model: Any, tasks: Any, options: dict[str, Any], words: str
 ) -> None:
     def never(setting: Setting) -> Iterator[Number]:
@@ -146,4 +150,10 @@ def test_mistakes_are_said_before_anything_runs(
 
 def test_layers_that_are_not_there(model: Any) -> None:
     with pytest.raises(HookError, match="layers must be numbers from 0 to 1"):
-        al.paper(model, EMOTIONS, layers=3, progress=False)
+        al.paper(model, EMOTIONS, depth=3, progress=False)
+
+
+def test_the_old_argument_names_the_new_one(model: Any) -> None:
+    options: dict[str, Any] = {"layers": 1}
+    with pytest.raises(TypeError, match="the argument 'layers' of paper is now 'depth'"):
+        al.paper(model, EMOTIONS, **options)

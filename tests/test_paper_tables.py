@@ -1,4 +1,4 @@
-"""What the tables and figures of the paper command say, worked by hand."""
+"""The texts of ``paper_tables`` and the values of ``paper_figures``, worked by hand."""
 
 import re
 from collections.abc import Iterable
@@ -13,9 +13,11 @@ import pytest
 import anchorlens as al
 from anchorlens.replication.paper_parts import Number
 
+pytestmark = pytest.mark.one_line
+
 
 def fields(text: str) -> list[list[str]]:
-    """Of each line, what more than one space sets apart."""
+    """The fields of each line, which two or more spaces separate."""
     return [re.split(r"\s{2,}", line.strip()) for line in text.strip().splitlines()]
 
 
@@ -24,7 +26,7 @@ def table(numbers: Iterable[Number]) -> pd.DataFrame:
 
 
 def section(text: str, title: str) -> list[list[str]]:
-    """The rows of one table and its notes, which begin with ``title``."""
+    """The rows and notes of the table whose heading begins with ``title``."""
     (found,) = [block for block in text.split("\n\n") if block.startswith(title)]
     return fields(found.partition("\n")[2])
 
@@ -49,7 +51,7 @@ def test_one_seed_has_no_spread() -> None:
     assert ["vanilla", "25.0"] in section(text, "Table 1")
 
 
-def test_what_is_not_defined_is_a_dash_and_some_seeds_are_counted() -> None:
+def test_an_undefined_value_is_a_dash_and_its_seeds_are_counted() -> None:
     def rho(task: str, *values: float) -> list[Number]:
         return [
             Number("Figure 6", "rank correlation", "rho", value, layer, task, seed)
@@ -66,7 +68,7 @@ def test_what_is_not_defined_is_a_dash_and_some_seeds_are_counted() -> None:
     assert "nan" not in text
 
 
-def test_published_rows_stand_below_for_the_tasks_of_the_run() -> None:
+def test_published_rows_follow_for_the_tasks_of_the_run() -> None:
     rows = [
         *across("Table 1", "vanilla", "accuracy", {1: 0.5}, "emo"),
         *across("Table 1", "vanilla", "accuracy", {1: 0.25}, "sentiment"),
@@ -122,7 +124,7 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
     assert found[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
 
 
-def test_table_2_of_one_task_is_said_once() -> None:
+def test_table_2_shows_a_single_task_once() -> None:
     row = across("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
     found = section(al.paper_tables(table(row)), "Table 2.")
     assert found[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
@@ -181,7 +183,7 @@ def test_layers_come_in_order_whatever_the_order_of_rows() -> None:
     shuffled = rows.sample(frac=1, random_state=0)
     assert not shuffled.equals(rows)
     assert al.paper_tables(shuffled) == al.paper_tables(rows)
-    (line,) = [one for one in al.paper_figures(shuffled)["TREC: Figure 5"].data if one.name]
+    (line,) = [trace for trace in al.paper_figures(shuffled)["TREC: Figure 5"].data if trace.name]
     assert list(line.y) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0])
 
 
@@ -211,7 +213,7 @@ def test_isolation_is_in_per_cent(part: str, title: str) -> None:
     ]
 
 
-def test_bos_is_explained_where_there_is_one() -> None:
+def test_bos_is_explained_if_there_is_one() -> None:
     row = across(
         "Figure 4", "label words, first 2 layers, BOS edge kept", "word loyalty", {1: 1}, "sst2"
     )
@@ -238,7 +240,7 @@ def test_top_words_and_directions() -> None:
     assert directions[:2] == [["TREC"], ["M = 5", "0.00 ± 0.71"]]
 
 
-def test_a_part_of_ones_own_is_shown_as_it_is() -> None:
+def test_a_users_own_part_is_shown_as_it_is() -> None:
     rows = [Number("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
     assert section(al.paper_tables(table(rows)), "Mine") == [
         ["nats"],
@@ -290,7 +292,7 @@ def test_figures_show_means_and_ranges() -> None:
     names = [trace.name for trace in drawn["TREC: Figure 5"].data if trace.name]
     assert names == ["AUCROC_l", "R_l"]
     predicted, actual = (trace.z for trace in drawn["SST-2: Figure 6"].data)
-    assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # of the seed that knows it
+    assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # of the seed that has a value
     assert actual[0][1] == 0.5 and actual[1][0] == 0.625
 
 

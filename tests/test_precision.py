@@ -13,7 +13,10 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.without_jaxtyping,
+]
 
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),

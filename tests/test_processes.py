@@ -27,18 +27,24 @@ from process_work import (
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.system.processes import (
+    batches_of_process,
     failed_elsewhere,
-    gathered,
-    own_part,
-    refuse_split_weights,
-    together,
+    fails_together,
+    gather_from_processes,
+    require_whole_model,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:some pairs of classes have no prompts",
-    "ignore:in . of . sets",
-    "ignore:.*fork.*:DeprecationWarning",  # of Python from 3.12 on, where the parent has threads
-)
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.one_line,
+    pytest.mark.one_kind,
+    pytest.mark.filterwarnings(
+        "ignore:some pairs of classes have no prompts",
+        "ignore:in . of . sets",
+        # Python from 3.12 on warns where the parent has threads.
+        "ignore:.*fork.*:DeprecationWarning",
+    ),
+]
 
 
 @dataclass
@@ -185,7 +191,7 @@ def test_a_part_of_the_paper_that_fails_spares_the_others(
 def test_a_model_over_all_processes_is_refused(launches: dict[int, Launch], count: int) -> None:
     for found in launches[count].found:
         assert "each needs the whole model" in found["split weights"]
-    refuse_split_weights(torch.nn.Linear(1, 1))
+    require_whole_model(torch.nn.Linear(1, 1))
 
 
 def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
@@ -194,7 +200,7 @@ def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
         for number in range(count):
             state = type("State", (), {"num_processes": count, "process_index": number})
             monkeypatch.setattr("anchorlens.system.processes._state", lambda state=state: state)
-            found.append(own_part(costs))
+            found.append(batches_of_process(costs))
         return found
 
     assert parts([5] * 7, 2) == [[0, 1, 2], [3, 4, 5, 6]]
@@ -209,6 +215,10 @@ def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
 
 
 def test_alone_nothing_is_exchanged() -> None:
-    assert gathered("x", 3) == [3] and own_part([1, 2]) == [0, 1] and not failed_elsewhere()
-    with pytest.raises(PromptError, match="mine"), together():
+    assert (
+        gather_from_processes("x", 3) == [3]
+        and batches_of_process([1, 2]) == [0, 1]
+        and not failed_elsewhere()
+    )
+    with pytest.raises(PromptError, match="mine"), fails_together():
         raise PromptError("mine")

@@ -14,6 +14,8 @@ from tokenizers import pre_tokenizers, processors
 import anchorlens as al
 from anchorlens.errors import PromptError
 
+pytestmark = pytest.mark.one_line
+
 refused = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))
@@ -23,9 +25,9 @@ REQUESTS: list[tuple[str, Any, Any]] = [
     (r"no demonstration for the labels \[' Negative', ' Positive'\]", [], ["x"]),
     (r"the labels \[2, None\], but .* classes 0 to 1 \( Neg", [GOOD, ODD, al.Example("y")], ["x"]),
     (r"query 1 has the label 2, but the task has the classes 0 to 1", [GOOD, BAD], [BAD, ODD]),
-    (r"either all queries have a label or none", [GOOD, BAD], ["x", GOOD]),
+    (r"either all queries must have a label or none", [GOOD, BAD], ["x", GOOD]),
     (r"2 sets of demonstrations came with 1 queries; give one set", [[GOOD, BAD]] * 2, ["x"]),
-    (r"must have one size; got 2 and 3", [[GOOD, BAD], [BAD, GOOD, BAD]], ["x", "y"]),
+    (r"must have the same size; got 2 and 3", [[GOOD, BAD], [BAD, GOOD, BAD]], ["x", "y"]),
     (r"no demonstration for the labels \[' Positive'\]", [[GOOD, BAD], [BAD, BAD]], ["x", "y"]),
 ]
 
@@ -116,7 +118,7 @@ def test_labels_that_are_normalised_with_a_neighbour_are_refused(
 def test_labels_that_an_unknown_word_takes_in_are_refused() -> None:
     task = al.Task("}{text}e{label}", ["1", " 7"])
     demos = [al.Example("x", 0), al.Example("x", 1)]
-    with refused(match=r"query 1 ends in a word .* does not know, and label word '1' behind it"):
+    with refused(match=r"query 1 ends in a word .* does not know, and label word '1' after it"):
         al.build_prompts(made("WordPiece, lower case"), task, demos, ["x", "ΑΣ"])
     spaced = al.Task("}{text}e{label}", [" 1", " 7"])
     assert len(al.build_prompts(made("WordPiece, lower case"), spaced, demos, ["ΑΣ"])) == 1
@@ -163,5 +165,5 @@ def test_a_prompt_that_ends_in_a_demonstration_is_refused(tokenizer: Any) -> Non
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
 def test_half_a_character_is_refused(tokenizer: Any, text: str) -> None:
     for demos, query in (([GOOD, BAD], text), ([GOOD, al.Example(text, 0)], "x")):
-        with refused(match=r"a text holds '\\ud[8f]..', half of a pair .*; take it out"):
+        with refused(match=r"a text holds '\\ud[8f]..', half of a surrogate pair, .*; remove it"):
             al.build_prompts(tokenizer, SST2, demos, [query])

@@ -1,8 +1,12 @@
-"""The published values, read from the paper and not from where the package has them."""
+"""The published values, copied from the paper a second time."""
 
 import re
 
+import pytest
+
 from anchorlens.replication.published import TABLE_1, TABLE_2, TABLE_3
+
+pytestmark = pytest.mark.one_line
 
 PAPER_1 = """
 vanilla      61.28  57.56  73.32  15.44
@@ -29,7 +33,7 @@ TASKS = ("sst2", "trec", "agnews", "emo")
 
 
 def fields(text: str) -> list[list[str]]:
-    """Of each line, what more than one space sets apart."""
+    """The fields of each line, which two or more spaces separate."""
     return [re.split(r"\s{2,}", line) for line in text.strip().splitlines()]
 
 

@@ -11,6 +11,8 @@ from anchorlens.errors import HookError
 from anchorlens.hooks import random_positions
 from anchorlens.prompts import edges
 
+pytestmark = pytest.mark.one_line
+
 
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
@@ -81,5 +83,7 @@ def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
         label_classes=[[0, 1]],
         label_token_ids=[5, 6],
     )
-    with pytest.raises(HookError, match=r"have 0 tokens besides the 2 of .*longer demonstrations"):
+    with pytest.raises(
+        HookError, match=r"have 0 tokens other than the 2 of .*longer demonstrations"
+    ):
         al.isolate_random(gpt2, tight, 0, seed=0)

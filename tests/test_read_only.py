@@ -15,6 +15,8 @@ import anchorlens as al
 from anchorlens.errors import HookError
 from anchorlens.models.hooked import pattern_name
 
+pytestmark = pytest.mark.without_jaxtyping
+
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]
 
@@ -46,7 +48,7 @@ class Editor:
             hooks if self.where == "backward_hooks" else [],
         )
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
         return al.Observation(lambda logits, clean_logits: {})
 
     def result(self, rows: Any) -> MeanRecord:
@@ -73,7 +75,7 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
 ) -> None:
     metrics = [Editor(edit, where), *OTHERS]
     with pytest.raises(HookError, match=r"metric 'editor' changed .* in place"):
-        al.run(gpt2, questions(gpt2, 3), metrics, checkpoint=checkpoint, **QUIET)
+        al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
 
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")

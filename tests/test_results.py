@@ -1,8 +1,9 @@
 """Records: named axes, tables, files, and intervals against a bootstrap in numpy."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +17,12 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import StoreError
+from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.results.record import by_set
+from anchorlens.results.record import rows_by_set
+from anchorlens.system.digest_file import to_bytes_with_digest
+
+pytestmark = pytest.mark.one_line
 
 NAN = float("nan")
 
@@ -119,16 +123,139 @@ def test_fields_that_share_memory_can_be_saved(tmp_path: Path) -> None:
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path = record().save(tmp_path / "means.safetensors")
-    with pytest.raises(StoreError, match=r"means\.safetensors holds a Means, not a Other; load it"):
+    with pytest.raises(StoreError, match=r"means\.safetensors holds a Means, not a Other; use"):
         Other.load(path)
     with pytest.raises(StoreError, match=r"none\.safetensors cannot be read: No such"):
         Means.load(tmp_path / "none.safetensors")
     (tmp_path / "text").write_text("not a record at all")
-    with pytest.raises(StoreError, match=r"text cannot be read as what anchorlens saves"):
+    with pytest.raises(StoreError, match=r"text is not a file that anchorlens saved"):
         Means.load(tmp_path / "text")
     save_file({"mean": torch.zeros(1)}, tmp_path / "bare.safetensors")
-    with pytest.raises(StoreError, match=r"bare\.safetensors cannot be read as what"):
+    with pytest.raises(StoreError, match=r"bare\.safetensors is not a file that"):
         Means.load(tmp_path / "bare.safetensors")
+
+
+def test_a_record_is_shown_in_one_line() -> None:
+    made = record(mean=torch.tensor(0.123456), info={"model": "tiny", "prompts": 200})
+    assert repr(made) == (
+        "Means(mean 0.123, flows [layer 3, flow 2], confusion [class 2, class 2], best 7, "
+        "each [prompt 2]; 200 prompts, tiny)"
+    )
+    assert repr(record(info={})) == repr(record(info={"n": 1}))
+    assert repr(record(info={})).endswith("each [prompt 2])")
+    assert repr(record(info={"prompts": 1})).endswith("; 1 prompt)")
+    assert repr(record(best=torch.tensor(123456), info={})).count("best 123456,") == 1
+
+
+def test_fields_that_do_not_fit_are_shown_too() -> None:
+    made = record(info={})
+    object.__setattr__(made, "mean", 0.5)
+    object.__setattr__(made, "each", torch.zeros(2, 2))
+    shown = repr(made)
+    assert "mean a float," in shown and "each float32 (2, 2))" in shown
+
+
+def test_a_repr_of_its_own_is_left_alone() -> None:
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Named(al.Record):
+        mean: Float[Tensor, ""]
+
+        def __repr__(self) -> str:
+            return "named"
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Heir(Named):
+        pass
+
+    assert repr(Named(mean=torch.tensor(1.0))) == repr(Heir(mean=torch.tensor(1.0))) == "named"
+
+
+def public_records() -> list[type[al.Record]]:
+    kinds = [value for value in vars(al).values() if isinstance(value, type)]
+    return [kind for kind in kinds if issubclass(kind, al.Record) and kind is not al.Record]
+
+
+def test_a_file_is_opened_whatever_its_record_is(tmp_path: Path) -> None:
+    accuracy = al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
+    times: dict[str, Any] = dict.fromkeys(al.AnswerTimesRecord.axes(), torch.tensor(2.0))
+    for made in (record(), accuracy, al.AnswerTimesRecord(**times)):
+        loaded = al.load_record(made.save(tmp_path / "record.safetensors"))
+        assert type(loaded) is type(made)
+        assert loaded.info == made.info
+        for found, given in (
+            (loaded.tensors(), made.tensors()),
+            (loaded.intervals, made.intervals),
+        ):
+            assert found.keys() == given.keys()
+            for name, value in given.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_class_of_a_file_must_be_known(tmp_path: Path) -> None:
+    path = tmp_path / "record.safetensors"
+    path.write_bytes(
+        to_bytes_with_digest({"record": "Unheard", "info": {}}, {"mean": torch.tensor(1.0)})
+    )
+    with pytest.raises(StoreError, match=r"record\.safetensors holds a Unheard.*import the module"):
+        al.load_record(path)
+    path.write_bytes(
+        to_bytes_with_digest({"record": "Other", "info": {}}, {"median": torch.tensor(1.0)})
+    )
+    with pytest.raises(StoreError, match=r"what a Other of this version holds: .*\['median'\]"):
+        al.load_record(path)
+    path.write_bytes(to_bytes_with_digest({"context": {}}, {"tokens": torch.tensor([1])}))
+    with pytest.raises(StoreError, match=r"record\.safetensors holds no record"):
+        al.load_record(path)
+    path.write_text("not a record at all")
+    with pytest.raises(StoreError, match=r"is not a file that anchorlens saved"):
+        al.load_record(path)
+    with pytest.raises(StoreError, match=r"none cannot be read: No such"):
+        al.load_record(tmp_path / "none")
+
+
+def defined(module: str) -> type[al.Record]:
+    kind = type("Twice", (al.Record,), {"__module__": module, "__qualname__": "Twice"})
+    return dataclass(frozen=True, eq=False, kw_only=True)(kind)
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    first, second = defined("notebook"), defined("notebook")
+    path = first().save(tmp_path / "record.safetensors")
+    assert type(al.load_record(path)) is second
+    third = defined("another_notebook")
+    with pytest.raises(StoreError, match=r"several classes Twice, in another_notebook, notebook"):
+        al.load_record(path)
+    assert type(third.load(path)) is third
+
+
+def test_every_public_record_has_a_plot() -> None:
+    assert len(public_records()) == 11
+    for kind in public_records():
+        assert kind.plot is not al.Record.plot, kind
+
+
+def test_single_numbers_are_drawn_as_bars() -> None:
+    accuracy = al.AccuracyRecord(
+        accuracy=torch.tensor(0.75),
+        correct=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        intervals={"accuracy": torch.tensor([0.5, 1.0])},
+    )
+    (bar,) = accuracy.plot().data
+    assert (bar.y, bar.error_y.array, bar.error_y.arrayminus) == ((0.75,), (0.25,), (0.25,))
+    (bare,) = replace(accuracy, intervals={}).plot().data
+    assert np.isnan(bare.error_y.array).all()
+    seconds = {"whole": 0.6, "cached": 0.3, "compressed": 0.2}
+    numbers = {**seconds, "speed_up": 3.0, "speed_up_over_cached": 1.5}
+    values: dict[str, Any] = {name: torch.tensor(number) for name, number in numbers.items()}
+    times = al.AnswerTimesRecord(**values)
+    (bars,) = times.plot().data
+    assert bars.y == pytest.approx([0.6, 0.3, 0.2])
+    assert re.search(r"3 times .* 1\.5 as cached", times.plot().layout.title.text)
+
+
+def test_a_record_without_a_plot_says_so() -> None:
+    with pytest.raises(MetricError, match=r"Means has no plot.*to_frame"):
+        record().plot()
 
 
 def mean_of(rows: Mapping[str, Tensor]) -> Other:
@@ -207,7 +334,7 @@ def test_warnings_are_said_once() -> None:
 
 
 def mean_over_sets(rows: Mapping[str, Tensor]) -> Other:
-    return mean_of({"value": torch.stack([one["value"].mean() for one in by_set(rows)])})
+    return mean_of({"value": torch.stack([one["value"].mean() for one in rows_by_set(rows)])})
 
 
 def test_prompts_are_resampled_within_their_sets() -> None:
@@ -232,5 +359,5 @@ def test_a_set_for_each_prompt_is_one_set_of_all() -> None:
 
 def test_rows_of_a_set_stay_together() -> None:
     rows = {"demonstrations_id": torch.tensor([7, 3, 7]), "value": torch.tensor([1.0, 2.0, 3.0])}
-    found = [one["value"].tolist() for one in by_set(rows)]
+    found = [one["value"].tolist() for one in rows_by_set(rows)]
     assert sorted(found) == [[1.0, 3.0], [2.0]]

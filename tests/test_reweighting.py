@@ -16,6 +16,8 @@ from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import all_but_target
 
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -244,6 +246,7 @@ def test_other_queries_or_labels_are_refused_before_anything_runs(gpt2: Any) -> 
     assert not counted
 
 
+@pytest.mark.changes_model
 def test_nothing_is_left(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     parameters = [parameter.clone() for parameter in gpt2.parameters()]
@@ -283,7 +286,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
             m, [*b, replace(b[0], label_classes=b[0].label_classes.flip(1))]
         ),
         PromptError,
-        "train each set of demonstrations by itself",
+        "train each set of demonstrations separately",
     ),
 ]
 

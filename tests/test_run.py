@@ -14,9 +14,13 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError, RunError
 from anchorlens.models.hooked import Hook, pattern_name
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
-)
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.one_line,
+    pytest.mark.filterwarnings(
+        "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
+    ),
+]
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(5)]
 
 

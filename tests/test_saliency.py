@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import centred, difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from plain import flows_of, prompts_of
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.errors import MetricError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
+
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
 
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,
@@ -35,16 +39,6 @@ def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int) -> Tens
     return torch.stack([(a * a.grad)[0] for a in out.attentions]).detach()
 
 
-def flows_by_loops(saliency: Tensor, anchors: list[int], target: int) -> list[float]:
-    """S_wp, S_pq, S_ww of one layer, as the paper writes them."""
-    kinds: dict[str, list[float]] = {"wp": [], "pq": [], "ww": []}
-    for i, row in enumerate(saliency.tolist()):
-        for j in range(i):
-            kind = "wp" if i in anchors else "pq" if i == target and j in anchors else "ww"
-            kinds[kind].append(row[j])
-    return [sum(values) / len(values) for values in kinds.values()]
-
-
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_saliency_and_flows_equal_plain_transformers(
@@ -59,7 +53,7 @@ def test_saliency_and_flows_equal_plain_transformers(
     record = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
     metrics = [al.SaliencyFlows(absolute_per_head=True)]
     variant = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
-    per_head = []
+    per_head, prompts = [], prompts_of(batch)
     for n, start in enumerate(starts):
         products = plain_products(name, model, batch, n)
         merged = products.sum(1).abs()
@@ -68,15 +62,13 @@ def test_saliency_and_flows_equal_plain_transformers(
         outside = maps[n].clone()
         outside[:, start:stop, start:stop] = 0
         assert not outside.any()
-        anchors = (batch.label_positions[n] - start).tolist()
-        target = merged.shape[-1] - 1
-        place = int(batch.index[n])
-        slow = torch.tensor([flows_by_loops(one, anchors, target) for one in merged])
+        prompt, place = prompts[n], int(batch.index[n])
+        slow = torch.tensor([flows_of(one, prompt) for one in merged])
         assert difference(record.per_prompt[place], slow.double()) <= 1e-5
         absolute = products.abs()
-        slow = torch.tensor([flows_by_loops(one, anchors, target) for one in absolute.sum(1)])
+        slow = torch.tensor([flows_of(one, prompt) for one in absolute.sum(1)])
         assert difference(variant.per_prompt[place], slow.double()) <= 1e-5
-        heads = [[flows_by_loops(head, anchors, target) for head in one] for one in absolute]
+        heads = [[flows_of(head, prompt) for head in one] for one in absolute]
         per_head.append(torch.tensor(heads))
     assert difference(record.per_head, torch.stack(per_head).mean(0).double()) <= 1e-5
     assert difference(record.flows, record.per_prompt.mean(0)) <= 1e-12
@@ -96,6 +88,55 @@ def test_flows_equal_means_over_edges(gpt2: Any) -> None:
         for n in range(3):
             mean = maps[n][:, chosen[n]].mean(1).double()
             assert difference(flows[n, :, k], mean) <= 1e-5
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_flows_of_ones_own_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:
+    """Edges inside the shared demonstrations, from the query into them, and a set of the paper."""
+    batch = questions(gpt2, 4)[0]
+
+    def into_texts(batch: al.PromptBatch) -> Tensor:
+        return edges.between(edges.group(batch, "query"), edges.group(batch, "text"))
+
+    own = {"first": edges.from_first, "into texts": into_texts, "pq": edges.pq}
+    options: dict[str, Any] = {"resamples": 10, "progress": False, "share_prefix": share_prefix}
+    results = al.run(gpt2, [batch], [al.SaliencyFlows(edges=own)], **options)
+    record = results["saliency_flows"]
+    assert record.info["shared_prefix"].startswith("off") is not share_prefix
+    means = []
+    for n, mask in enumerate(batch.attention_mask):
+        merged = plain_products("gpt2", gpt2, batch, n).sum(1).abs()
+        sets = [function(batch)[n][mask][:, mask] for function in own.values()]
+        means.append(torch.stack([merged[:, chosen].mean(1) for chosen in sets], dim=1))
+    expected = torch.stack(means).double()
+    assert difference(record.per_prompt[batch.index], expected) <= 1e-5
+    assert difference(record.flows, expected.mean(0)) <= 1e-5
+    shares = expected.mean(0) / expected.mean(0).sum(1, keepdim=True)
+    assert difference(record.share, shares) <= 1e-5
+    assert record.axis_names("flow") == tuple(own)
+    assert set(record.to_frame().flow.dropna()) == set(own)
+    paper = al.run(gpt2, [batch], [al.SaliencyFlows()], **options)["saliency_flows"]
+    assert difference(record.tq, paper.tq) <= 1e-12
+    assert difference(record.pq_over_tq, paper.pq_over_tq) <= 1e-12
+    assert [trace.name for trace in record.plot().data if trace.name][:2] == ["first", "into texts"]
+
+
+@pytest.mark.parametrize("wrong", [{}, [edges.pq], {"pq": None}, {3: edges.pq}])
+def test_edges_that_are_no_functions_by_name(wrong: Any) -> None:
+    with pytest.raises(MetricError, match="edges are functions of the batch by name"):
+        al.SaliencyFlows(edges=wrong)
+
+
+def test_functions_that_give_no_edges(gpt2: Any) -> None:
+    functions: list[tuple[Any, str]] = [
+        (lambda batch: None, "NoneType"),
+        (lambda batch: edges.pq(batch).float(), "torch.float32"),
+        (lambda batch: edges.pq(batch)[:, 1:], r"torch.bool \(3, "),
+    ]
+    for function, got in functions:
+        metric = al.SaliencyFlows(edges={"mine": function})
+        with pytest.raises(MetricError, match=rf"the edges \['mine'\] of .* got {got}"):
+            al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -207,8 +248,3 @@ def test_sets_of_demonstrations_are_averaged_by_share(gpt2: Any) -> None:
     torch.testing.assert_close(record.share, (shares[0] + shares[1]) / 2)
     torch.testing.assert_close(record.pq_over_tq, (a[:, 1] / a[:, 3] + b[:, 1] / b[:, 3]) / 2)
     torch.testing.assert_close(record.per_prompt, flows[..., :3])
-    # What shared demonstrations add is added before the means are taken.
-    shared = {"shared_sums": rows["sums"], "shared_head_sums": rows["head_sums"]}
-    twice = al.SaliencyFlows().result(rows | shared)
-    torch.testing.assert_close(twice.flows, 2 * record.flows)
-    torch.testing.assert_close(twice.per_head, 2 * record.per_head)

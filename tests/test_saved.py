@@ -17,9 +17,13 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.system.sealed import sealed
+from anchorlens.system.digest_file import to_bytes_with_digest
 
-pytestmark = pytest.mark.without_jaxtyping  # wrong types are made on purpose
+pytestmark = [
+    pytest.mark.one_line,
+    pytest.mark.one_kind,
+    pytest.mark.without_jaxtyping,
+]  # wrong types are made on purpose
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -153,13 +157,13 @@ def test_what_no_record_holds_is_an_error(
     """With a digest that is right, as by a program of somebody else."""
     path = tmp_path / "small.safetensors"
     fields = {**small().tensors(), **tensors}
-    path.write_bytes(sealed({"record": "Small", "info": info}, fields))
+    path.write_bytes(to_bytes_with_digest({"record": "Small", "info": info}, fields))
     with pytest.raises(
         StoreError, match=r"not hold what a Small of this version holds: .*" + reason
     ):
         Small.load(path)
     fields = {"mean": small().mean}
-    path.write_bytes(sealed({"record": "Small", "info": {}}, fields))
+    path.write_bytes(to_bytes_with_digest({"record": "Small", "info": {}}, fields))
     with pytest.raises(StoreError, match=r"fields \['mean'\], not \['best', 'mean'\]"):
         Small.load(path)
 
@@ -197,7 +201,7 @@ def test_what_no_context_holds_is_an_error(
     header = json.loads(outer["anchorlens"])
     tensors = load(data)
     change(header["context"], tensors)
-    path.write_bytes(sealed({"context": header["context"]}, tensors))
+    path.write_bytes(to_bytes_with_digest({"context": header["context"]}, tensors))
     with pytest.raises(StoreError, match="not hold what a CompressedContext of this version"):
         al.CompressedContext.load(path)
 
@@ -207,7 +211,7 @@ def test_each_file_is_loaded_by_its_own_kind(gpt2: Any, tmp_path: Path) -> None:
     context = al.compress(gpt2, questions(gpt2, 1)[0]).save(tmp_path / "context.safetensors")
     with pytest.raises(StoreError, match="holds a Small, not a CompressedContext"):
         al.CompressedContext.load(record)
-    with pytest.raises(StoreError, match=r"holds a .*, not a Small; load it with that"):
+    with pytest.raises(StoreError, match=r"holds a CompressedContext, not a Small; use"):
         Small.load(context)
     for path in (tmp_path, tmp_path / "none"):
         for load_it in (Small.load, al.CompressedContext.load):
@@ -228,11 +232,11 @@ def test_files_of_earlier_versions_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"info": {"labels": {"a", "b"}}}, r"set is not JSON serializable; give .*list for a set"),
+        ({"info": {"labels": {"a", "b"}}}, r"set is not JSON serializable; use .*list for a set"),
         ({"info": {"value": torch.ones(1)}}, "Tensor is not JSON serializable"),
         ({"info": {0: "a"}}, "the key 0 is no string"),
         ({"info": {"a": [{1: 2}]}}, "the key 1 is no string"),
-        ({"mean": torch.ones(3)}, "is not written, as no Small is so: best is int64"),
+        ({"mean": torch.ones(3)}, "is not written, because this is no valid Small: best is int64"),
         ({"mean": [0.5, 0.5]}, "mean is a list, but expected"),
         ({"intervals": {"means": torch.ones(2)}}, "an interval of means, which is no field"),
     ],
@@ -249,7 +253,7 @@ def test_what_cannot_be_saved_is_an_error_before_anything_is_written(
 
 def test_info_of_a_context_that_json_cannot_hold(gpt2: Any, tmp_path: Path) -> None:
     context = al.compress(gpt2, questions(gpt2, 1)[0])
-    with pytest.raises(StoreError, match="json cannot hold"):
+    with pytest.raises(StoreError, match="json cannot store"):
         replace(context, info=context.info | {"of": {1, 2}}).save(tmp_path / "c.safetensors")
     assert not [*tmp_path.iterdir()]
 

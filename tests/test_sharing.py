@@ -14,13 +14,15 @@ from anchorlens.contexts import compression
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.metrics.metric import Observation
 from anchorlens.models import kv_cache
-from anchorlens.models.hooked import pattern_name, proven
+from anchorlens.models.hooked import pattern_name, verified_operands
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass, run_prefix
+from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 from anchorlens.runs.trial import shared_passes
 
 pytestmark = [
+    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
@@ -89,14 +91,14 @@ def test_saliency_as_of_whole_prompts(model: Any, side: Any, changed: bool, whol
 def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
     expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    original = kv_cache.Graph.hand_over
+    original = kv_cache.Graph.pass_gradients_on
 
     def off(graph: Any, leaves: Any) -> None:
         for leaf in leaves:
             leaf.grad *= 1.01
         original(graph, leaves)
 
-    monkeypatch.setattr(kv_cache.Graph, "hand_over", off)
+    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", off)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off: saliencies differ by")
     assert_same(record, expected)
@@ -104,7 +106,7 @@ def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatc
     def fails(graph: Any, leaves: Any) -> None:
         raise RuntimeError("no batching rule")
 
-    monkeypatch.setattr(kv_cache.Graph, "hand_over", fails)
+    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", fails)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"] == "off: no shared gradients (no batching rule)"
     assert_same(record, expected)
@@ -114,10 +116,10 @@ def test_isolation_inside_the_prefix_shows(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
     passes = shared_passes(gpt2, batches, [change])
-    ready = passes.ready(batches[0])
+    ready = passes.after_prefix(batches[0])
     assert ready.first_query > int(ready.label_positions.max())
     # The hooks act in the demonstrations alone: from their cache on nothing is left to cut.
-    from_cut = run_pass(gpt2, ready, prefix=passes.prefix(ready, change))
+    from_cut = run_pass(gpt2, ready, prefix=passes.prefix(ready, change)[1])
     expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
     assert difference(from_cut, expected) < 1e-5
     assert difference(passes.logits(ready), expected) > 1e-2
@@ -145,8 +147,8 @@ def test_reweighting_acts_in_the_queries(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
     passes = shared_passes(gpt2, batches, [lambda b: al.reweight_anchors(gpt2, b, beta)])
-    assert "run once" in passes.said
-    ready = passes.ready(batches[0])
+    assert "run once" in passes.status
+    ready = passes.after_prefix(batches[0])
     found = passes.logits(ready, lambda batch: al.reweight_anchors(gpt2, batch, beta))
     hooks = al.reweight_anchors(gpt2, batches[0], beta)
     assert difference(found, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
@@ -211,14 +213,17 @@ class Watchful(al.Accuracy):
 def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 5)
     result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
-    assert "accuracy without observe_demonstrations" in result.info["shared_prefix"]
+    assert "accuracy without observe_prefix" in result.info["shared_prefix"]
     assert float(result.accuracy) == batch.tokens.shape[1]
 
 
 class Unable(al.Accuracy):
     """Finds out in the demonstrations that it cannot."""
 
-    def observe_demonstrations(self, model: Any, batch: al.PromptBatch) -> Observation:
+    def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
+        return super().observe(model, batch)
+
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> Observation:
         def rows(logits: Any, clean_logits: Any) -> Any:
             raise MetricError("not of these demonstrations")
 
@@ -242,7 +247,7 @@ def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
 
 def test_checkpoints_run_whole_prompts(gpt2: Any) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
-    results = al.run(gpt2, questions(gpt2, 5), metrics, checkpoint=True, **QUIET)
+    results = al.run(gpt2, questions(gpt2, 5), metrics, gradient_checkpointing=True, **QUIET)
     assert results["accuracy"].info["shared_prefix"] == "off: blocks are checkpointed"
 
 
@@ -281,9 +286,9 @@ def test_labels_at_other_places_are_not_shared(gpt2: Any) -> None:
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
     same: dict[str, Any] = {"label_classes": [[0, 1]] * 2, "label_token_ids": [1, 2]}
     batch = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [1, 3]], **same)
-    assert shared_passes(gpt2, [batch], []).lengths == {int(batch.demonstrations_id[0]): 4}
+    assert shared_passes(gpt2, [batch], [no_hooks]).lengths == {int(batch.demonstrations_id[0]): 4}
     other = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [0, 3]], **same)
-    assert shared_passes(gpt2, [other], []).lengths == {}
+    assert shared_passes(gpt2, [other], [no_hooks]).lengths == {}
 
 
 def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
@@ -297,7 +302,7 @@ def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
         label_token_ids=[1, 2],
         attention_mask=mask,
     )
-    assert shared_passes(gpt2, [batch], []).lengths == {}
+    assert shared_passes(gpt2, [batch], [no_hooks]).lengths == {}
 
 
 @pytest.mark.parametrize("side", ["padded_right", "padded_left"])
@@ -339,7 +344,7 @@ def test_nothing_is_left(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     tokens = [batch.tokens.clone() for batch in batches]
     al.run(gpt2, batches, METRICS, hooks=isolated(gpt2), **QUIET)
-    assert hooks_on(gpt2) == before and gpt2 in proven
+    assert hooks_on(gpt2) == before and gpt2 in verified_operands
     assert all(torch.equal(a, b.tokens) for a, b in zip(tokens, batches, strict=True))
     prompt = batches[0].prompt(0).before(12)
 

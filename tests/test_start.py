@@ -13,7 +13,7 @@ from anchorlens.errors import HookError
 from anchorlens.experiments import isolation
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.late_start import Start, kept_starts, started
+from anchorlens.passes.late_start import Start, started, stored_starts
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -55,7 +55,7 @@ def test_logits_of_all_layers(model: Any, layer: int) -> None:
     (batch,) = questions(model, 3)
     hooks = al.block_edges(model, al.edges.tq(batch), layer)
     expected = run_pass(model, batch, hooks=hooks)
-    with kept_starts(model, [0, layer]) as starts:
+    with stored_starts(model, [0, layer]) as starts:
         clean = run_pass(model, batch)
     assert list(starts) == [layer]
     with Calls(model) as calls, started(model, starts[layer]):
@@ -73,10 +73,10 @@ def test_no_trace_after_an_exception(gpt2: Any) -> None:
     def fail(tensor: Any, hook: Any) -> None:
         raise RuntimeError("in the middle")
 
-    with kept_starts(gpt2, [2]) as starts:
+    with stored_starts(gpt2, [2]) as starts:
         clean = run_pass(gpt2, batch)
     for hooks in ([("blocks.2.hook_resid_post", fail)], [("blocks.0.hook_resid_post", fail)]):
-        with pytest.raises(RuntimeError, match="in the middle"), kept_starts(gpt2, [1]):
+        with pytest.raises(RuntimeError, match="in the middle"), stored_starts(gpt2, [1]):
             run_pass(gpt2, batch, hooks=hooks)
     with pytest.raises(RuntimeError, match="in the middle"), started(gpt2, starts[2]):
         run_pass(gpt2, batch, hooks=[("blocks.2.hook_resid_post", fail)])
@@ -86,7 +86,7 @@ def test_no_trace_after_an_exception(gpt2: Any) -> None:
 
 def test_a_stand_in_of_another_comes_back(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
-    with kept_starts(gpt2, [1]) as starts:
+    with stored_starts(gpt2, [1]) as starts:
         run_pass(gpt2, batch)
     block = gpt2.blocks[0]
     own = vars(block)["forward"] = type(block).forward.__get__(block)
@@ -99,10 +99,10 @@ def test_a_stand_in_of_another_comes_back(gpt2: Any) -> None:
 
 
 PLACES = {
-    "first": al.Where(range(2)),
-    "last": al.Where(-1),
-    "middle head": al.Where(1, heads=1),
-    "middle/all": al.Where(1),
+    "first": al.Site(range(2)),
+    "last": al.Site(-1),
+    "middle head": al.Site(1, heads=1),
+    "middle/all": al.Site(1),
 }
 
 
@@ -126,7 +126,7 @@ def test_a_sweep_is_each_place_alone(
 def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
     model = llama
     (batch,) = questions(model, 6)
-    places = al.single_heads(model, 1)
+    places = al.sites.single_heads(model, 1)
     assert list(places) == [f"head 1.{head}" for head in range(model.cfg.n_heads)]
     records = al.isolation_sweep(model, [batch], places, draws=1, **QUIET)
     clean = run_pass(model, batch)
@@ -136,7 +136,7 @@ def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
         cut = al.isolate_labels(model, batch, 1, head)
         of_head = al.loyalty(clean, run_pass(model, batch, hooks=cut), batch.label_token_ids)
         torch.testing.assert_close(record.kl, of_head.kl, rtol=1e-4, atol=1e-8)
-        control = al.isolate_random(model, batch, 1, 0, head)
+        control = al.isolate_random(model, batch, 1, head, seed=0)
         drawn = al.loyalty(clean, run_pass(model, batch, hooks=control), batch.label_token_ids)
         torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
 
@@ -164,22 +164,22 @@ def test_a_start_that_fails_is_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPa
         return started(model, start and Start(start.layer, start.output[..., :5]))
 
     monkeypatch.setattr(shared_prefix, "started", fails)
-    record = al.isolation_sweep(gpt2, batches, {"last": al.Where(-1)}, draws=1, **QUIET)["last"]
+    record = al.isolation_sweep(gpt2, batches, {"last": al.Site(-1)}, draws=1, **QUIET)["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
 
 
-def test_places(gpt2: Any) -> None:
-    assert list(al.first_and_last(gpt2, [1, 3])) == [
+def test_sites(gpt2: Any) -> None:
+    assert list(al.sites.first_and_last(gpt2, [1, 3])) == [
         "first layer",
         "last layer",
         "first 3 layers",
         "last 3 layers",
     ]
-    assert list(al.windows(gpt2, 2)) == ["layers 0 to 1", "layers 1 to 2"]
-    assert al.windows(gpt2, 2)["layers 1 to 2"] == al.Where(range(1, 3))
+    assert list(al.sites.windows(gpt2, 2)) == ["layers 0 to 1", "layers 1 to 2"]
+    assert al.sites.windows(gpt2, 2)["layers 1 to 2"] == al.Site(range(1, 3))
     with pytest.raises(HookError, match="from 1 to 3 layers; got 4"):
-        al.first_and_last(gpt2, [4])
+        al.sites.first_and_last(gpt2, [4])
     with pytest.raises(HookError, match="from 1 to 3 layers; got 0"):
-        al.windows(gpt2, 0)
-    with pytest.raises(HookError, match="there is no place"):
+        al.sites.windows(gpt2, 0)
+    with pytest.raises(HookError, match="there is no site"):
         al.isolation_sweep(gpt2, questions(gpt2, 2), {})

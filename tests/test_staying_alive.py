@@ -20,7 +20,9 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs.store import Store, forget_rows
 from anchorlens.system import files
-from anchorlens.system.signals import Stopped, stops_raised
+from anchorlens.system.signals import Stopped, signals_raise
+
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line, pytest.mark.one_kind]
 
 Damage = Callable[[Path], None]
 
@@ -321,7 +323,7 @@ def test_isolation_goes_on(gpt2: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_raised_and_their_handlers_put_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(Stopped) as caught, stops_raised():
+    with pytest.raises(Stopped) as caught, signals_raise():
         os.kill(os.getpid(), number)
     assert caught.value.number == number
     assert signal.getsignal(number) is before
@@ -339,11 +341,11 @@ def test_killed_runs_and_stopped_commands_end_as_if_nothing_had_happened() -> No
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (
-        "SIGINT: exit status 130: stopped; what was computed is kept in",
-        "SIGTERM: exit status 143: stopped; what was computed is kept in",
-        "SIGINT: went on and ended equal",
-        "SIGTERM: went on and ended equal",
-        " s: 5 of 5\n",
-        "killed at 7 of 28 writes, fsyncs and renames: 7\n",
+        "SIGINT: exit status 130: stopped; what was computed is stored in",
+        "SIGTERM: exit status 143: stopped; what was computed is stored in",
+        "SIGINT: resumed and ended equal",
+        "SIGTERM: resumed and ended equal",
+        " s: 5 of 5 resumed\n",
+        "killed at 7 of 28 writes, fsyncs and renames: 7 resumed\n",
     ):
         assert line in done.stdout

@@ -20,6 +20,8 @@ from anchorlens.errors import StoreError
 from anchorlens.runs.fingerprint import versions
 from anchorlens.runs.store import Store, forget_rows, same_rows
 
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line, pytest.mark.one_kind]
+
 
 class Killed(BaseException):
     """What a job that runs out of time looks like."""
@@ -204,6 +206,7 @@ def stored(gpt2: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.changes_model
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
@@ -254,6 +257,7 @@ def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
         run(gpt2, Logits(), stored, metrics=[Logits()])
 
 
+@pytest.mark.changes_model
 def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
     """Of weights that both types hold exactly, so that only the computation differs."""
     kept = {name: value.bfloat16().float() for name, value in gpt2.state_dict().items()}
@@ -285,8 +289,13 @@ def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) ->
 
 
 def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
-    for _ in range(2):
-        run(gpt2, Logits(), tmp_path, metrics=[al.SaliencyFlows()], loss=partial(a_loss))
+    first, second = Logits(), Logits()
+    expected, found = (
+        run(gpt2, metric, tmp_path, metrics=[metric, al.SaliencyFlows()], loss=partial(a_loss))
+        for metric in (first, second)
+    )
+    assert same(found, expected)
+    assert (first.seen, second.seen) == ([1] * 4, [1])  # the first batch is checked again
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

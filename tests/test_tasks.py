@@ -9,7 +9,9 @@ import torch
 
 import anchorlens as al
 from anchorlens.errors import DataError, PromptError
-from anchorlens.prompts.tasks import sample_queries
+from anchorlens.prompts.examples import sample_queries
+
+pytestmark = pytest.mark.one_line
 
 refused = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]

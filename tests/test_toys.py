@@ -18,6 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
+from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 from anchorlens.runs.fingerprint import fingerprint
 
@@ -56,6 +57,7 @@ def of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.PromptBat
     )
 
 
+@pytest.mark.changes_model
 def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
     batch = questions(toy, 2)[0]
     before, hooks = toy(batch.tokens), hooks_on(toy)
@@ -66,6 +68,7 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
     assert torch.equal(toy(batch.tokens), before)
 
 
+@pytest.mark.changes_model
 def test_every_metric_and_a_run_that_goes_on(toy: Any, tmp_path: Path) -> None:
     batches = questions(toy, 6, batch_size=2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
@@ -74,7 +77,7 @@ def test_every_metric_and_a_run_that_goes_on(toy: Any, tmp_path: Path) -> None:
     again = al.run(toy, batches, metrics, folder=tmp_path, **QUIET)
     flows = first["saliency_flows"].flows
     assert torch.equal(again["saliency_flows"].flows, flows) and flows[:2].gt(0).all()
-    checkpointed = al.run(toy, batches, [al.SaliencyFlows()], checkpoint=True, **QUIET)
+    checkpointed = al.run(toy, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **QUIET)
     torch.testing.assert_close(checkpointed["saliency_flows"].flows, flows)
     shared = first["saliency_flows"].info["shared_prefix"]
     native = hasattr(toy, "original_model")
@@ -95,9 +98,10 @@ def test_another_toy_is_another_run(byte_level: Any) -> None:
     assert fingerprint(other_weights, prompts, {}) != of_small
 
 
+@pytest.mark.changes_model
 def test_experiments(toy: Any) -> None:
     batches = questions(toy, 4, batch_size=2)
-    places = {"first": al.Where(0), "last": al.Where(-1)}
+    places = {"first": al.Site(0), "last": al.Site(-1)}
     sweep = al.isolation_sweep(toy, batches, places, draws=1, **QUIET)
     assert list(sweep.values())[-1].info["skipped_layers"] == 2
     beta = al.train_reweighting(toy, batches, epochs=1, progress=False)
@@ -112,7 +116,7 @@ def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     (batch,) = al.build_prompts(byte_level, task, demos, [al.Example("Where?", 1)] * 2)
     reason = "takes no key-value cache"
-    assert reason in trial.shared_passes(model, [batch]).said
+    assert reason in trial.shared_passes(model, [batch], [no_hooks]).status
     with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
         al.compress(model, batch)
 

@@ -1,4 +1,4 @@
-"""What the commands read, draw and check before any weights are loaded."""
+"""Options, examples and draws of the commands, checked before any weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,21 +6,20 @@ from typing import NamedTuple
 
 from ..errors import DataError
 from ..metrics.distances import AnchorDistances
-from ..prompts.checks import one_set_per_query
-from ..prompts.tasks import (
+from ..prompts.checks import demonstrations_by_query
+from ..prompts.examples import (
     BUNDLED,
     HUB_SOURCES,
-    TASKS,
     Example,
-    Task,
     load_examples,
     sample_demonstrations,
     sample_queries,
 )
+from ..prompts.tasks import TASKS, Task
 
 
 class Draw(NamedTuple):
-    """The demonstrations of a seed, and queries that are none of them."""
+    """The demonstrations of a seed, and other examples as queries."""
 
     task: Task
     demonstrations: list[Example]
@@ -33,31 +32,30 @@ def check_task(task: str) -> None:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of an option, with commas between them."""
+    """The words of an option, which are separated by commas."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or len(set(words)) < len(words):
-        raise DataError(f"expected different words or numbers, commas between them; got {text!r}")
+        raise DataError(f"expected different words or numbers, separated by commas; got {text!r}")
     return words
 
 
 def seeds_of(text: str) -> list[int]:
-    """The seeds of an option, with commas between them."""
+    """The seeds of an option, which are separated by commas."""
     words = words_of(text)
     try:
         return [int(word) for word in words]
     except ValueError as error:
-        raise DataError(f"--seeds are whole numbers with commas between; got {text!r}") from error
+        raise DataError(f"--seeds are whole numbers, separated by commas; got {text!r}") from error
 
 
 def pools(task: str, folder: Path | None) -> tuple[list[Example], list[Example]]:
-    """Examples for demonstrations and for queries: of a folder, the hub or the bundled ones."""
+    """Examples for demonstrations and for queries: from a folder, from the hub or bundled."""
     if folder is not None:
-        pair = [load_examples(folder / f"{split}.jsonl") for split in ("train", "test")]
-    elif task in HUB_SOURCES:
-        pair = [load_examples(task, split) for split in ("train", "test")]
-    else:
-        pair = [load_examples(task)] * 2
-    return pair[0], pair[1]
+        return load_examples(folder / "train.jsonl"), load_examples(folder / "test.jsonl")
+    if task in HUB_SOURCES:
+        return load_examples(task, "train"), load_examples(task, "test")
+    examples = load_examples(task)
+    return examples, examples
 
 
 def draws_of(
@@ -66,8 +64,8 @@ def draws_of(
     """The draw of each seed, from a file or from the examples of the task.
 
     Raises:
-        DataError: There is no such task or file, or its examples are too few.
-        PromptError: The labels are not those of the task.
+        DataError: There is no such task or file, or it has too few examples.
+        PromptError: The examples have other labels than the task.
     """
     check_task(task)
     directions = AnchorDistances().directions
@@ -77,11 +75,11 @@ def draws_of(
             f"got --queries {queries}"
         )
     pool, tests = pools(task, None) if data is None else (load_examples(data),) * 2
-    spec = TASKS[BUNDLED.get(task, task)]
+    prompt_task = TASKS[BUNDLED.get(task, task)]
     draws = []
     for seed in seeds:
         demos = sample_demonstrations(pool, shots, seed)
         chosen = sample_queries(tests, queries, seed, exclude=demos)
-        one_set_per_query(spec, demos, chosen)
-        draws.append(Draw(spec, demos, chosen))
+        demonstrations_by_query(prompt_task, demos, chosen)
+        draws.append(Draw(prompt_task, demos, chosen))
     return draws

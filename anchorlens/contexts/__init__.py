@@ -1,1 +1,1 @@
-"""What can stand before a query and answer it."""
+"""Contexts: what can stand before a query, and from what the query is answered."""

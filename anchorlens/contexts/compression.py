@@ -1,4 +1,4 @@
-"""Compression: keep the label words' keys and values and answer queries from them (section 3.2)."""
+"""Compression: queries are answered from the keys and values of label words (section 3.2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +13,13 @@ from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, check_fits, device_of
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
-from ..models.model_state import has_user_hooks, undisturbed, without_user_hooks
+from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
 from ..prompts.batch import PromptBatch, check_batch
-from .context import CompressedContext, columns_of, forget_windows, model_of
-from .selection import Keep, Placement, anchors_and_format, as_in_prompt, name_of
+from .context import CompressedContext, forget_windows, model_identity, selected_columns
+from .placement import Placement, as_in_prompt
+from .selection import Keep, anchors_and_format, name_of
 
 
 def compress(
@@ -28,34 +29,36 @@ def compress(
     *,
     positions: Placement = as_in_prompt,
 ) -> CompressedContext:
-    """Run demonstrations once and keep some of their keys and values (section 3.2).
+    """Run demonstrations once and store the keys and values of some positions (section 3.2).
 
-    What is dropped had its effect on what is kept: the label words gathered it in shallow layers.
-    The answers are those of the whole prompt with the edges from the query to what is dropped cut,
-    which is tried on the first prompt; where a cut cache gives others (to 1e-5 of the largest
-    logit) the whole one is kept and those edges are cut.
+    The other positions are dropped. They did have an effect on the selected ones: label words
+    gather information in shallow layers. The answers are those of the whole prompt without the
+    edges from the query to dropped positions. This is verified on the first prompt: if a cache of
+    the selected positions alone gives other logits (by more than 1e-5 of the largest logit), the
+    whole cache is stored and those edges are blocked.
 
     Args:
-        model: A hooked model; its attention hooks are proven at first use.
-        demonstrations: Prompts that begin with them, any batch of ``build_prompts``; they reach to
+        model: A hooked model; its attention hooks are verified at first use.
+        demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
             the first token of the query.
-        keep: Function from the demonstrations, as a batch of one prompt, to Bool["position"]:
-            ``anchors_and_format``, ``label_words``, ``random_and_format(seed)``, or your own.
-        positions: Function from the kept positions to where the model takes keys and query to
-            stand: ``as_in_prompt``, ``restarted``, ``rebased``.
+        keep: Function that selects positions, from the demonstrations as a batch of one prompt to
+            Bool["position"]: a function of ``al.selection``, or your own.
+        positions: Function from the selected positions to the positions of keys and query as the
+            model takes them: a function of ``al.placement``, or your own.
 
     Returns:
         The context, which answers queries with :meth:`CompressedContext.logits`.
 
     Raises:
         PromptError: The prompts have several sets of demonstrations, their texts are not known,
-            nothing is kept, or a demonstration is too short for a random control.
-        ModelError: The model takes no key-value cache, or the positions cannot be exact in it.
+            nothing is selected, or a demonstration is too short for a random control.
+        ModelError: The model takes no key-value cache, or its logits with these positions would
+            not be exact.
 
     Examples:
-        >>> context = al.compress(model, batch, keep=al.anchors_and_format)
+        >>> context = al.compress(model, batch, keep=al.selection.anchors_and_format)
         >>> logits = context.logits(model, batch)
-        >>> kept, whole = int(context.kept.sum()), len(context.kept)
+        >>> stored, whole = int(context.kept.sum()), len(context.kept)
     """
     return contexts(model, demonstrations, [keep], positions=positions)[0]
 
@@ -63,32 +66,32 @@ def compress(
 def contexts(
     model: HookedModel,
     demonstrations: PromptBatch,
-    keeps: Sequence[Keep],
+    selections: Sequence[Keep],
     *,
     positions: Placement = as_in_prompt,
 ) -> list[CompressedContext]:
-    """Several contexts from one run of the demonstrations; the first is tried."""
+    """Several contexts from one run of the demonstrations; the first one is verified."""
     ensure_prepared(model)
     check_batch(demonstrations)
     check_fits(model, demonstrations)
     moved = demonstrations.to(device_of(model))
-    chosen = chosen_by(keeps, moved)
+    masks = checked_selections(selections, moved)
     prompt = moved.prompt(0)
-    shared = prompt.before(len(chosen[0]))
+    shared = prompt.before(len(masks[0]))
     forget_windows(model)
-    with undisturbed(model):
+    with frozen_in_eval_mode(model):
         with without_user_hooks(model):
             whole = _whole_cache(model, prompt, shared)
-            place = _placing(model, prompt, whole, chosen[0], positions)
+            make = _context_maker(model, prompt, whole, masks[0], positions)
         if has_user_hooks(model):
             whole = run_prefix(model, shared)
-        return [place(whole, kept) for kept in chosen]
+        return [make(whole, selected) for selected in masks]
 
 
-def chosen_by(
-    keeps: Sequence[Keep], demonstrations: PromptBatch
+def checked_selections(
+    selections: Sequence[Keep], demonstrations: PromptBatch
 ) -> list[Bool[Tensor, " position"]]:
-    """What each keep chooses of the prompts' demonstrations, checked before anything runs."""
+    """The positions that each function selects, checked before the model runs."""
     if only_set(demonstrations) is None:
         raise PromptError(
             "a context holds one set of demonstrations, but these prompts have several; compress "
@@ -97,26 +100,30 @@ def chosen_by(
     prompt = demonstrations.prompt(0)
     length = int(prompt.query_start[0])
     shared = prompt.before(length)
-    return [_checked(keep(shared), length) for keep in keeps]
+    return [_checked(select(shared), length) for select in selections]
 
 
-def _checked(kept: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
-    if kept.shape != (length,) or kept.dtype != torch.bool or not kept.any():
+def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
+    if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
         raise PromptError(
             f"keep must give Bool['position'] with some of the {length} positions of the "
-            f"demonstrations; got the shape {tuple(kept.shape)}, {kept.dtype}, and "
-            f"{int(kept.sum())} kept"
+            f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
+            f"{int(selected.sum())} selected"
         )
-    return kept
+    return selected
 
 
 def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
-    """The demonstrations' keys and values, from which the model gives the same logits."""
+    """The keys and values of the demonstrations.
+
+    Raises:
+        ModelError: With them the model gives other logits than from the whole prompt.
+    """
     expected = run_pass(model, prompt)
-    ready = replace(prompt, first_query=shared.tokens.shape[1])
+    after_prefix = prompt.after(shared.tokens.shape[1])
     try:
         whole = run_prefix(model, shared)
-        difference = logit_difference(run_pass(model, ready, prefix=whole), expected)
+        difference = logit_difference(run_pass(model, after_prefix, prefix=whole), expected)
     except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} does not run from a key-value cache, so that its context "
@@ -124,132 +131,140 @@ def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -
         ) from error
     if not difference <= _tolerance(model):
         raise ModelError(
-            f"{model.cfg.model_name} gives other logits behind its key-value cache (off by "
+            f"{model.cfg.model_name} gives other logits after a cached prefix (off by "
             f"{difference:.1e} of the largest), so that its context cannot be compressed"
         )
     return whole
 
 
-def _placing(
+def _context_maker(
     model: HookedModel,
     prompt: PromptBatch,
     whole: Prefix,
-    kept: Bool[Tensor, " position"],
+    selected: Bool[Tensor, " position"],
     positions: Placement,
 ) -> Callable[[Prefix, Bool[Tensor, " position"]], CompressedContext]:
-    """How this model takes positions: what makes a context of what is kept, tried on one prompt."""
-    length = len(kept)
+    """A function from the whole cache and selected positions to a context, tried on one prompt.
+
+    Which function is right depends on how the model takes positions.
+    """
+    length = len(selected)
     tokens = prompt.tokens[0, :length]
-    info = {**model_of(model), "positions": name_of(positions)}
+    info = {**model_identity(model), "positions": name_of(positions)}
 
-    def context(prefix: Prefix, kept: Bool[Tensor, " position"], place: Placement) -> Any:
-        keys, query = place(kept)
-        at_query = torch.tensor([query], device=tokens.device)
-        prefix = replace(prefix, next_position=at_query)
-        return CompressedContext(prefix, tokens, kept, keys, query, info)
+    def context(prefix: Prefix, selected: Bool[Tensor, " position"], placement: Placement) -> Any:
+        keys, query = placement(selected)
+        next_position = torch.tensor([query], device=tokens.device)
+        prefix = replace(prefix, next_position=next_position)
+        return CompressedContext(prefix, tokens, selected, keys, query, info)
 
-    def cut(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
-        return context(whole.columns(kept), kept, positions)
+    def cut(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole.columns(selected), selected, positions)
 
-    def masked(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
-        return context(whole, kept, as_in_prompt)
+    def masked(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole, selected, as_in_prompt)
 
-    def moved(whole: Prefix, kept: Bool[Tensor, " position"]) -> CompressedContext:
-        return context(_moved(model, prompt.before(length), kept), kept, positions)
+    def moved(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        prefix = _moved(model, prompt.before(length), selected)
+        return context(prefix, selected, positions)
 
-    keys, query = positions(kept)
-    if torch.equal(keys, kept.nonzero().flatten()):
-        # Only a gap tells where keys stand.
-        trial = kept if _has_gap(kept) else torch.arange(length, device=kept.device) % 2 == 0
-        ours = context(whole.columns(trial), trial, as_in_prompt)
-        difference = _off(model, prompt, lambda: ours, masked(whole, trial))
+    keys, query = positions(selected)
+    device = selected.device
+    if torch.equal(keys, selected.nonzero().flatten()):
+        # Without a gap between the keys wrong positions would not change the logits.
+        trial = selected if _has_gap(selected) else torch.arange(length, device=device) % 2 == 0
+        shortened = context(whole.columns(trial), trial, as_in_prompt)
+        difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
         if follows and difference <= _tolerance(model) and query >= 0:
             return cut
         if query == length:
             return masked
     elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
-        # Without a gap distances stay as they are, so that answers do.
-        trial = torch.arange(length, device=kept.device) >= length // 2
+        # Without a gap all distances stay the same, so the answers must stay the same too.
+        trial = torch.arange(length, device=device) >= length // 2
         difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
         if difference <= _tolerance(model):
             return moved
     else:
         raise PromptError(
-            "a placement leaves the keys where they stand in the prompt, or puts them at 0, 1, ... "
-            f"with the query behind them; got keys at {keys.tolist()} and the query at {query}"
+            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
+            f"1, ... and the query after them; got keys at {keys.tolist()}, the query at {query}"
         )
     raise ModelError(
         f"positions cannot be {info['positions']} in {info['model']}: its logits would be off by "
-        f"{difference:.1e} of the largest. Where positions are in the residual stream (learned "
-        "ones), follow the place in the cache (ALiBi, a HookedTransformer) or enter the keys where "
-        "no hook reaches, they cannot be chosen; use positions=al.as_in_prompt"
+        f"{difference:.1e} of the largest. They cannot be chosen in models whose positions are in "
+        "the residual stream (learned ones), follow the index in the cache (ALiBi, a "
+        "HookedTransformer) or enter the keys where there is no hook point; use "
+        "positions=al.placement.as_in_prompt"
     )
 
 
-def _has_gap(kept: Bool[Tensor, " position"]) -> bool:
-    """Whether something is dropped behind what is kept."""
-    return not bool(kept[int(kept.long().argmax()) :].all())
+def _has_gap(selected: Bool[Tensor, " position"]) -> bool:
+    """Whether a position after the first selected one is dropped."""
+    return not bool(selected[int(selected.long().argmax()) :].all())
 
 
 def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: Prefix) -> bool:
     """Whether another position of the query gives other logits.
 
-    In low precision a cut that is wrong by some places (ALiBi) hides in the rounding.
+    In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
+    rounding, so that a comparison of logits alone does not find it.
     """
-    ready = replace(prompt, first_query=len(whole))
+    after_prefix = prompt.after(len(whole))
     earlier = replace(whole, next_position=whole.next_position - 1)
-    logits = [run_pass(model, ready, prefix=prefix) for prefix in (whole, earlier)]
+    logits = [run_pass(model, after_prefix, prefix=prefix) for prefix in (whole, earlier)]
     return not torch.equal(*logits)
 
 
 def _off(
     model: HookedModel,
     prompt: PromptBatch,
-    ours: Callable[[], CompressedContext],
+    make: Callable[[], CompressedContext],
     expected: CompressedContext,
 ) -> float:
-    """How far a context is off another one, of the largest logit; infinite where it fails."""
+    """Difference of the logits of two contexts, relative to the largest; infinite on an error."""
     try:
-        contexts = (ours(), expected)
-        return logit_difference(*(one.logits_unchecked(model, prompt) for one in contexts))
-    except Exception as error:  # chunks, keys at no hook point, shapes that do not fit
+        contexts = (make(), expected)
+        return logit_difference(*(context.logits_unchecked(model, prompt) for context in contexts))
+    except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
         reason_of(error)
         return inf
 
 
-def _moved(model: HookedModel, shared: PromptBatch, kept: Bool[Tensor, " position"]) -> Prefix:
-    """Kept keys and values at the positions 0, 1, ...
+def _moved(model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " position"]) -> Prefix:
+    """Keys and values of the selected positions, moved to the positions 0, 1, ...
 
-    The model rotates by itself: it is run on the kept tokens with the keys that they had among all
-    tokens put in before the rotation, in every layer.
+    The keys before the rotation are read from a run of all tokens. Then the model is run on the
+    selected tokens, and in every layer these keys replace its own before the rotation.
 
     Raises:
-        ModelError: Positions are in the residual stream, so that values stand for them too.
+        ModelError: Positions are in the residual stream, so that values depend on them too.
     """
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
     if not set(names) <= set(model.hook_dict):
-        raise ModelError("keys stand at no hook point before they are rotated")
-    seen: dict[str, Tensor] = {}
+        raise ModelError("there is no hook point with the keys before their rotation")
+    unrotated: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Hook:
-        def keep(key: Tensor, hook: Any) -> None:
-            if key.shape[1] != len(kept):
-                raise ModelError("keys before they are rotated have their heads first")
-            seen[name] = key.detach()
+    def read(name: str) -> Hook:
+        def store(key: Tensor, hook: Any) -> None:
+            if key.shape[1] != len(selected):
+                raise ModelError("keys before their rotation have heads before positions")
+            unrotated[name] = key.detach()
 
-        return name, keep
+        return name, store
 
-    def put(name: str) -> Hook:
-        return name, lambda key, hook: seen[name][:, kept.to(key.device)]
+    def replaced(name: str) -> Hook:
+        return name, lambda key, hook: unrotated[name][:, selected.to(key.device)]
 
-    whole = run_prefix(model, shared, observers=[watch(name) for name in names]).columns(kept)
-    alone = run_prefix(model, columns_of(shared, kept), hooks=[put(name) for name in names])
-    if not logit_difference(alone.values[0], whole.values[0]) <= _tolerance(model):
+    whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
+    hooks = [replaced(name) for name in names]
+    moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
+    if not logit_difference(moved.values[0], whole.values[0]) <= _tolerance(model):
         raise ModelError("the values of layer 0 depend on positions")
-    return replace(alone, values=whole.values)
+    return replace(moved, values=whole.values)
 
 
 def _tolerance(model: Any) -> float:
-    """In low precision logits differ by its rounding."""
+    """Largest allowed difference of logits; in low precision it allows for rounding."""
     return max(TOLERANCE, 8 * torch.finfo(next(iter(model.parameters())).dtype).eps)

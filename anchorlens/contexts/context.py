@@ -1,4 +1,4 @@
-"""A compressed context: keys and values of some of the demonstrations, which answer queries."""
+"""A compressed context: it answers queries from the keys and values of selected tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,29 +12,28 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
 from ..hooks import block_edges
-from ..metrics.metric import hooks_by_layer
-from ..models.hooked import Hook, HookedModel, device_of, scores_name
+from ..models.hooked import Hook, HookedModel, device_of, hooks_by_layer, scores_name
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
-from ..models.model_state import undisturbed, without_user_hooks
+from ..models.model_state import frozen_in_eval_mode, without_user_hooks
 from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
 from ..runs.fingerprint import identity
-from ..system.files import write_whole
-from ..system.sealed import sealed, unsealed
+from ..system.digest_file import read_with_digest, to_bytes_with_digest
+from ..system.files import write_atomically
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedContext:
-    """Keys and values of some of the demonstrations' tokens, from which queries are answered.
+    """Keys and values of selected tokens of the demonstrations, from which queries are answered.
 
     Attributes:
-        prefix: Keys and values of the kept tokens; of all tokens where :attr:`is_cut` is False.
-        tokens: The demonstrations, up to where the query begins.
-        kept: Which of them are kept.
-        key_positions: Where each kept token stands, as the model takes it.
-        query_position: Where the query's first token stands, as the model takes it.
+        prefix: Keys and values of the selected tokens, or of all tokens if :attr:`is_cut` is False.
+        tokens: The demonstrations, up to the first token of the query.
+        kept: True for the selected tokens.
+        key_positions: Position of each selected token as the model takes it.
+        query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, and the placement.
     """
 
@@ -47,17 +46,17 @@ class CompressedContext:
 
     @property
     def is_cut(self) -> bool:
-        """Whether what is dropped takes no memory.
+        """Whether the cache holds the selected tokens only, so that dropped ones take no memory.
 
-        In some models (ALiBi, chunked attention, a HookedTransformer) distances follow the place
-        in the cache, so that everything stays there and the dropped tokens are masked: the same
-        answers, nothing saved.
+        In some models (ALiBi, chunked attention, a HookedTransformer) distances follow the index
+        in the cache. There all tokens stay in the cache and the dropped ones are masked: the
+        answers are the same, but no memory is saved.
         """
         return len(self.prefix) == int(self.kept.sum())
 
     @property
     def size(self) -> int:
-        """Bytes of the keys and values that are held."""
+        """Bytes of the stored keys and values."""
         return self.prefix.size
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -66,12 +65,12 @@ class CompressedContext:
         Only the queries are run.
 
         Args:
-            model: The model that the context was made with.
-            batch: Prompts from ``build_prompts`` with the same demonstrations; their demonstrations
-                are compared and not run.
+            model: The model with which the context was made.
+            batch: Prompts from ``build_prompts`` with the same demonstrations, whose tokens are
+                compared but not run.
 
         Raises:
-            ModelError: The model, its type or its weights are others.
+            ModelError: The context was made with another model, type or weights.
             PromptError: The prompts begin with other tokens, or a query is too long.
 
         Examples:
@@ -87,27 +86,27 @@ class CompressedContext:
     def logits_unchecked(
         self, model: HookedModel, batch: PromptBatch
     ) -> Float[Tensor, "batch vocab"]:
-        """What :meth:`logits` gives of the model that made the context: its weights are not read.
+        """The same as :meth:`logits`, but without a check of the model and its weights.
 
-        Comparing all weights takes about as long as answering a few queries.
+        A comparison of all weights takes about as long as the answers to a few queries.
         """
-        ready = _behind(batch.to(device_of(model)), self.tokens)
-        self._check_lengths(model, ready)
-        with undisturbed(model):
-            return self.answer(model, ready)
+        after_prefix = _after_prefix(batch.to(device_of(model)), self.tokens)
+        self._check_lengths(model, after_prefix)
+        with frozen_in_eval_mode(model):
+            return self.answer(model, after_prefix)
 
-    def answer(self, model: HookedModel, ready: PromptBatch) -> Float[Tensor, "batch vocab"]:
-        """What :meth:`logits` gives, of a checked model and prompts on its device."""
-        prefix = self.prefix.to(ready.tokens.device)
+    def answer(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
+        """The same as :meth:`logits`, for a checked model and checked prompts on its device."""
+        prefix = self.prefix.to(batch.tokens.device)
         if not self.is_cut:
-            hooks = _block_dropped(model, ready, self.kept)
-            return run_pass(model, ready, hooks=hooks, prefix=prefix)
-        compact = self._compact(ready)
-        hooks = [] if self._has_no_gap else self._window_hooks(model, compact, ready)
+            hooks = _block_dropped(model, batch, self.kept)
+            return run_pass(model, batch, hooks=hooks, prefix=prefix)
+        compact = self._compact(batch)
+        hooks = [] if self._has_no_gap else self._window_hooks(model, compact, batch)
         return run_pass(model, compact, hooks=hooks, prefix=prefix)
 
     def save(self, path: str | Path) -> Path:
-        """Write the context into one safetensors file, with a digest of all of it.
+        """Write the context into one safetensors file, with a digest of its contents.
 
         Returns:
             The path.
@@ -119,7 +118,7 @@ class CompressedContext:
         tensors |= {f"value.{n}": values for n, values in enumerate(self.prefix.values)}
         tensors |= {name: getattr(self, name) for name in ("tokens", "kept", "key_positions")}
         header = {"query_position": self.query_position, "info": self.info}
-        write_whole(Path(path), sealed({"context": header}, tensors))
+        write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
         return Path(path)
 
     @classmethod
@@ -127,8 +126,8 @@ class CompressedContext:
         """Read a context that :meth:`save` wrote.
 
         Raises:
-            StoreError: The file cannot be read, is damaged, is none of a context, or was saved by
-                an earlier version.
+            StoreError: The file cannot be read, is damaged, does not hold a context, or was saved
+                by an earlier version.
 
         Examples:
             >>> context = al.compress(model, batch)
@@ -136,9 +135,11 @@ class CompressedContext:
             >>> bool((same.kept == context.kept).all())
             True
         """
-        header, stored = unsealed(path)
+        header, stored = read_with_digest(path)
         if "context" not in header:
-            raise StoreError(f"{path} holds a {header.get('record')}, not a CompressedContext")
+            raise StoreError(
+                f"{path} holds a {header.get('record')}, not a CompressedContext; use load_record"
+            )
         fields = header["context"]
         if not _is_context(fields, stored):
             raise StoreError(
@@ -164,53 +165,57 @@ class CompressedContext:
 
     def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
-        longest = int(batch.attention_mask[:, batch.first_query :].sum(1).max())
+        longest = int(batch.attention_mask[:, batch.query_rows].sum(1).max())
         if longest > left:
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "
-                f"{model.cfg.n_ctx} are left behind this compressed context; use shorter queries "
-                "or fewer demonstrations, or in Python positions=al.rebased"
+                f"{model.cfg.n_ctx} are left after this compressed context; use shorter queries "
+                "or fewer demonstrations, or in Python positions=al.placement.rebased"
             )
 
     @property
     def _has_no_gap(self) -> bool:
-        """Whether everything stands at its place in the cache."""
-        places = torch.arange(len(self.prefix), device=self.key_positions.device)
-        at_places = torch.equal(self.key_positions, places)
-        return at_places and self.query_position == len(self.prefix)
+        """Whether the position of each token is its index in the cache."""
+        indices = torch.arange(len(self.prefix), device=self.key_positions.device)
+        keys_have_no_gap = torch.equal(self.key_positions, indices)
+        return keys_have_no_gap and self.query_position == len(self.prefix)
 
     def _compact(self, batch: PromptBatch) -> PromptBatch:
-        """The prompts as they stand behind the cut cache."""
+        """The prompts without the dropped tokens, to be run after the cut cache."""
         rest = batch.tokens.shape[1] - len(self.kept)
-        keep = torch.cat([self.kept, self.kept.new_ones(rest)]).to(batch.tokens.device)
-        return replace(columns_of(batch, keep), first_query=int(self.kept.sum()))
+        selected = torch.cat([self.kept, self.kept.new_ones(rest)]).to(batch.tokens.device)
+        return selected_columns(batch, selected).after(int(self.kept.sum()))
 
     def _window_hooks(
         self, model: HookedModel, batch: PromptBatch, whole: PromptBatch
     ) -> list[Hook]:
-        """Sliding windows go by positions, the model's own mask by places in the cache."""
+        """Hooks that make sliding windows right.
+
+        A window is a distance in positions, but the model's own mask counts indices in the cache.
+        """
         windows = _windows(model, whole)
         n_keys, length = batch.first_query, batch.tokens.shape[1]
-        places = torch.arange(length, device=batch.tokens.device)
-        positions = places - n_keys + self.query_position
-        positions[:n_keys] = self.key_positions.to(places.device)
-        queries = torch.arange(length, device=places.device)[:, None] >= n_keys
+        indices = torch.arange(length, device=batch.tokens.device)
+        positions = indices - n_keys + self.query_position
+        positions[:n_keys] = self.key_positions.to(indices.device)
+        queries = indices[:, None] >= n_keys
         hooks: list[Hook] = []
         for window in set(windows):
             beyond = queries & (positions[:, None] - positions >= window)
-            if (queries & (places[:, None] - places >= window) & ~beyond).any():
+            if (queries & (indices[:, None] - indices >= window) & ~beyond).any():
                 raise ModelError(
-                    f"layers with a window of {window} tokens cannot see all that these positions "
-                    "leave in it; in Python use positions=al.as_in_prompt"
+                    f"layers with a window of {window} tokens cannot see all keys that these "
+                    "positions put into the window; in Python use "
+                    "positions=al.placement.as_in_prompt"
                 )
             if beyond.any():
-                layers = [layer for layer, one in enumerate(windows) if one == window]
+                layers = [layer for layer, size in enumerate(windows) if size == window]
                 hooks += block_edges(model, beyond[None], layers, first_query=n_keys)
         return hooks
 
 
 def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
-    """Whether types and shapes of what a file holds are those of a context."""
+    """Whether the fields and tensors of a file have the types and shapes of a context."""
     layers = range(len(stored) // 2 - 1)
     states = {f"{kind}.{n}" for kind in ("key", "value") for n in layers}
     if not layers or stored.keys() != {*states, "tokens", "kept", "key_positions"}:
@@ -222,108 +227,112 @@ def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
     expected: dict[str, Any] = {name: Float[Tensor, "1 _ cached _"] for name in states}
     expected |= {"tokens": Int[Tensor, " position"], "kept": Bool[Tensor, " position"]}
     expected |= {"key_positions": Int[Tensor, " key"]}
-    with jaxtyped("context"):  # so that an axis is as long in all of them
+    with jaxtyped("context"):  # compares the length of each axis across all tensors
         if not all(isinstance(stored[name], expected[name]) for name in expected):
             return False
-    kept, cached = int(stored["kept"].sum()), stored["key.0"].shape[2]
-    return len(stored["key_positions"]) == kept and cached in (kept, len(stored["tokens"]))
+    count, cached = int(stored["kept"].sum()), stored["key.0"].shape[2]
+    return len(stored["key_positions"]) == count and cached in (count, len(stored["tokens"]))
 
 
-def columns_of(batch: PromptBatch, keep: Bool[Tensor, " position"]) -> PromptBatch:
-    """The prompts without what is dropped before the query; label positions have no meaning."""
+def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
+    """The selected columns of the prompts; do not use the label positions of the result."""
     names = ("tokens", "attention_mask", "groups")
-    columns: dict[str, Any] = {name: getattr(batch, name)[:, keep] for name in names}
-    dropped = int((~keep).sum())
+    columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
+    dropped = int((~selected).sum())
     return replace(batch, **columns, target_positions=batch.target_positions - dropped)
 
 
 def _block_dropped(
-    model: HookedModel, batch: PromptBatch, kept: Bool[Tensor, " position"]
+    model: HookedModel, batch: PromptBatch, selected: Bool[Tensor, " position"]
 ) -> list[Hook]:
-    """The edges from the query to what is dropped, cut."""
+    """Hooks that block the edges from the query to the dropped tokens."""
     length = batch.tokens.shape[1]
-    places = torch.arange(length, device=batch.tokens.device)
-    dropped = torch.zeros(length, dtype=torch.bool, device=places.device)
-    dropped[: len(kept)] = ~kept.to(places.device)
-    cut = edges.between((places >= batch.first_query)[None], dropped[None])
+    positions = torch.arange(length, device=batch.tokens.device)
+    dropped = torch.zeros(length, dtype=torch.bool, device=positions.device)
+    dropped[: len(selected)] = ~selected.to(positions.device)
+    cut = edges.between((positions >= batch.first_query)[None], dropped[None])
     return block_edges(model, cut, range(model.cfg.n_layers), first_query=batch.first_query)
 
 
-# How far each layer of a model sees, and over how many tokens that was tried.
-_seen: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
+# For each model the length of the prompt on which windows were measured, and each layer's window.
+_measured: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
 
 
 def forget_windows(model: HookedModel) -> None:
-    """They are tried anew: settings of the model may have been changed."""
-    _seen.pop(model, None)
+    """Measure the windows of a model again at next use: its settings may have changed."""
+    _measured.pop(model, None)
 
 
 def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
-    """How many tokens each layer sees, itself included; read off the scores of the longest prompt.
+    """How many tokens each layer can attend to, a token itself included.
+
+    This is read from the attention scores of the longest prompt.
 
     Raises:
-        ModelError: A layer sees something else than a window.
+        ModelError: A layer does not attend to a sliding window.
     """
     row = int(batch.attention_mask.sum(1).argmax())
-    prompt = replace(batch, first_query=0).prompt(row)
+    prompt = batch.whole().prompt(row)
     length = min(prompt.tokens.shape[1], model.cfg.n_ctx)
     last = torch.full_like(prompt.target_positions, length - 1)
     prompt = replace(prompt.before(length), target_positions=last)
-    if model in _seen and _seen[model][0] >= length:
-        return _seen[model][1]
-    where = torch.arange(length)
-    distances = where[:, None] - where
+    if model in _measured and _measured[model][0] >= length:
+        return _measured[model][1]
+    positions = torch.arange(length)
+    distances = positions[:, None] - positions
     windows: list[int] = []
 
-    def look(layer: int, scores: Float[Tensor, "batch head query key"]) -> None:
+    def observe(layer: int, scores: Float[Tensor, "batch head query key"]) -> None:
         visible = (scores[0].detach() > -5e3).any(0).cpu() & (distances >= 0)
         windows.append(int(distances[visible].max()) + 1)
         if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
-                "which a cut cache cannot follow; in Python pass a prompt as long as this to "
-                "al.compress, which then keeps the whole cache"
+                "which is not possible with a cut cache; in Python pass a prompt as long as this "
+                "to al.compress, which then stores the whole cache"
             )
 
     with without_user_hooks(model):
-        run_pass(model, prompt, observers=hooks_by_layer(model, scores_name, look))
-    # A window as long as the prompt is none that was seen.
+        run_pass(model, prompt, observers=hooks_by_layer(model, scores_name, observe))
+    # A window as long as the prompt is not known to end there.
     unbounded = model.cfg.n_ctx + 1
-    _seen[model] = length, [unbounded if one == length else one for one in windows]
-    return _seen[model][1]
+    _measured[model] = length, [unbounded if size == length else size for size in windows]
+    return _measured[model][1]
 
 
-def _behind(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
-    """Prompts that begin with these tokens, ready to run behind them."""
+def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
+    """Prompts that begin with these tokens, to be run after a cached prefix of them."""
     right, length = batch.padded_right(), len(tokens)
-    ours = tokens.to(batch.tokens.device)
+    expected = tokens.to(batch.tokens.device)
     if int(right.target_positions.min()) >= length:
-        same = right.tokens[:, :length] == ours
+        same = right.tokens[:, :length] == expected
         if same.all():
-            return replace(right, first_query=length)
-        row, place = (int(one) for one in (~same).nonzero()[0])
-        why = f"prompt {row} differs at position {place}"
+            return right.after(length)
+        row, position = (~same).nonzero()[0].tolist()
+        reason = f"prompt {row} differs at position {position}"
     else:
-        why = f"one has its target at position {int(right.target_positions.min())}"
+        reason = f"a prompt has its target at position {int(right.target_positions.min())}"
     raise PromptError(
-        f"the prompts do not begin with the {length} tokens of this context: {why}. Build them "
-        "with the tokenizer, task and demonstrations that were compressed, or compress theirs"
+        f"the prompts do not begin with the {length} tokens of this context: {reason}. Build "
+        "them with the tokenizer, task and demonstrations that were compressed, or compress the "
+        "demonstrations of these prompts"
     )
 
 
 def _refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
-    found = model_of(model)
     different = [
-        f"{name} {info[name]!r}, got {found[name]!r}" for name in found if found[name] != info[name]
+        f"{name} {info[name]!r}, got {value!r}"
+        for name, value in model_identity(model).items()
+        if value != info[name]
     ]
     if different:
         raise ModelError(
             f"this context was made with {'; '.join(different)}: keys and values fit no other "
-            "model. Load that one in that type, or compress the demonstrations with this one"
+            "model. Load that model in that type, or compress the demonstrations with this one"
         )
 
 
-def model_of(model: Any) -> dict[str, str]:
-    """What a model must be for keys and values to be its own."""
+def model_identity(model: Any) -> dict[str, str]:
+    """What must be equal for the keys and values of one model to fit another: identity and type."""
     dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
     return {**identity(model), "dtype": dtype}

@@ -1,1 +1,1 @@
-"""Experiments: several runs of one model, compared."""
+"""Experiments: they compare several runs of a model."""

@@ -1,4 +1,4 @@
-"""What compressed contexts lose, beside random ones, and what they save (Tables 2 and 3)."""
+"""Loyalty, accuracy and speed of compressed contexts and random controls (Tables 2 and 3)."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,17 +7,17 @@ from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..contexts.compression import chosen_by, contexts
+from ..contexts.compression import checked_selections, contexts
 from ..contexts.context import CompressedContext
+from ..contexts.placement import Placement, as_in_prompt
 from ..contexts.selection import (
     Keep,
-    Placement,
     anchors_and_format,
-    as_in_prompt,
     everything,
     name_of,
     random_and_format,
@@ -26,18 +26,15 @@ from ..errors import HookError, MetricError
 from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_rows, next_tokens
 from ..models.hooked import HookedModel, device_of
-from ..models.load import ensure_prepared
-from ..models.model_state import undisturbed
+from ..models.model_state import frozen_in_eval_mode
 from ..passes.shared_prefix import only_set, whole_passes
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.tasks import Example, Task
+from ..prompts.examples import Example
+from ..prompts.tasks import Task
 from ..results import figures
-from ..results.bootstrap import with_intervals
-from ..results.record import Record, Rows, by_set, require_gold
-from ..runs.loop import as_run, check_batches, check_same_call, collect, describe
-from ..runs.trial import shared_passes
-from ..system.processes import together
+from ..results.record import Record, Rows, require_gold, rows_by_set
+from ..runs.study import Study, checked_batches, describe
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,24 +43,24 @@ class CompressionRecord(Record):
 
     Attributes:
         accuracy: Share of prompts whose label is right from the compressed context, from 0 to 1.
-        whole_accuracy: The same of whole prompts.
+        whole_accuracy: Accuracy of whole prompts.
         label_loyalty: Share of prompts whose predicted label is that of the whole prompt, from 0
-            to 1; high means that what was kept says what the demonstrations say.
+            to 1; high means that the context predicts as the demonstrations do.
         word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high as above.
-        kl: Mean KL(whole || compressed) of the next token, in nats, from 0 up; low means alike.
+        kl: Mean KL(whole || compressed) of the next token, in nats, from 0 up; low means similar.
         random_accuracy: Accuracy of each random control.
         random_label_loyalty: Label loyalty of each random control.
         random_word_loyalty: Word loyalty of each random control.
         random_kl: KL of each random control.
-        top_accuracy: Accuracy of the control with the best label loyalty of each set (of all, where
-            sets are pooled), chosen on the prompts that it is measured on, as in the paper.
-        top_label_loyalty: Its label loyalty.
-        top_word_loyalty: Its word loyalty.
+        top_accuracy: Accuracy of the control with the best label loyalty in each set (in all
+            prompts, where sets are pooled), chosen on the same prompts, as in the paper.
+        top_label_loyalty: Label loyalty of this control.
+        top_word_loyalty: Word loyalty of this control.
         label_gap: label_loyalty minus the mean of the controls, paired by prompt, from -1 to 1.
-            Above 0 says that the label words in particular carry what is needed.
-        word_gap: The same of word loyalty.
-        bytes_kept: Bytes of the keys and values that are held, mean over sets.
-        bytes_whole: Bytes of those of all demonstrations' tokens.
+            Above 0 means that the label words in particular carry what is needed.
+        word_gap: The same for word loyalty.
+        bytes_kept: Bytes of the stored keys and values, mean over sets.
+        bytes_whole: Bytes of the keys and values of all tokens of the demonstrations.
         label_kept: 1 for each prompt whose label is that of the whole prompt, else 0.
         word_overlap: Jaccard similarity of each prompt.
     """
@@ -94,19 +91,19 @@ class CompressionRecord(Record):
         names = ("accuracy", "whole_accuracy", "label_loyalty")
         return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Loyalties and accuracy of the context, its controls and the best control."""
         fields = ("label_loyalty", "word_loyalty", "accuracy")
-        own = torch.stack([getattr(self, name) for name in fields])
+        selected = torch.stack([getattr(self, name) for name in fields])
         controls = torch.stack([getattr(self, f"random_{name}") for name in fields])
         top = torch.stack([getattr(self, f"top_{name}") for name in fields])
         ends = [self.intervals.get(name, getattr(self, name).expand(2)) for name in fields]
         low, high = torch.stack(ends, dim=1)
         return figures.grouped_bars(
-            torch.stack([own, controls.mean(1), top], dim=1),
+            torch.stack([selected, controls.mean(1), top], dim=1),
             ["label loyalty", "word loyalty", "accuracy"],
-            ["kept label words", "random words", "best of the random draws"],
-            title="What a compressed context keeps (bars of random words: range of draws)",
+            ["selected label words", "random words", "best of the random draws"],
+            title="Loyalty of a compressed context (bars of random words: range of draws)",
             y_title="share",
             low=torch.stack([low, controls.amin(1), top], dim=1),
             high=torch.stack([high, controls.amax(1), top], dim=1),
@@ -118,11 +115,11 @@ class AnswerTimesRecord(Record):
     """Seconds a query takes, and how many times as fast a compressed context is.
 
     Attributes:
-        whole: Seconds a query, the whole prompt run for each.
-        cached: Seconds a query, the demonstrations run once and all their keys kept.
-        compressed: Seconds a query from the compressed context.
+        whole: Seconds a query, where the whole prompt is run for each.
+        cached: Seconds a query, after a cached prefix of all demonstrations.
+        compressed: Seconds a query, after the compressed context.
         speed_up: whole / compressed, as in the paper's Table 3; above 1 is faster.
-        speed_up_over_cached: cached / compressed: what is left of it beside the honest rival.
+        speed_up_over_cached: cached / compressed, the speed-up over the stronger baseline.
     """
 
     whole: Float[Tensor, ""]
@@ -131,8 +128,20 @@ class AnswerTimesRecord(Record):
     speed_up: Float[Tensor, ""]
     speed_up_over_cached: Float[Tensor, ""]
 
+    def plot(self) -> go.Figure:
+        """Seconds a query takes with each of the three methods, as bars."""
+        return figures.grouped_bars(
+            torch.stack([self.whole, self.cached, self.compressed])[:, None],
+            ["whole prompt", "cached prefix", "compressed context"],
+            ["seconds"],
+            title=(
+                f"Compressed: {float(self.speed_up):.3g} times as fast as whole, "
+                f"{float(self.speed_up_over_cached):.3g} as cached"
+            ),
+            y_title="seconds per query",
+        )
 
-@together()
+
 def compression_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -145,25 +154,26 @@ def compression_loyalty(
     resamples: int = 200,
     progress: bool = True,
 ) -> CompressionRecord:
-    """Answers from a compressed context and its random controls against the whole prompt's.
+    """Compare predictions of a compressed context and its random controls with the whole prompt.
 
     Args:
-        model: A hooked model; its attention hooks are proven at first use.
-        batches: Prompts from ``build_prompts`` with their true labels, batches of one set of
-            demonstrations each.
-        keep: What the context keeps; see ``compress``.
-        positions: Where what is kept stands; see ``compress``.
-        control: From the number of a draw to what that random context keeps.
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts from ``build_prompts`` with their true labels; a batch has a single set of
+            demonstrations.
+        keep: Which tokens the context selects; see ``compress``.
+        positions: Positions of the selected tokens; see ``compress``.
+        control: For the number of a draw, which tokens this random context selects.
         draws: Independent random controls (the paper's 20).
         seed: Number of the first draw.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
 
     Returns:
-        Accuracy, loyalties and KL of both, the gaps between them, and the bytes kept.
+        Accuracy, loyalties and KL of both, the gaps between them, and the bytes stored.
 
     Raises:
-        PromptError: A batch has several sets of demonstrations, or one is too short for a control.
+        PromptError: A batch has several sets of demonstrations, or demonstrations too short for
+            a control.
         MetricError: The prompts have no true labels.
         ModelError: The model takes no key-value cache, or not these positions.
 
@@ -172,49 +182,55 @@ def compression_loyalty(
         >>> bool(0 <= record.label_loyalty <= 1) and bool(record.bytes_kept < record.bytes_whole)
         True
     """
-    ensure_prepared(model)
-    check_batches(model, batches, resamples)
-    batches = as_run(batches)
     if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws}")
     keeps = [keep, *(control(seed + draw) for draw in range(draws))]
-    for batch in batches:
-        require_gold(batch.gold, "accuracy")
-        chosen_by(keeps, batch)
     names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
     settings = names | {"control": name_of(control), "draws": draws}
-    check_same_call(model, batches, {name: str(value) for name, value in settings.items()})
-    passes = shared_passes(model, batches)
-    made: dict[int | None, list[CompressedContext]] = {}
+    with Study(model, batches, settings, resamples=resamples, progress=progress) as study:
+        for batch in study.batches:
+            require_gold(batch.gold, "accuracy")
+            checked_selections(keeps, batch)
+        plan = study.plan()
+        contexts_of_set: dict[int | None, list[CompressedContext]] = {}
 
-    def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-        name = only_set(batch)
-        if name not in made:
-            made.clear()  # the caches of one set at a time
-            made[name] = contexts(model, batch, keeps, positions=positions)
-        own, *controls = made[name]
-        whole_logits = passes.logits(passes.ready(batch))
-        whole = next_tokens(whole_logits, batch.label_token_ids)
+        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+            name = only_set(batch)
+            if name not in contexts_of_set:
+                contexts_of_set.clear()  # memory holds the caches of a single set
+                contexts_of_set[name] = contexts(model, batch, keeps, positions=positions)
+            return _rows(batch, plan.logits(batch), contexts_of_set[name], model)
 
-        def of(logits: Tensor) -> dict[str, Tensor]:
-            rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
-            return rows | {"correct": _correct(logits, batch)}
+        rows = study.collect(rows_of_batch)
+        return study.record(_record, rows, names | {"shared_prefix": plan.status})
 
-        drawn = [of(context.logits_unchecked(model, batch)) for context in controls]
-        rows = of(own.logits_unchecked(model, batch))
-        size = len(own.kept) * (own.size / len(own.prefix))
-        return {
-            **rows,
-            **{f"random_{key}": torch.stack([one[key] for one in drawn], 1) for key in rows},
-            "whole_correct": _correct(whole_logits, batch),
-            "bytes_kept": torch.full((len(batch),), float(own.size), dtype=torch.double),
-            "bytes_whole": torch.full((len(batch),), size, dtype=torch.double),
-            "demonstrations_id": batch.demonstrations_id.cpu(),
-        }
 
-    rows = collect(model, batches, rows_of_batch, progress=progress)
-    info = describe(model, batches) | names | {"shared_prefix": passes.said}
-    return with_intervals(_record, rows, resamples=resamples, info=info)
+def _rows(
+    batch: PromptBatch,
+    whole_logits: Float[Tensor, "batch vocab"],
+    contexts: Sequence[CompressedContext],
+    model: HookedModel,
+) -> dict[str, Tensor]:
+    """What each prompt contributes: a context and its controls, compared with the whole prompt."""
+    context, *controls = contexts
+    whole = next_tokens(whole_logits, batch.label_token_ids)
+
+    def answers_of(context: CompressedContext) -> dict[str, Tensor]:
+        logits = context.logits_unchecked(model, batch)
+        rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
+        return rows | {"correct": _correct(logits, batch)}
+
+    rows = answers_of(context)
+    drawn = [answers_of(control) for control in controls]
+    whole_size = len(context.kept) * (context.size / len(context.prefix))
+    return {
+        **rows,
+        **{f"random_{name}": torch.stack([draw[name] for draw in drawn], 1) for name in rows},
+        "whole_correct": _correct(whole_logits, batch),
+        "bytes_kept": torch.full((len(batch),), float(context.size), dtype=torch.double),
+        "bytes_whole": torch.full((len(batch),), whole_size, dtype=torch.double),
+        "demonstrations_id": batch.demonstrations_id.cpu(),
+    }
 
 
 def text_anchor_prompts(
@@ -225,10 +241,10 @@ def text_anchor_prompts(
     *,
     batch_size: int = 8,
 ) -> list[PromptBatch]:
-    r"""Prompts whose demonstrations have empty texts (Text_anchor): nothing was there to gather.
+    r"""Prompts whose demonstrations have empty texts (Text_anchor): labels have nothing to gather.
 
-    "Review:\nSentiment: Negative\n...": the space before a text goes with it, as in the published
-    code; queries are as ever. Compare with ``target_logits`` and ``loyalty``.
+    "Review:\nSentiment: Negative\n...": the space before a text is left out too, as in the
+    published code; queries do not change. Compare with ``target_logits`` and ``loyalty``.
 
     Args:
         tokenizer: A fast Hugging Face tokenizer.
@@ -246,8 +262,8 @@ def text_anchor_prompts(
     stripped = before.rstrip(" ")
     space = before[len(stripped) :]
     bare = replace(task, template=stripped + "{text}" + after)
-    empty = [replace(one, text="") for one in demonstrations]
-    spaced = [replace(one, text=space + one.text) for one in queries]
+    empty = [replace(demonstration, text="") for demonstration in demonstrations]
+    spaced = [replace(query, text=space + query.text) for query in queries]
     return build_prompts(tokenizer, bare, empty, spaced, batch_size=batch_size)
 
 
@@ -259,17 +275,17 @@ def answer_times(
     positions: Placement = as_in_prompt,
     repeats: int = 3,
 ) -> AnswerTimesRecord:
-    """Time a query by whole prompts, by a cached prefix and by a compressed context.
+    """Time a query with whole prompts, with a cached prefix and with a compressed context.
 
-    The three take turns, and the median over ``repeats`` counts. Running the demonstrations once
-    is not counted, nor is the check that model and prompts are those of the context.
+    The three methods take turns, and each result is the median over ``repeats``. The times do not
+    include the run of the demonstrations, nor the check that the context fits model and prompts.
 
     Args:
         model: A hooked model.
-        batches: Prompts with one set of demonstrations; their size is the batch size that is timed.
-        keep: What the context keeps; see ``compress``.
-        positions: Where what is kept stands; see ``compress``.
-        repeats: Times that each is run, after once that is not timed.
+        batches: Prompts with one set of demonstrations; they are timed in these batches.
+        keep: Which tokens the context selects; see ``compress``.
+        positions: Positions of the selected tokens; see ``compress``.
+        repeats: Number of timed runs of each method, after a first run that is not timed.
 
     Raises:
         PromptError: The prompts have several sets of demonstrations.
@@ -281,33 +297,20 @@ def answer_times(
         >>> bool(times.compressed > 0)
         True
     """
-    ensure_prepared(model)
-    check_batches(model, batches, resamples=0)
-    batches = as_run(batches)
     if repeats < 1:
         raise MetricError(f"repeats must be at least 1; got {repeats}")
+    batches = checked_batches(model, batches)
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
     (cached,) = contexts(model, batches[0], [everything])
     whole = whole_passes(model, "they are timed")
     moved = [batch.to(device_of(model)) for batch in batches]
-    behind = [replace(one, first_query=len(cached.kept)) for one in moved]
-    ways: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
+    after = [batch.after(len(cached.kept)) for batch in moved]
+    methods: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
         (whole.logits, moved),
-        (partial(cached.answer, model), behind),
-        (partial(compressed.answer, model), behind),
+        (partial(cached.answer, model), after),
+        (partial(compressed.answer, model), after),
     ]
-    taken: list[list[float]] = [[], [], []]
-    with undisturbed(model):
-        for batch in moved:  # checked, and warmed up
-            whole.logits(batch)
-            cached.logits_unchecked(model, batch), compressed.logits_unchecked(model, batch)
-        for _ in range(repeats):
-            for (way, prompts), times in zip(ways, taken, strict=True):
-                begin = time.perf_counter()
-                for batch in prompts:
-                    way(batch).sum().item()  # waits for the device
-                times.append((time.perf_counter() - begin) / sum(map(len, batches)))
-    seconds = torch.tensor([median(times) for times in taken], dtype=torch.double)
+    seconds = _seconds_a_query(model, methods, repeats, warm_up=(cached, compressed))
     return AnswerTimesRecord(
         whole=seconds[0],
         cached=seconds[1],
@@ -318,13 +321,36 @@ def answer_times(
     )
 
 
+def _seconds_a_query(
+    model: HookedModel,
+    methods: Sequence[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]],
+    repeats: int,
+    warm_up: Sequence[CompressedContext],
+) -> Float[Tensor, " method"]:
+    """Median time of each method for a query; the methods take turns."""
+    whole, batches = methods[0]
+    seconds: list[list[float]] = [[] for _ in methods]
+    with frozen_in_eval_mode(model):
+        for batch in batches:  # checked, and warmed up
+            whole(batch)
+            for context in warm_up:
+                context.logits_unchecked(model, batch)
+        for _ in range(repeats):
+            for (method, prompts), times in zip(methods, seconds, strict=True):
+                begin = time.perf_counter()
+                for batch in prompts:
+                    method(batch).sum().item()  # waits for the device
+                times.append((time.perf_counter() - begin) / sum(map(len, batches)))
+    return torch.tensor([median(times) for times in seconds], dtype=torch.double)
+
+
 def _record(rows: Rows) -> CompressionRecord:
     label, word = rows["label_kept"], rows["word_overlap"]
     row_of = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
     row_of |= {"accuracy": "correct", "kl": "kl"}
     means: dict[str, Any] = {name: rows[row].mean(0) for name, row in row_of.items()}
     means |= {f"random_{name}": rows[f"random_{row}"].mean(0) for name, row in row_of.items()}
-    top = torch.stack([_best_draw(one) for one in by_set(rows)]).mean(0)
+    top = torch.stack([_best_draw(set_rows) for set_rows in rows_by_set(rows)]).mean(0)
     return CompressionRecord(
         **means,
         whole_accuracy=rows["whole_correct"].mean(),
@@ -344,7 +370,7 @@ def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
     """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
     names = ("label_kept", "word_overlap", "correct")
     of_draws = torch.stack([rows[f"random_{name}"].mean(0) for name in names])
-    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal ones
+    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal draws
     return of_draws[:, best]
 
 

@@ -1,46 +1,47 @@
-"""Diagnose errors: does the distance of keys say which classes the model confuses? (section 3.3)"""
+"""Diagnose errors: does the distance of keys predict which classes are confused? (section 3.3)"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import isnan
-from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..errors import MetricError
 from ..metrics.distances import AnchorDistancesRecord, rank_correlation
-from ..models.hooked import numbers_of
+from ..models.hooked import indices_of
 from ..results import figures
 from ..results.record import Record
 
-# Up to so many classes every permutation counts (7! = 5040), above as many as DRAWS besides the
-# identity.
+# Up to ALL_UP_TO classes all permutations are compared (7! = 5040); with more classes, a sample of
+# DRAWS permutations and the identity.
 ALL_UP_TO, DRAWS = 7, 5000
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DiagnosisRecord(Record):
-    """Predicted and actual confusion in one layer, and how they agree in every layer.
+    """Predicted and actual confusion in a layer, and their correlation in every layer.
 
     Attributes:
-        predicted: Distance of two classes' keys in the chosen layer, over the layer's largest: from
-            0 to 1, 0 on the diagonal; low means that confusion is predicted.
+        predicted: Distance of two classes' keys in the chosen layer over the largest of the layer:
+            from 0 to 1, 0 on the diagonal; low means that confusion is predicted.
         actual: AUC-ROC of p_a / (p_a + p_b) among prompts of the two classes, from 0 to 1; low
             means confused, 0.5 that the model cannot tell them apart. NaN on the diagonal and for
             pairs without prompts.
         correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
-            means that distance predicts confusion. NaN with fewer than three pairs, as two classes
-            have, and in layers without distances.
-        p_value: Share of all permutations of the classes whose correlation is at least the one
-            found, itself among them: above 0, at most 1. Small means that distance predicts
-            confusion better than it would if the classes' keys were dealt out at random. Never
-            below 1/6 with three classes, 1/24 with four. NaN where the correlation is NaN.
+            means that distance predicts confusion. NaN with fewer than three pairs (as with
+            two classes), and in layers without distances.
+        p_value: Share of the permutations of the classes (the identity included) whose correlation
+            is at least the observed one: above 0, at most 1. Small means that distance predicts
+            confusion better than if the keys were assigned to the classes at random. At least 1/6
+            with three classes, 1/24 with four. NaN where the correlation is NaN.
         position_correlation: Spearman correlation of distance with the distance in position of the
-            label words, from -1 to 1. Where it is high the p-value does not say whether keys or
-            positions predict; average over several orders of the demonstrations.
+            label words, from -1 to 1. Where it is high, the p-value does not tell keys and
+            positions apart as predictors; average over several orders of the demonstrations.
         layer: The layer of ``predicted``.
     """
 
@@ -52,12 +53,12 @@ class DiagnosisRecord(Record):
     layer: Int[Tensor, ""]
 
     def pairs(self) -> pd.DataFrame:
-        """All pairs of classes in words, the most confused first.
+        """All pairs of classes as a table, the most confused first.
 
         Returns:
-            One row a pair: ``class`` and ``class_2``, ``predicted`` (distance) and ``actual``
+            A row for each pair: ``class`` and ``class_2``, ``predicted`` (distance) and ``actual``
             (AUC-ROC) with their ranks among the pairs, ``predicted_rank`` and ``actual_rank``: 1 is
-            the most confused, equal ones share their mean rank. Pairs without an AUC come last,
+            the most confused, equal values share their mean rank. Pairs without an AUC come last,
             without a rank.
 
         Examples:
@@ -78,7 +79,7 @@ class DiagnosisRecord(Record):
             frame[f"{kind}_rank"] = frame[kind].rank()
         return frame.sort_values(["actual", "predicted"], ignore_index=True)
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Predicted and actual confusion side by side (the paper's Figure 6), correlation below."""
         layer = int(self.layer)
         correlation, p_value = float(self.correlation[layer]), float(self.p_value[layer])
@@ -116,30 +117,31 @@ class DiagnosisRecord(Record):
         return [name.strip() for name in names]
 
 
-def diagnose(distances: AnchorDistancesRecord, *, layer: int | None = None) -> DiagnosisRecord:
-    """Which classes are confused, and does the distance of their keys say so? (section 3.3)
+def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
+    """Test whether the distance of keys predicts which classes are confused (section 3.3).
 
-    The p-value is that of a permutation test (Mantel's). Pairs that share a class are not
-    independent, so that whole classes are permuted and never single pairs: each permutation deals
-    the classes' keys out anew, and rows and columns of the distances move together, while the
-    confusions stay as they are. With f over permutations, ``p = mean(rho_f >= rho_identity)``, one
-    sided. Up to 7 classes it is exact, over all permutations; with more it is over 5000 that a
-    seeded generator of its own draws, and the identity.
+    The p-value comes from a permutation test (Mantel's). Pairs that share a class are not
+    independent, so whole classes are permuted, not single pairs: each permutation f applies to both
+    rows and columns of the distances, and the confusions stay as they are.
+    ``p = mean(rho_f >= rho_identity)``, one sided. Up to 7 classes it is exact, over all
+    permutations; with more classes it is over the identity and 5000 permutations, drawn by a
+    separate generator with a fixed seed.
 
     Args:
-        distances: What ``AnchorDistances`` gives; prompts of several sets of demonstrations in one
-            run (joined lists of batches) average the distances over sets.
-        layer: The layer to look at, negative from the end. By default the record's own
-            ``default_layer``, two thirds of the depth, and never the one that correlates best: the
-            best of many layers correlates well by chance too, and after that choice its p-value
-            would not mean what it says. For the same reason give a layer only if you chose it
-            before you saw the correlations.
+        distances: The record of ``AnchorDistances``. A run over several sets of demonstrations
+            (joined lists of batches) averages the distances over sets.
+        layer: The layer to report, negative from the end. By default the record's
+            ``default_layer``, at two thirds of the depth, and never the layer that correlates best:
+            the best of many layers can correlate well by chance, and its p-value would not be
+            valid after that choice. For the same reason give a layer only if you chose it before
+            you saw the correlations.
 
     Returns:
-        Both matrices, correlation and p-value of every layer. Intervals are those of
-        ``distances``, with none for p-values; ``info`` tells the number of permutations.
+        Both matrices, and the correlation and p-value of every layer. Intervals come from
+        ``distances``; p-values have none. ``info`` has the number of permutations.
 
     Raises:
+        MetricError: The record does not come from ``AnchorDistances``.
         HookError: There is no such layer.
 
     Examples:
@@ -147,14 +149,19 @@ def diagnose(distances: AnchorDistancesRecord, *, layer: int | None = None) -> D
         >>> other = al.sample_demonstrations(examples, seed=43)  # in another order
         >>> batches = batches + al.build_prompts(model.tokenizer, task, other, examples[-14:])
         >>> results = al.run(model, batches, [al.AnchorDistances()], progress=False)
-        >>> found = al.diagnose(results["anchor_distances"])
-        >>> found.predicted.shape, found.p_value.shape == (model.cfg.n_layers,)
+        >>> diagnosis = al.diagnose(results["anchor_distances"])
+        >>> diagnosis.predicted.shape, diagnosis.p_value.shape == (model.cfg.n_layers,)
         (torch.Size([6, 6]), True)
-        >>> figure = found.plot()
+        >>> figure = diagnosis.plot()
     """
+    if not isinstance(distances, AnchorDistancesRecord):
+        raise MetricError(
+            "a diagnosis is made from the record of AnchorDistances, results['anchor_distances']; "
+            f"got a {type(distances).__name__}"
+        )
     n_layers = len(distances.anchor_distance)
-    asked = int(distances.default_layer) if layer is None else layer
-    [chosen] = numbers_of("layer", asked, n_layers)
+    requested = int(distances.default_layer) if layer is None else layer
+    [chosen] = indices_of("layer", requested, n_layers)
     orders = _orders(len(distances.pair_auc))
     correlation, p_value = _permutation_test(distances.anchor_distance, distances.pair_auc, orders)
     return DiagnosisRecord(
@@ -174,21 +181,21 @@ def _permutation_test(
     actual: Float[Tensor, "class class"],
     orders: Int[Tensor, "order class"],
 ) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"]]:
-    """Correlation of each layer, and the share of orders of the classes that reach it."""
+    """Correlation in each layer, and the share of class orders whose correlation reaches it."""
     first, second = _pairs_of(actual)
-    # The distances are permuted and not the confusions: pairs without a confusion then are the
-    # same ones in every order, and each order is compared over the same confusions.
+    # The distances are permuted, not the confusions: so every order leaves out the same pairs
+    # without a confusion, and all orders are compared over the same confusions.
     by_order = torch.stack(
         [
             rank_correlation(distance[orders[:, first], orders[:, second]], actual[first, second])
             for distance in predicted
         ]
     )
-    found = by_order[:, 0]  # of the identity
-    # An order without a correlation counts as reaching it, so that p is never too small. Equal ones
-    # are equal bit for bit: ranks are multiples of a half, whose products sum without rounding.
-    reached = ~(by_order < found[:, None])
-    return found, reached.double().mean(1).masked_fill(found.isnan(), torch.nan)
+    observed = by_order[:, 0]  # the identity
+    # An order without a correlation counts as reaching it, so that p is never too small. Equal
+    # correlations are bitwise equal: ranks are multiples of 1/2, whose products sum exactly.
+    reached = ~(by_order < observed[:, None])
+    return observed, reached.double().mean(1).masked_fill(observed.isnan(), torch.nan)
 
 
 def _orders(n_classes: int) -> Int[Tensor, "order class"]:
@@ -207,11 +214,11 @@ def _pairs_of(matrix: Float[Tensor, "class class"]) -> tuple[Tensor, Tensor]:
 
 
 def _intervals(bounds: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """The intervals of the distances under the names that they have here."""
+    """Intervals of the distances under the field names of the diagnosis."""
     same = ("correlation", "position_correlation")
-    kept = {name: bounds[name] for name in same if name in bounds}
+    intervals = {name: bounds[name] for name in same if name in bounds}
     if "anchor_distance" in bounds:
-        kept["predicted"] = bounds["anchor_distance"][:, layer]
+        intervals["predicted"] = bounds["anchor_distance"][:, layer]
     if "pair_auc" in bounds:
-        kept["actual"] = bounds["pair_auc"]
-    return kept
+        intervals["actual"] = bounds["pair_auc"]
+    return intervals

@@ -1,33 +1,32 @@
-"""Isolate the label words, and as many random words: what does the model lose? (section 2.2)"""
+"""Loyalty with label words isolated, and with as many random words isolated (section 2.2)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, MetricError
 from ..hooks import isolate_labels, isolate_random
-from ..metrics.loyalty import loyalty_rows, next_tokens
+from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
 from ..metrics.metric import Metric
-from ..models.hooked import HookedModel, layer_numbers, numbers_of
+from ..models.hooked import Hook, HookedModel, indices_of, layer_numbers
 from ..models.load import ensure_prepared
-from ..passes.late_start import Start, kept_starts
+from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..results import figures
-from ..results.bootstrap import with_intervals
 from ..results.record import Record, Rows
-from ..runs.fingerprint import fingerprint
-from ..runs.loop import as_run, check_batches, check_same_call, collect, describe, sets_of
-from ..runs.observed import Watched, check_metrics
-from ..runs.store import Store
-from ..runs.trial import late_starts, shared_passes
-from ..system.processes import main_first, together
-from .sites import Where
+from ..runs.plan import Plan
+from ..runs.study import Study
+from ..runs.trial import late_starts
+from ..system.processes import fails_together
+from ..system.renames import renamed_arguments
+from .sites import Site
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,7 +34,7 @@ class IsolationRecord(Record):
     """Loyalty with label words isolated, and with as many random words isolated.
 
     Attributes:
-        label_loyalty: Share of prompts whose predicted label survives, from 0 to 1; high means
+        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
             that isolation changes little.
         word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high means
             that isolation changes little.
@@ -44,10 +43,10 @@ class IsolationRecord(Record):
         random_label_loyalty: Label loyalty of each random draw.
         random_word_loyalty: Word loyalty of each random draw.
         random_kl: KL of each random draw.
-        label_gap: Mean of the random draws minus the label words', paired by prompt. High means
-            that the label words in particular are needed in these layers.
-        word_gap: The same of word loyalty.
-        label_kept: 1 for each prompt whose label survives, else 0.
+        label_gap: Mean label loyalty of the random draws minus that of the label words, paired by
+            prompt. High means that the label words in particular are needed in these layers.
+        word_gap: The same for word loyalty.
+        label_kept: 1 for each prompt whose label is unchanged, else 0.
         word_overlap: Jaccard similarity of each prompt.
         random_label_kept: label_kept under each random draw.
         random_word_overlap: word_overlap under each random draw.
@@ -72,7 +71,7 @@ class IsolationRecord(Record):
         """Shares of prompts."""
         return {"label_loyalty": 1, "random_label_loyalty": 1}
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Loyalty of label words and random words (the paper's Figure 4)."""
         return plot_isolation({"isolated": self})
 
@@ -91,29 +90,29 @@ def isolation_loyalty(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> IsolationRecord:
-    """Clean run, label words isolated, random words isolated: loyalty of each to the clean run.
+    """Loyalty to the clean run with label words isolated, and with random words isolated.
 
     Args:
-        model: A hooked model; its attention hooks are proven at first use.
+        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``.
-        layers: Layers to isolate in: ``range(5)`` the first five, ``range(-5, 0)`` the last.
-        keep_bos: See ``isolate_labels``; where prompts begin with BOS report both.
-        draws: As all that follow, see :func:`isolation_sweep`.
+        layers: Layers to isolate in: ``range(5)`` are the first five, ``range(-5, 0)`` the last.
+        keep_bos: See ``isolate_labels``; report both values where prompts begin with BOS.
+        draws: Number of random controls; see :func:`isolation_sweep`.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Keeps what each batch contributed, as in ``run``.
+        folder: Stores what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
     Returns:
-        Loyalties of both, the gap between them, and what each prompt contributed.
+        Loyalties of both, the gaps between them, and what each prompt contributed.
 
     Raises:
         ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
             is False.
-        HookError: A layer does not exist, ``keep_bos`` without BOS, or demonstrations with too few
-            other words for the control: before any pass over the prompts.
+        HookError: A layer does not exist, ``keep_bos`` is set for prompts without BOS, or the
+            demonstrations have too few other words for the control. It is raised before any pass.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
@@ -124,7 +123,7 @@ def isolation_loyalty(
     records = isolation_sweep(
         model,
         batches,
-        {"isolated": Where(layers, keep_bos=keep_bos)},
+        {"isolated": Site(layers, keep_bos=keep_bos)},
         draws=draws,
         seed=seed,
         whole_words=whole_words,
@@ -136,11 +135,12 @@ def isolation_loyalty(
     return records["isolated"]
 
 
-@together()
+@renamed_arguments(places="sites")
+@fails_together()
 def isolation_sweep(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    places: Mapping[str, Where],
+    sites: Mapping[str, Site],
     *,
     metrics: Sequence[Metric] = (),
     draws: int = 10,
@@ -151,163 +151,192 @@ def isolation_sweep(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Isolate in many places, all against one clean run and each beside its random words.
+    """Isolate label words at many sites, with random controls; all share the same clean run.
 
-    A place that leaves the first layers alone starts behind them, from what the clean run gave
-    out there, where that gives the same logits; ``info["skipped_layers"]`` of each record says how
-    many, or why none. Memory: the keys and values of the demonstrations for every place and draw.
+    If a site does not include the first layers, its runs skip them and start from their output in
+    the clean run, where that gives the same logits. ``info["skipped_layers"]`` of each record is
+    the number of skipped layers, or the reason why none is. Memory holds the keys and values of the
+    demonstrations for every site and draw.
 
     Args:
-        model: A hooked model; its attention hooks are proven at first use.
+        model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``.
-        places: Where to isolate, by name: ``first_and_last``, ``windows``, ``single_heads``, or
-            your own ``{"layer 3, head 1": al.Where(3, heads=1)}``; joined with ``|``.
-        metrics: What else to see in the clean run, as it is there anyhow: metrics as in ``run``
-            that need no gradient.
-        draws: Random controls; one is none, their loyalties range widely.
+        sites: Where to isolate, by name: from functions of ``al.sites``, or written by hand as
+            ``{"layer 3, head 1": al.Site(3, heads=1)}``; join them with ``|``.
+        metrics: Metrics as in ``run`` that observe the clean run; none may need a gradient.
+        draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        folder: Keeps what each batch contributed, as in ``run``.
+        folder: Stores what each batch contributed, as in ``run``.
         progress: Show a progress bar.
 
     Returns:
-        An ``IsolationRecord`` for each place, for ``plot_isolation`` and ``write_report``, and the
+        An ``IsolationRecord`` for each site, for ``plot_isolation`` and ``write_report``, and the
         record of each metric under its name.
 
     Raises:
-        ModelError: As :func:`isolation_loyalty`.
-        HookError: As :func:`isolation_loyalty`, or there is no place, or one has a metric's name.
+        ModelError: As in :func:`isolation_loyalty`.
+        HookError: As in :func:`isolation_loyalty`, or there is no site, or a site and a metric have
+            the same name.
         MetricError: A metric needs a gradient, or the prompts do not fit it.
-        RunError: A metric has no result for these rows; all others are in its ``results``.
+        RunError: A metric has no result for these rows; its ``results`` has all other records.
 
     Examples:
-        >>> places = al.first_and_last(model, [1, 2]) | al.single_heads(model, 0)
-        >>> records = al.isolation_sweep(model, batches, places, draws=2, progress=False)
+        >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)
+        >>> records = al.isolation_sweep(model, batches, sites, draws=2, progress=False)
         >>> bool(records["head 0.1"].word_loyalty >= 0)
         True
     """
-    ensure_prepared(model)
-    check_batches(model, batches, resamples)
-    batches = as_run(batches)
-    if not isinstance(places, Mapping) or not all(
-        isinstance(name, str) and isinstance(where, Where) for name, where in places.items()
+    ensure_prepared(model)  # before its layers and heads are counted
+    _check_sites(sites, metrics, draws)
+    options: dict[str, Any] = {"whole_words": whole_words, "renormalize": renormalize}
+    isolations = [_isolation(model, site, draws, seed, options) for site in sites.values()]
+    acts_in = "; ".join(str(isolation.acts_in) for isolation in isolations)
+    settings = {
+        "isolated": f"{draws} draws from {seed}, {options}, in {acts_in}",
+        "metrics": metrics,
+    }
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    with study:
+        for batch in study.batches:  # raises errors before the model runs
+            for isolation in isolations:
+                isolation.change(batch), isolation.controls[0](batch)
+        plan = study.plan(metrics, interventions=[isolations[0].change], loss=None)
+        first_changes = {isolation.first_layer: isolation.change for isolation in isolations}
+        reasons = late_starts(plan.passes, study.batches, first_changes)
+
+        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+            with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
+                rows, clean_logits = plan.rows_and_logits(batch)
+            clean = next_tokens(clean_logits, batch.label_token_ids)
+            for number, isolation in enumerate(isolations):
+                start = starts.get(isolation.first_layer)
+                site_rows = _loyalty_rows(plan, batch, clean, isolation, start)
+                rows |= {f"/{number}/{name}": values for name, values in site_rows.items()}
+            return rows
+
+        rows = study.collect(rows_of_batch, needed=plan.needed)
+        info = {"seed": seed, "shared_prefix": plan.status, **options}
+        records: dict[str, Record] = {}
+        for number, (name, isolation) in enumerate(zip(sites, isolations, strict=True)):
+            start = f"/{number}/"  # rows of a metric begin with its name
+            site_rows = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
+            skipped = reasons.get(isolation.first_layer, isolation.first_layer)
+            records[name] = study.record(
+                _record, site_rows, info | isolation.acts_in | {"skipped_layers": skipped}
+            )
+        return study.results(plan, rows, known=records)
+
+
+def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
+    if not isinstance(sites, Mapping) or not all(
+        isinstance(name, str) and isinstance(site, Site) for name, site in sites.items()
     ):
-        raise HookError(
-            f"places are {{name: al.Where(layers)}}, each name a string; got {places!r}"
-        )
-    if not places:
-        raise HookError("there is no place to isolate in; give {name: al.Where(layers)}")
-    check_metrics(model, batches, metrics, hooks=None, loss=None)
-    if both := places.keys() & {metric.name for metric in metrics}:
-        raise HookError(f"a place and a metric have one name: {', '.join(both)}; rename the place")
+        raise HookError(f"sites are {{name: al.Site(layers)}}, each name a string; got {sites!r}")
+    if not sites:
+        raise HookError("there is no site to isolate in; give {name: al.Site(layers)}")
     if not isinstance(draws, int) or draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws!r}")
-    options: dict[str, Any] = {"whole_words": whole_words, "renormalize": renormalize}
+    names = [getattr(metric, "name", None) for metric in metrics]
+    if both := [name for name in sites if name in names]:
+        raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
 
-    def labels(where: Where) -> HooksOfBatch:
-        kept = options | {"keep_bos": where.keep_bos}
-        return lambda batch: isolate_labels(model, batch, where.layers, where.heads, **kept)
 
-    def control(where: Where, number: int) -> HooksOfBatch:
-        kept = options | {"keep_bos": where.keep_bos}
-        return lambda batch: isolate_random(model, batch, where.layers, number, where.heads, **kept)
+@dataclass(frozen=True)
+class _Isolation:
+    """Isolation at a site, and its random controls.
 
-    acting = {name: _acting(model, where) for name, where in places.items()}
-    # For each place its first layer, the change, and the controls of that change.
-    changes = [
-        (
-            acting[name]["layers"][0],
-            labels(where),
-            [control(where, seed + draw) for draw in range(draws)],
-        )
-        for name, where in places.items()
-    ]
-    for batch in batches:
-        for _, change, controls in changes:
-            change(batch), controls[0](batch)
-    where_to = "; ".join(map(str, acting.values()))
-    settings = {
-        "isolated": f"{draws} draws from {seed}, {options}, in {where_to}",
-        "metrics": ", ".join(map(repr, metrics)),
+    Attributes:
+        acts_in: Layers and heads by number (heads None for all of them), and ``keep_bos``.
+        change: Isolates the label words.
+        controls: For each draw, isolates as many random words.
+    """
+
+    acts_in: dict[str, Any]
+    change: HooksOfBatch
+    controls: list[HooksOfBatch]
+
+    @property
+    def first_layer(self) -> int:
+        return int(self.acts_in["layers"][0])
+
+
+def _isolation(
+    model: HookedModel, site: Site, draws: int, seed: int, options: Mapping[str, Any]
+) -> _Isolation:
+    acts_in = {
+        "layers": layer_numbers(model, site.layers),
+        "heads": None if site.heads is None else indices_of("head", site.heads, model.cfg.n_heads),
+        "keep_bos": site.keep_bos,
     }
-    check_same_call(model, batches, settings | {"folder": str(folder)})
-    passes = shared_passes(model, batches, [changes[0][1]], metrics)
-    refused = late_starts(passes, batches, {first: change for first, change, _ in changes})
-    late = {first for first, _, _ in changes} - set(refused)
-    watched = Watched(passes, metrics)
+    options = {**options, "keep_bos": site.keep_bos}
 
-    def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-        batch = passes.ready(batch)
-        with kept_starts(model, late) as starts:
-            rows, clean_logits = watched.rows(batch)
-        clean = next_tokens(clean_logits, batch.label_token_ids)
+    def change(batch: PromptBatch) -> list[Hook]:
+        return isolate_labels(model, batch, site.layers, site.heads, **options)
 
-        def loyalty_with(change: HooksOfBatch, start: Start | None) -> dict[str, Tensor]:
-            logits = passes.logits(batch, change, start)
-            return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
-
-        for place, (first, change, controls) in enumerate(changes):
-            start = starts.get(first)
-            isolated = loyalty_with(change, start)
-            drawn = [loyalty_with(one, start) for one in controls]
-            for name, values in isolated.items():
-                rows[f"/{place}/{name}"] = values
-                rows[f"/{place}/random_{name}"] = torch.stack([one[name] for one in drawn], 1)
-        return rows
-
-    store = None
-    if folder is not None:
-        expected = fingerprint(model, batches, settings)
-        store = main_first(lambda: Store.open(folder, expected))
-    needed = [f"{metric.name}/" for metric in metrics]
-    rows = collect(model, batches, rows_of_batch, needed=needed, store=store, progress=progress)
-    info = describe(model, batches) | {"seed": seed, "shared_prefix": passes.said, **options}
-    sets, records = sets_of(batches), dict[str, Record]()
-    for place, (name, own) in enumerate(acting.items()):
-        start = f"/{place}/"  # unlike the rows of metrics, whose names have no "/"
-        of_place = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
-        first = own["layers"][0]
-        own = own | {"skipped_layers": refused.get(first, first)}
-        records[name] = with_intervals(
-            _record, of_place, sets=sets, resamples=resamples, info=info | own
+    def control(number: int) -> HooksOfBatch:
+        return lambda batch: isolate_random(
+            model, batch, site.layers, site.heads, seed=number, **options
         )
-    of_metrics = describe(model, batches) | {"shared_prefix": passes.said}
-    return watched.results(rows, sets=sets, info=of_metrics, resamples=resamples, known=records)
+
+    return _Isolation(acts_in, change, [control(seed + draw) for draw in range(draws)])
 
 
-def plot_isolation(records: Mapping[str, Record]) -> Any:
+def _loyalty_rows(
+    plan: Plan, batch: PromptBatch, clean: NextTokens, isolation: _Isolation, start: Start | None
+) -> dict[str, Tensor]:
+    """Loyalty of each prompt with label words isolated, and under each random draw."""
+
+    def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
+        logits = plan.logits(batch, hooks, start)
+        return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
+
+    isolated = loyalty_with(isolation.change)
+    drawn = [loyalty_with(control) for control in isolation.controls]
+    random = {
+        f"random_{name}": torch.stack([rows[name] for rows in drawn], dim=1) for name in isolated
+    }
+    return isolated | random
+
+
+def plot_isolation(records: Mapping[str, Record]) -> go.Figure:
     """Loyalties of several isolations side by side, each with its control (the paper's Figure 4).
 
     Args:
-        records: Records by what was isolated where ("first 5 layers", "last 5 layers"); those of
-            metrics beside them, as of a sweep, are left out.
+        records: Records by the name of the site ("first 5 layers", "last 5 layers"). Records of
+            metrics, which a sweep also returns, are left out.
 
     Returns:
-        A plotly figure; bars of label words have their 95 % intervals, those of random words the
+        A plotly figure. Bars of label words show 95 % intervals, and bars of random words show the
         range of their draws.
 
     Raises:
-        MetricError: None is the record of an isolation.
+        MetricError: No record is an ``IsolationRecord``.
 
     Examples:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
         >>> figure = al.plot_isolation({"first 5 layers": result})
     """
     series, values, low, high = [], [], [], []
-    isolated = {k: one for k, one in records.items() if isinstance(one, IsolationRecord)}
+    isolated = {
+        name: record for name, record in records.items() if isinstance(record, IsolationRecord)
+    }
     if not isolated:
         raise MetricError("there is no IsolationRecord to plot; give those of isolation_sweep")
     for name, record in isolated.items():
         controls = torch.stack([record.random_label_loyalty, record.random_word_loyalty])
-        own = torch.stack([record.label_loyalty, record.word_loyalty])
+        loyalties = torch.stack([record.label_loyalty, record.word_loyalty])
         bounds = [record.intervals.get(f"{kind}_loyalty") for kind in ("label", "word")]
-        known = [own.expand(2, 2).T[k] if one is None else one for k, one in enumerate(bounds)]
+        ends = [
+            value.expand(2) if interval is None else interval
+            for value, interval in zip(loyalties, bounds, strict=True)
+        ]
         series += [f"label words, {name}", f"random words, {name}"]
-        values += [own, controls.mean(1)]
-        low += [torch.stack([one[0] for one in known]), controls.amin(1)]
-        high += [torch.stack([one[1] for one in known]), controls.amax(1)]
+        values += [loyalties, controls.mean(1)]
+        low += [torch.stack([end[0] for end in ends]), controls.amin(1)]
+        high += [torch.stack([end[1] for end in ends]), controls.amax(1)]
     return figures.grouped_bars(
         torch.stack(values, dim=1),
         ["label loyalty", "word loyalty"],
@@ -317,16 +346,6 @@ def plot_isolation(records: Mapping[str, Record]) -> Any:
         low=torch.stack(low, dim=1),
         high=torch.stack(high, dim=1),
     )
-
-
-def _acting(model: HookedModel, where: Where) -> dict[str, Any]:
-    """What a place is, by number; heads are None where all are cut."""
-    heads = where.heads
-    return {
-        "layers": layer_numbers(model, where.layers),
-        "heads": None if heads is None else numbers_of("head", heads, model.cfg.n_heads),
-        "keep_bos": where.keep_bos,
-    }
 
 
 def _record(rows: Rows) -> IsolationRecord:

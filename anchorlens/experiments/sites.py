@@ -1,4 +1,4 @@
-"""Where an isolation acts: layers and heads, and the usual series of them for a sweep."""
+"""Sites of an isolation (layers and heads), and the usual series of sites for a sweep."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from ..models.hooked import HookedModel, layer_numbers
 
 
 @dataclass(frozen=True)
-class Where:
-    """Layers that an isolation acts in, and how.
+class Site:
+    """Layers and heads that an isolation acts in.
 
     Attributes:
-        layers: Negative ones count from the end.
-        heads: Heads in each of them; all where None.
+        layers: Layers by number; negative numbers count from the end.
+        heads: Heads in each of these layers; None for all.
         keep_bos: See ``isolate_labels``.
     """
 
@@ -22,62 +22,62 @@ class Where:
     keep_bos: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads"):  # read several times
+        for name in ("layers", "heads"):  # an iterator could be read only once
             chosen = getattr(self, name)
             if isinstance(chosen, Iterator):
                 object.__setattr__(self, name, tuple(chosen))
 
 
-def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Where]:
+def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Site]:
     """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
 
     Raises:
         HookError: The model has fewer layers.
 
     Examples:
-        >>> list(al.first_and_last(model, [1, 2]))
+        >>> list(al.sites.first_and_last(model, [1, 2]))
         ['first layer', 'last layer', 'first 2 layers', 'last 2 layers']
     """
-    places = {}
+    sites = {}
     for depth in depths:
         if not isinstance(depth, int) or not 1 <= depth <= model.cfg.n_layers:
             raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth!r}")
         name = "layer" if depth == 1 else f"{depth} layers"
-        places[f"first {name}"] = Where(range(depth))
-        places[f"last {name}"] = Where(range(-depth, 0))
-    return places
+        sites[f"first {name}"] = Site(range(depth))
+        sites[f"last {name}"] = Site(range(-depth, 0))
+    return sites
 
 
-def windows(model: HookedModel, width: int) -> dict[str, Where]:
-    """Every ``width`` layers side by side, from the first to the last.
+def windows(model: HookedModel, width: int) -> dict[str, Site]:
+    """Every group of ``width`` adjacent layers, from the first to the last.
 
     Raises:
         HookError: ``width`` is no whole number from 1 to the number of layers.
 
     Examples:
-        >>> list(al.windows(model, 2))[:2]
+        >>> list(al.sites.windows(model, 2))[:2]
         ['layers 0 to 1', 'layers 1 to 2']
     """
     count = model.cfg.n_layers
     if not isinstance(width, int) or not 1 <= width <= count:
         raise HookError(f"a window has from 1 to {count} layers; got {width!r}")
     starts = range(count - width + 1)
-    return {f"layers {k} to {k + width - 1}": Where(range(k, k + width)) for k in starts}
+    return {f"layers {k} to {k + width - 1}": Site(range(k, k + width)) for k in starts}
 
 
-def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, Where]:
-    """Every head of ``layers`` alone.
+def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, Site]:
+    """Each head of ``layers`` as a site.
 
     Raises:
         HookError: A layer does not exist.
 
     Examples:
-        >>> list(al.single_heads(model, 0))[:2]
+        >>> list(al.sites.single_heads(model, 0))[:2]
         ['head 0.0', 'head 0.1']
     """
     heads = range(model.cfg.n_heads)
     return {
-        f"head {layer}.{head}": Where(layer, head)
+        f"head {layer}.{head}": Site(layer, head)
         for layer in layer_numbers(model, layers)
         for head in heads
     }

@@ -1,1 +1,1 @@
-"""Metrics: each says what one prompt contributes, and what follows from all contributions."""
+"""Metrics: what each prompt contributes, and the result of all contributions."""

@@ -1,9 +1,10 @@
-"""How often the predicted label is the true one."""
+"""How often the predicted label is the true label."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,10 +13,10 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import figures
-from ..results.bootstrap import check_resamples, warn_of_few, with_intervals
+from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows, require_gold
 from .aucroc import predicted_class
-from .metric import Observation
+from .metric import Observation, observes_nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -23,9 +24,9 @@ class AccuracyRecord(Record):
     """Accuracy of the model's label predictions.
 
     Attributes:
-        accuracy: Share of prompts whose predicted label is the true one, from 0 to 1; high is
-            good, one over the number of classes is chance where they are balanced.
-        correct: 1 for each prompt whose predicted label is the true one, else 0.
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1; high is
+            good. Chance is 1 / number of classes where the classes are balanced.
+        correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
     accuracy: Float[Tensor, ""]
@@ -35,17 +36,31 @@ class AccuracyRecord(Record):
         """Shares of prompts."""
         return {"accuracy": 1}
 
+    def plot(self) -> go.Figure:
+        """Accuracy as a bar with its interval."""
+        bounds = self.intervals.get("accuracy")
+        figure = figures.grouped_bars(
+            self.accuracy[None, None],
+            ["accuracy"],
+            ["accuracy"],
+            title="Accuracy",
+            y_title="share of prompts",
+            low=None if bounds is None else bounds[0][None, None],
+            high=None if bounds is None else bounds[1][None, None],
+        )
+        return figure.update_yaxes(range=[0, 1])
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AccuracyComparisonRecord(Record):
     """Accuracies of several methods on the same prompts, in the order of ``info["methods"]``.
 
     Attributes:
-        accuracy: Share of prompts whose predicted label is the true one, from 0 to 1; high is
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1; high is
             good.
-        gain: Accuracy minus that of the first method, paired by prompt, from -1 to 1; above 0 says
-            that a method is better than the first, and its interval says how surely.
-        correct: 1 for each prompt whose predicted label is the true one, else 0.
+        gain: Accuracy minus that of the first method, paired by prompt, from -1 to 1; above 0 means
+            that a method is better than the first, and its interval how certain that is.
+        correct: 1 for each prompt whose predicted label is true, else 0.
     """
 
     accuracy: Float[Tensor, " method"]
@@ -62,7 +77,7 @@ class AccuracyComparisonRecord(Record):
         """The methods by name."""
         return self.info["methods"] if axis == "method" else super().axis_names(axis)
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
         bounds = self.intervals.get("accuracy")
         return figures.grouped_bars(
@@ -78,7 +93,7 @@ class AccuracyComparisonRecord(Record):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of prompts whose predicted label is the true one.
+    """Share of prompts whose predicted label is true.
 
     The prediction is the label word whose first token has the largest logit at the target.
 
@@ -91,8 +106,13 @@ class Accuracy:
     name: str = "accuracy"
     needs_gradient: ClassVar[bool] = False
 
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for prompts without true labels."""
+        for batch in batches:
+            require_gold(batch.gold, "accuracy")
+
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch nothing but the logits."""
+        """Observe nothing but the logits."""
         gold = require_gold(batch.gold, "accuracy")
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -101,9 +121,9 @@ class Accuracy:
 
         return Observation(rows)
 
-    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Nothing: only the target's logits count."""
-        return Observation(lambda logits, clean_logits: {})
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe nothing: only the target's logits count."""
+        return observes_nothing()
 
     def result(self, rows: Rows) -> AccuracyRecord:
         """The mean over prompts."""
@@ -117,15 +137,15 @@ def compare_accuracies(
     resamples: int = 200,
     info: Mapping[str, Any] | None = None,
 ) -> AccuracyComparisonRecord:
-    """Methods side by side, each against the first, with intervals of the paired difference.
+    """Accuracies of several methods and their differences from the first, paired by prompt.
 
     Args:
-        correct: For each method by name, 1 for each prompt that it gets right, else 0; the first
-            is what the others are compared with. ``AccuracyRecord.correct`` is one.
-        sets: The set of demonstrations of each prompt, as ``PromptBatch.demonstrations_id`` names
-            it; one for all by default. Intervals draw whole sets where sets are small and many.
+        correct: For each method by name, 1 for each prompt that it gets right, else 0, as in
+            ``AccuracyRecord.correct``. The others are compared with the first.
+        sets: The set of demonstrations of each prompt, as in ``PromptBatch.demonstrations_id``; by
+            default all have the same set. Intervals draw whole sets where sets are small and many.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
-        info: What the numbers are of.
+        info: Stored in the record's ``info``.
 
     Raises:
         MetricError: There is no method, the methods have different numbers of prompts, answers are
@@ -159,18 +179,18 @@ def compare_accuracies(
             f"sets must name the set of each of the {count} prompts; got the shape "
             f"{tuple(sets.shape)}"
         )
-    rows = {"correct": torch.stack([one.double() for one in correct.values()], dim=1)}
-    own = {**(info or {}), "methods": list(correct)}
+    rows = {"correct": torch.stack([values.double() for values in correct.values()], dim=1)}
+    described = {**(info or {}), "methods": list(correct)}
     if resamples:
-        warn_of_few(torch.zeros(count, dtype=torch.long) if sets is None else sets)
-    record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=own)
+        warn_if_few_units(torch.zeros(count, dtype=torch.long) if sets is None else sets)
+    record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=described)
     for bounds in record.intervals.get("gain", ()):
-        bounds[0] = 0  # over itself
+        bounds[0] = 0  # the first method's gain over itself
     return record
 
 
 def comparison(rows: Rows) -> AccuracyComparisonRecord:
-    """Accuracies and gains of the answers of all methods, ``correct`` of (prompt, method)."""
+    """Accuracies and gains of all methods, from the row ``correct`` of (prompt, method)."""
     correct = rows["correct"]
     accuracy = correct.mean(0)
     return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)

@@ -1,20 +1,23 @@
-"""How well the attention from target to label words tells the model's own prediction."""
+"""How well the attention from target to label words predicts the model's prediction."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import plotly.graph_objects as go
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..models.hooked import HookedModel, pattern_name
+from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
 from ..results import figures
-from ..results.record import Record, Rows, by_set
-from .metric import Observation, hooks_by_layer
+from ..results.bootstrap import interval_of_independent_sets
+from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
+from .metric import Observation, observes_nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,10 +25,10 @@ class AttentionAUCROCRecord(Record):
     """AUCROC of the attention to label words as a classifier of the prediction (section 2.3).
 
     Attributes:
-        aucroc: AUCROC_l, from 0 to 1: 0.5 is chance, 1 says that the layer's attention to the
-            label words tells the predicted label.
+        aucroc: AUCROC_l, from 0 to 1: 0.5 is chance, 1 means that the layer's attention to the
+            label words determines the predicted label.
         r: R_l, the part of the summed excess over 0.5 reached up to layer l; 1 in the last layer.
-            NaN where the total is not positive. Steep means that the layer contributes much.
+            NaN where the total is not positive. A steep rise means that the layer contributes much.
         per_head: The same as ``aucroc``, from each head's attention alone.
     """
 
@@ -33,13 +36,16 @@ class AttentionAUCROCRecord(Record):
     r: Float[Tensor, " layer"]
     per_head: Float[Tensor, "layer head"]
 
-    means_over_sets: ClassVar[Collection[str]] = ("aucroc", "per_head")
+    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
+        "aucroc": interval_of_independent_sets,
+        "per_head": interval_of_independent_sets,
+    }
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of pairs of prompts."""
         return {"aucroc": 2, "per_head": 2}
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """AUCROC_l and R_l by layer (the paper's Figure 5)."""
         bounds = [self.intervals.get(name) for name in ("aucroc", "r")]
         known = bounds[0] is not None and bounds[1] is not None
@@ -61,10 +67,11 @@ class AttentionAUCROC:
     """AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
 
     The score of a class is the attention from q to its label words, summed over them and over
-    heads; the label is the model's own prediction. Classes that are never predicted are left out;
-    with two left the second's raw score is used, else scores are divided by their sum and the
-    AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled; over sets AUCROC
-    is averaged, then R_l is taken. With fewer than two predicted classes it is NaN, with a warning.
+    heads; the label is the model's own prediction. Classes that are never predicted are left out.
+    Where two remain, the raw score of the second is used; else scores are divided by their sum, and
+    the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled. AUCROC is
+    averaged over sets before R_l is computed. With fewer than two predicted classes it is NaN, with
+    a warning.
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)
@@ -76,42 +83,44 @@ class AttentionAUCROC:
     needs_gradient: ClassVar[bool] = False
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch the target's row of every pattern, at the label words."""
-        kept: dict[int, Tensor] = {}
+        """Observe the target's row of every pattern, at the label words."""
+        scores: dict[int, Tensor] = {}
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
 
-        def keep_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            queries = batch.target_positions[:, None] - batch.first_query
+        def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            queries = batch.target_rows[:, None]
             attention = pattern.detach()[prompts, :, queries, batch.label_positions]
             by_anchor = attention.cpu().double()  # [batch, anchor, head]
-            kept[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
+            scores[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            attention = torch.stack([kept[layer] for layer in range(model.cfg.n_layers)], dim=1)
+            attention = torch.stack([scores[layer] for layer in range(model.cfg.n_layers)], dim=1)
             return {
                 "attention": attention,
                 "predicted": predicted_class(logits, batch.label_token_ids).cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
-        return Observation(rows, hooks_by_layer(model, pattern_name, keep_scores))
+        return Observation(rows, hooks_by_layer(model, pattern_name, store_scores))
 
-    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Nothing: only the target's rows count."""
-        return Observation(lambda logits, clean_logits: {})
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe nothing: only the target's rows count."""
+        return observes_nothing()
 
     def result(self, rows: Rows) -> AttentionAUCROCRecord:
         """AUCROC of each set, the mean over sets, then R_l."""
         of_sets = []
-        for one in by_set(rows):
-            attention = one["attention"].double()  # [prompt, layer, head, class]
-            # The sum over heads stands beside the heads, so that all are sorted at once.
-            series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2).movedim(0, 2)
-            values = aucroc(series.flatten(0, 1), one["predicted"])
-            of_sets.append(values.unflatten(0, series.shape[:2]))
-        empty = sum(bool(one.isnan().any()) for one in of_sets)
+        for set_rows in rows_by_set(rows):
+            attention = set_rows["attention"].double()  # [prompt, layer, head, class]
+            # The sum over heads is one more series beside the heads: all are sorted at once.
+            series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
+            scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
+            values = aucroc(scores, set_rows["predicted"])
+            layers = attention.shape[1]
+            of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
+        empty = sum(bool(values.isnan().any()) for values in of_sets)
         if empty:
             warnings.warn(
                 f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts fewer "
@@ -127,9 +136,9 @@ class AttentionAUCROC:
 def predicted_class(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
 ) -> Int[Tensor, " batch"]:
-    """The class whose label word has the largest logit; the lowest of equal ones."""
+    """The class whose label word has the largest logit; the lowest class where logits are equal."""
     scores = logits[:, label_token_ids.to(logits.device)]
-    # argmax leaves the choice among equal values open; the first maximum is the lowest class.
+    # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 
 
@@ -152,15 +161,15 @@ def aucroc(
     present = predicted.unique()
     if len(present) < 2:
         return scores.new_full(scores.shape[:1], torch.nan)
-    kept = scores[..., present].double()
+    chosen = scores[..., present].double()
     if len(present) == 2:
-        return auc(kept[..., 1], predicted == present[1])
-    total = kept.sum(-1, keepdim=True)
-    shares = torch.where(total > 0, kept / total, 1 / len(present))
-    of_class = [shares[:, predicted == one].movedim(-1, 1) for one in present]
+        return auc(chosen[..., 1], predicted == present[1])
+    total = chosen.sum(-1, keepdim=True)
+    shares = torch.where(total > 0, chosen / total, 1 / len(present))
+    of_class = [shares[:, predicted == k].movedim(-1, 1) for k in present]
     values = []
     for a, b in combinations(range(len(present)), 2):
-        # Both classes' shares at once: that of b is to be larger where b is predicted.
+        # The shares of both classes at once: b's share should be larger where b is predicted.
         above = chance_above(of_class[a][:, [a, b]], of_class[b][:, [a, b]])
         values += [above[:, 0], 1 - above[:, 1]]
     return torch.stack(values).mean(0)
@@ -181,7 +190,7 @@ def auc(
 def chance_above(
     positives: Float[Tensor, "*series positive"], negatives: Float[Tensor, "*series negative"]
 ) -> Float[Tensor, " *series"]:
-    """Chance that one of ``positives`` is above one of ``negatives``; equal ones count half."""
+    """Chance that a positive value is above a negative one; equal values count half."""
     ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
     below = torch.searchsorted(ordered, values, side="left")
     not_above = torch.searchsorted(ordered, values, side="right")

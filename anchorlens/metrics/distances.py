@@ -1,24 +1,32 @@
-"""Distances between the anchors' keys, as the queries see them, against the model's confusions."""
+"""Distances between the anchors' keys along the queries' directions, and actual confusions."""
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import plotly.graph_objects as go
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.hooked import HookedModel, Operands, proven, require_prepared
+from ..models.hooked import (
+    HookedModel,
+    Operands,
+    hooks_by_layer,
+    require_prepared,
+    verified_operands,
+)
 from ..prompts.batch import PromptBatch
 from ..results import figures
-from ..results.bootstrap import MANY_PROMPTS
-from ..results.record import Record, Rows, by_set, require_gold
+from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
+from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from .aucroc import auc
-from .metric import Observation, hooks_by_layer
+from .metric import Observation
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,19 +36,19 @@ class AnchorDistancesRecord(Record):
     Attributes:
         anchor_distance: Distance between the label words' keys along the main directions of the
             queries, over the largest of the layer: from 0 to 1, 0 on the diagonal. The predicted
-            confusion. NaN in a layer whose queries are all the same (the
-            first one with ALiBi, or with prompts of one length).
+            confusion. NaN in a layer whose queries are all the same (the first layer with ALiBi,
+            or where all prompts have the same length).
         pair_auc: AUC-ROC of p_a / (p_a + p_b) among prompts whose true class is a or b, from 0 to
-            1; 0.5 says that the model cannot tell them apart. NaN on the diagonal and for pairs
+            1; 0.5 means that the model cannot tell them apart. NaN on the diagonal and for pairs
             without prompts. The actual confusion.
         correlation: Spearman correlation of the two over pairs of classes, from -1 to 1; high
-            means that key distance predicts confusion. NaN for two classes, which are one pair.
-        position_correlation: The same of anchor_distance with the distance in position of the
-            label words. On rotary models it is large by itself: average over several orders of
-            the demonstrations before you believe ``correlation``.
-        accuracy: Share of prompts whose predicted label is the true one, from 0 to 1.
-        default_layer: The layer to look at: two thirds of the depth (the paper's 32 of 48), never
-            the one that correlates best.
+            means that key distance predicts confusion. NaN with fewer than three pairs.
+        position_correlation: Spearman correlation of anchor_distance with the distance in position
+            of the label words. On rotary models it is large in any case: average over several
+            orders of the demonstrations before you believe ``correlation``.
+        accuracy: Share of prompts whose predicted label is true, from 0 to 1.
+        default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
+            the layer that correlates best.
     """
 
     anchor_distance: Float[Tensor, "layer class class"]
@@ -50,11 +58,16 @@ class AnchorDistancesRecord(Record):
     accuracy: Float[Tensor, ""]
     default_layer: Int[Tensor, ""]
 
+    # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
+    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
+        "anchor_distance": interval_of_alike_sets
+    }
+
     def proportions(self) -> Mapping[str, int]:
-        """Shares of prompts, and of pairs of prompts from two of all classes."""
+        """Shares of prompts, and of pairs of prompts of two classes."""
         return {"accuracy": 1, "pair_auc": len(self.pair_auc)}
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Predicted and actual confusion side by side (the paper's Figure 6)."""
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
@@ -78,14 +91,15 @@ class AnchorDistancesRecord(Record):
 class AnchorDistances:
     """Distances of the label words' keys along the main directions of the queries (section 3.3).
 
-    Queries at the target over all prompts, heads side by side; PCA of the centred queries, first
-    ``directions`` directions v_i with singular values s_i; ``k_i' = s_i v_i^T k``; the distance of
-    two classes is ``|k_a' - k_b'|`` over the largest. Keys and queries are those that attention
-    multiplies: after the rotary embedding, each query head with its own key head. Several label
-    words of a class count by their mean key. Taken for each set of demonstrations, then averaged.
+    A query is that of the target, with all heads concatenated. PCA of the centred queries of all
+    prompts gives the first ``directions`` directions v_i with singular values s_i;
+    ``k_i' = s_i v_i^T k``; the distance of two classes is ``|k_a' - k_b'|`` over the largest. Keys
+    and queries are those that attention multiplies: after the rotary embedding, each query head
+    with its key head. Several label words of a class count by their mean key. Distances are
+    computed for each set of demonstrations, then averaged.
 
     Args:
-        directions: Number of directions kept (the paper's 10).
+        directions: Number of directions used (the paper's 10).
         name: Key of the result.
 
     Examples:
@@ -97,13 +111,17 @@ class AnchorDistances:
     name: str = "anchor_distances"
     needs_gradient: ClassVar[bool] = False
 
-    def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Refuse sets of demonstrations with too few prompts for the directions."""
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for hidden operands, missing labels, and sets of too few prompts."""
+        _operands_of(model)
+        for batch in batches:
+            require_gold(batch.gold, "the confusion of classes")
+            _class_shares(batch)
         if self.directions < 1:
             raise MetricError(f"directions must be at least 1; got {self.directions}")
         sizes = torch.cat([batch.demonstrations_id for batch in batches]).unique(return_counts=True)
         small, several = int(sizes[1].min()), len(sizes[1]) > 1
-        # Smaller ones of several sets would be pooled, and distances are of the keys of one set.
+        # Several smaller sets would be pooled, but a distance needs the keys of a single set.
         least = MANY_PROMPTS if several else 2
         if small < max(self.directions + 1, least):
             raise MetricError(
@@ -119,52 +137,44 @@ class AnchorDistances:
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch the target's queries, and the label words' keys where they are run."""
+        """Observe the target's queries, and the label words' keys where the batch has them."""
         operands = _operands_of(model)
         gold = require_gold(batch.gold, "the confusion of classes")
         prompts = torch.arange(len(batch), device=batch.tokens.device)
         queries: dict[int, Tensor] = {}
 
-        def keep_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
+        def store_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(query.detach(), operands[layer])
-            at_target = by_position[prompts, batch.target_positions - batch.first_query]
+            at_target = by_position[prompts, batch.target_rows]
             queries[layer] = _at_least_float32(at_target.flatten(1)).cpu()
 
-        keys = None if batch.first_query else self.observe_demonstrations(model, batch)
+        keys = self.observe_prefix(model, batch) if batch.is_whole else None
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            own = {
+            values = {
                 "queries": _by_layer(queries),
                 "label_logits": logits[:, batch.label_token_ids].cpu().double(),
                 "gold": gold.cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
-            return own if keys is None else own | keys.rows(logits, clean_logits)
+            return values if keys is None else values | keys.rows(logits, clean_logits)
 
-        hooks = hooks_by_layer(model, lambda layer: operands[layer].query, keep_query)
+        hooks = hooks_by_layer(model, lambda layer: operands[layer].query, store_query)
         return Observation(rows, [*hooks, *(() if keys is None else keys.hooks)])
 
-    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch the label words' keys of every layer."""
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the label words' keys of every layer."""
         operands = _operands_of(model)
-        n_classes = len(batch.label_token_ids)
-        of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
-        counts = of_class.sum(1)
-        if not counts.all():
-            raise MetricError(
-                "every class needs a label word in the demonstrations; classes without one: "
-                f"{(counts == 0).any(0).nonzero().flatten().tolist()}"
-            )
-        shares = of_class / counts[:, None]
+        shares = _class_shares(batch)
         prompts = torch.arange(len(batch), device=batch.tokens.device)
         keys: dict[int, Tensor] = {}
 
-        def keep_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
+        def store_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(key.detach(), operands[layer])
             at_anchors = by_position[prompts[:, None], batch.label_positions]
             n_shared = model.cfg.n_heads // at_anchors.shape[2]
-            own = at_anchors.repeat_interleave(n_shared, dim=2)
-            mean = torch.einsum("bac,bahd->bchd", shares, own.cpu().double())
+            by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
+            mean = torch.einsum("bac,bahd->bchd", shares, by_query_head.cpu().double())
             keys[layer] = mean.flatten(2).to(_at_least_float32(key).dtype)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -176,14 +186,17 @@ class AnchorDistances:
             }
 
         return Observation(
-            rows, hooks_by_layer(model, lambda layer: operands[layer].key, keep_keys)
+            rows, hooks_by_layer(model, lambda layer: operands[layer].key, store_keys)
         )
 
     def result(self, rows: Rows) -> AnchorDistancesRecord:
-        """Distances of each set, their mean, and how they go with the confusions."""
-        sets = by_set(rows)
+        """Distances of each set, their mean, and its correlation with the confusions."""
+        sets = rows_by_set(rows)
         distance = torch.stack(
-            [key_distances(one["queries"], one["keys"].mean(0), self.directions) for one in sets]
+            [
+                key_distances(set_rows["queries"], set_rows["keys"].mean(0), self.directions)
+                for set_rows in sets
+            ]
         ).mean(0)
         flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
         if flat:
@@ -193,7 +206,7 @@ class AnchorDistances:
                 "that no distance is defined: NaN",
                 stacklevel=2,
             )
-        gaps = torch.stack([one["positions"].mean(0) for one in sets])
+        gaps = torch.stack([set_rows["positions"].mean(0) for set_rows in sets])
         gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
         confusion = pair_auc(rows["label_logits"], rows["gold"])
         upper = torch.ones_like(confusion).triu(1).bool()
@@ -222,14 +235,17 @@ def key_distances(
 
     With the centred queries X = U S V^T, ``s_i v_i^T k = u_i^T X k``: U comes from the small matrix
     X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
-    queries are the same but for rounding: nothing but noise has a direction there.
+    queries are equal up to rounding: only noise has a direction there.
     """
-    centred = (queries - queries.mean(0)).double().movedim(1, 0)  # [layer, prompt, channel]
+    to_layers = "prompt layer channel -> layer prompt channel"
+    centred = rearrange((queries - queries.mean(0)).double(), to_layers)
     _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
     main = vectors[..., -directions:]
     projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
     distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
-    sizes = queries.double().movedim(1, 0).flatten(1).norm(dim=1)
+    sizes = rearrange(queries.double(), "prompt layer channel -> layer (prompt channel)").norm(
+        dim=1
+    )
     same = centred.flatten(1).norm(dim=1) <= 1e-5 * sizes
     distances = distances / distances.amax((1, 2), keepdim=True)
     return distances.masked_fill(same[:, None, None], torch.nan)
@@ -244,7 +260,7 @@ def pair_auc(
     for a in range(n_classes):
         for b in range(a):
             pair = (gold == a) | (gold == b)
-            # The logit of p_a / (p_a + p_b), which orders prompts as it does.
+            # The logit of p_a / (p_a + p_b): it has the same order of prompts.
             scores = (label_logits[pair, a] - label_logits[pair, b]).double()
             confusion[a, b] = confusion[b, a] = auc(scores[None], gold[pair] == a)[0]
     return confusion
@@ -253,7 +269,7 @@ def pair_auc(
 def rank_correlation(
     values: Float[Tensor, "layer pair"], other: Float[Tensor, " pair"]
 ) -> Float[Tensor, " layer"]:
-    """Spearman correlation, over the pairs that both know; NaN with fewer than three of them."""
+    """Spearman correlation over the pairs where ``other`` is no NaN; NaN with fewer than three."""
     known = ~other.isnan()
     if known.sum() < 3:
         return values.new_full(values.shape[:1], torch.nan)
@@ -264,21 +280,34 @@ def rank_correlation(
     return (ranks @ other_ranks) / (ranks.norm(dim=-1) * other_ranks.norm())
 
 
+def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:
+    """Weight of each label word in its class: 1 / number of label words of the class."""
+    n_classes = len(batch.label_token_ids)
+    of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
+    counts = of_class.sum(1)
+    if not counts.all():
+        raise MetricError(
+            "every class needs a label word in the demonstrations; classes without one: "
+            f"{(counts == 0).any(0).nonzero().flatten().tolist()}"
+        )
+    return of_class / counts[:, None]
+
+
 def _operands_of(model: HookedModel) -> list[Operands]:
     require_prepared(model)
-    found = proven[model]
-    missing = [layer for layer, operands in enumerate(found) if operands is None]
+    by_layer = verified_operands[model]
+    missing = [layer for layer, operands in enumerate(by_layer) if operands is None]
     if missing:
         raise MetricError(
             f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
             "multiplies stand at no hook point, so that distances of keys would be those of other "
             "vectors; leave AnchorDistances out"
         )
-    return [operands for operands in found if operands is not None]
+    return [operands for operands in by_layer if operands is not None]
 
 
 def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
-    """Layers as axis 1. Where heads differ in width, zeros fill up: they change no product."""
+    """Layers as axis 1. Narrower heads are padded with zeros, which change no product."""
     widest = max(values.shape[-1] for values in of_layer.values())
     filled = [
         torch.nn.functional.pad(values, (0, widest - values.shape[-1]))

@@ -1,10 +1,11 @@
-"""How much of the model's output a change of its attention leaves as it was."""
+"""How much of the model's output stays the same under a change of its attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..prompts.batch import PromptBatch, holds_integers
 from ..results import figures
 from ..results.record import Record, Rows
 from .aucroc import predicted_class
-from .metric import Observation
+from .metric import Observation, observes_nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,8 +26,8 @@ class LoyaltyRecord(Record):
     Attributes:
         label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
             that the change matters little.
-        word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 says
-            that the same words stand at the top.
+        word_loyalty: Mean Jaccard similarity of the most likely next tokens, from 0 to 1; 1 means
+            that the same tokens are the most likely.
         kl: Mean KL(clean || changed) of the next-token distributions, ``sum p log(p / q)``, in
             nats, from 0 up; low means that the change matters little.
         label_kept: 1 for each prompt whose label is unchanged, else 0.
@@ -45,14 +46,14 @@ class LoyaltyRecord(Record):
         """Shares of prompts."""
         return {"label_loyalty": 1}
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
-        own = torch.stack([self.label_loyalty, self.word_loyalty])[:, None]
+        values = torch.stack([self.label_loyalty, self.word_loyalty])[:, None]
         fields = ("label_loyalty", "word_loyalty")
-        bounds = [self.intervals[one] for one in fields if one in self.intervals]
+        bounds = [self.intervals[name] for name in fields if name in self.intervals]
         ends = torch.stack(bounds, dim=1)[..., None] if bounds else None
         return figures.grouped_bars(
-            own,
+            values,
             ["label loyalty", "word loyalty"],
             ["changed run"],
             title="What the change leaves as it was",
@@ -80,8 +81,8 @@ class Loyalty:
     name: str = "loyalty"
     needs_gradient: ClassVar[bool] = False
 
-    def check(self, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Refuse a run that nothing changes: its loyalty would be 1 by definition."""
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""
         if not changed:
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "
@@ -89,18 +90,19 @@ class Loyalty:
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch nothing but the logits of both runs."""
+        """Observe nothing but the logits of both runs."""
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             assert clean_logits is not None
             runs = (clean_logits, logits)
-            return loyalty_rows(*(next_tokens(r, batch.label_token_ids, self.top) for r in runs))
+            tokens = [next_tokens(run, batch.label_token_ids, self.top) for run in runs]
+            return loyalty_rows(*tokens)
 
         return Observation(rows)
 
-    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Nothing: only the target's logits count."""
-        return Observation(lambda logits, clean_logits: {})
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe nothing: only the target's logits count."""
+        return observes_nothing()
 
     def result(self, rows: Rows) -> LoyaltyRecord:
         """Means over prompts."""
@@ -124,7 +126,7 @@ def loyalty(
 
     Raises:
         MetricError: The two runs have different shapes, no prompt, or fewer tokens than ``top``;
-            logits are not finite; or an id is no token of theirs.
+            logits are not finite; or an id is not among their tokens.
 
     Examples:
         >>> same = torch.eye(3, 8)
@@ -132,9 +134,9 @@ def loyalty(
         1.0
     """
     runs = (reference_logits, logits)
-    for one in runs:
-        _check_run(one, label_token_ids)
-    return _record(loyalty_rows(*(next_tokens(one, label_token_ids, top) for one in runs)))
+    for run in runs:
+        _check_run(run, label_token_ids)
+    return _record(loyalty_rows(*(next_tokens(run, label_token_ids, top) for run in runs)))
 
 
 def _check_run(
@@ -154,13 +156,13 @@ def _check_run(
         raise MetricError(
             f"label_token_ids must be a row of whole numbers from 0 to {count - 1}, the tokens of "
             f"the logits; got {ids.tolist() if isinstance(ids, Tensor) else ids!r}; "
-            "PromptBatch.label_token_ids is one"
+            "PromptBatch.label_token_ids has this form"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class NextTokens:
-    """What the logits of a run say, computed once for all runs that are compared with it."""
+    """Predictions of a run, computed once for all runs that are compared with it."""
 
     label: Int[Tensor, " batch"]
     top: Int[Tensor, "batch rank"]
@@ -211,10 +213,10 @@ def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[
 def _expected_difference(reference: NextTokens, changed: NextTokens) -> Float[Tensor, " batch"]:
     """``sum p (logit_p - logit_q)`` under the reference.
 
-    Row by row: copies in float64 of a whole batch of 262,144 tokens take longer than the sum.
+    Computed row by row: float64 copies of a batch with 262,144 tokens take longer than the sum.
     """
     rows = zip(reference.probs, reference.logits, changed.logits, strict=True)
-    return torch.stack([p @ (ours.double() - theirs.double()) for p, ours, theirs in rows])
+    return torch.stack([p @ (before.double() - after.double()) for p, before, after in rows])
 
 
 def _record(rows: Mapping[str, Tensor]) -> LoyaltyRecord:

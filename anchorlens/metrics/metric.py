@@ -1,14 +1,19 @@
-"""What a metric is: a name, an observation of each batch, a pure function of all rows."""
+"""The protocol of a metric: what each prompt contributes, and a pure function of all rows.
+
+A metric needs :class:`Metric`. It may also have the methods of :class:`ChecksBatches`, to raise
+errors before any model runs, and of :class:`ObservesPrefix`, so that the tokens that prompts share
+are run once for all of them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, ModelError
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, refuse_folded_value_biases
+from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
 
@@ -19,16 +24,22 @@ RowsOfBatch = Callable[
 
 @dataclass(frozen=True)
 class Observation:
-    """What a metric watches in one batch. Made fresh for each, so that metrics keep no state.
+    """What a metric observes in one batch. Each batch has a new one, so metrics have no state.
 
     Attributes:
         rows: Called once after the pass with the logits at the target positions and, where hooks
-            changed the run, those of the clean run before it (None otherwise), both copies of its
-            own. Returns what each prompt contributed, Tensor["prompt ..."] each, on the CPU.
-        hooks: Forward hooks that observe; they must return None and edit nothing in place, which is
-            an error with the metric's name. With ``checkpoint=True`` those inside blocks observe
-            when a block runs again, tensors that have no graph.
+            changed the run, those of the clean run before it (None otherwise); both are copies for
+            this metric alone. Returns what each prompt contributed, Tensor["prompt ..."] each, on
+            the CPU.
+        hooks: Forward hooks that observe. They must return None and change nothing in place;
+            otherwise an error names the metric. With ``gradient_checkpointing=True`` those inside
+            blocks observe when a block runs again, and their tensors have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output, for metrics that need one.
+
+    Examples:
+        >>> nothing = al.Observation(lambda logits, clean_logits: {"sum": logits.sum(1).cpu()})
+        >>> nothing.hooks
+        ()
     """
 
     rows: RowsOfBatch
@@ -36,36 +47,32 @@ class Observation:
     backward_hooks: Sequence[Hook] = ()
 
 
+def observes_nothing() -> Observation:
+    """An observation without hooks and rows."""
+    return Observation(lambda logits, clean_logits: {})
+
+
 @runtime_checkable
 class Metric(Protocol):
-    """A metric for ``al.run``: usually a frozen dataclass whose fields are its options.
-
-    Bad prompts are refused before any model runs: :meth:`observe` is called for every batch once
-    beforehand, and so is the method ``check(batches, *, changed)`` of a metric that has one, with
-    all batches and whether hooks change the run.
-
-    Demonstrations that prompts share are run once where every metric of the run has the method
-    ``observe_demonstrations(model, batch) -> Observation``. It sees the shared tokens as one prompt
-    without its target: its hooks fire once, its ``backward_hooks`` after each batch with the
-    gradients of that batch's prompts. Its rows, asked for after each batch with logits of no token,
-    are of that batch's prompts, or of one where they are the same for all. :meth:`observe` sees
-    queries from ``batch.first_query`` on, over all keys; where ``first_query`` is 0 it sees whole
-    prompts as ever, and gives the rows of demonstrations itself: both can happen in one run, and
-    each batch must have the same rows. Without the method whole prompts run.
-    """
+    """What every metric needs; usually a frozen dataclass whose fields are its options."""
 
     @property
     def name(self) -> str:
-        """Key of the result; two metrics of one name in a run are an error."""
+        """Key of the result; two metrics of a run may not have the same name."""
         ...
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the run needs a backward pass for it."""
+        """Whether the metric needs a backward pass."""
         ...
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """What to watch in a batch."""
+        """What to observe in a batch.
+
+        Patterns have the query rows ``batch.query_rows`` over all keys, and the target's row is
+        ``batch.target_rows``. For whole prompts (``batch.is_whole``) these are all rows and
+        ``batch.target_positions``. Other batches come only to an :class:`ObservesPrefix`.
+        """
         ...
 
     def result(self, rows: Rows) -> Record:
@@ -73,41 +80,62 @@ class Metric(Protocol):
         ...
 
 
-def hooks_by_layer(
-    model: HookedModel, name: Callable[[int], str], look: Callable[[int, Tensor], Any]
-) -> list[Hook]:
-    """A hook for every layer that hands the layer's number and tensor to ``look``."""
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A metric that raises errors before any model runs. Optional."""
 
-    def hook_of(layer: int) -> Hook:
-        def observe(tensor: Tensor, hook: Any) -> None:
-            look(layer, tensor)
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where these batches or this model cannot give a result.
 
-        return name(layer), observe
+        Args:
+            model: The model of the run.
+            batches: All batches of the run.
+            changed: Whether hooks change the run.
+        """
+        ...
 
-    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+
+@runtime_checkable
+class ObservesPrefix(Protocol):
+    """A metric that can observe the tokens that prompts share once for all of them. Optional.
+
+    Without it whole prompts are run. Write :meth:`observe_prefix` in the class that has
+    ``observe``: a subclass that overrides only one of the two also runs whole prompts.
+    """
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """What to observe in the shared tokens, a batch of one prompt without its target.
+
+        Its hooks are called once, and its ``backward_hooks`` after each batch, with the gradients
+        of that batch's prompts. Its ``rows`` are called after each batch, with the logits of zero
+        prompts, and have an entry for each prompt of that batch, or a single entry for all. Rows of
+        the same name from ``observe`` are added to these: the shared tokens contribute one part,
+        the tokens after them the other. For whole prompts ``observe`` alone gives all rows. Every
+        batch of a run must have the same row names.
+        """
+        ...
 
 
 def possible(
-    model: HookedModel, batch: PromptBatch, metrics: Sequence[Metric]
+    model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
 ) -> tuple[list[Metric], dict[str, AnchorlensError]]:
-    """The metrics that this model can give, and why it cannot the others.
-
-    A run refuses them all together.
+    """The metrics that have a result for this model and these prompts, and errors of the others.
 
     Raises:
         PromptError: The prompts do not fit the model.
     """
-    check_fits(model, batch)
+    for batch in batches:
+        check_fits(model, batch)
     able: list[Metric] = []
-    refused: dict[str, AnchorlensError] = {}
-    moved = batch.to(device_of(model))
+    errors: dict[str, AnchorlensError] = {}
     for metric in metrics:
         try:
             if metric.needs_gradient:
                 refuse_folded_value_biases(model)
-            metric.observe(model, moved)
+            if isinstance(metric, ChecksBatches):
+                metric.check(model, batches, changed=False)
         except (MetricError, ModelError) as error:
-            refused[metric.name] = error
+            errors[metric.name] = error
         else:
             able.append(metric)
-    return able, refused
+    return able, errors

@@ -1,21 +1,22 @@
-"""A * dL/dA of each layer as the gradient goes by it, reduced a few query rows at a time.
+"""A * dL/dA of each layer, summed over edges in the backward pass, a few query rows at a time.
 
-At thousands of tokens the pattern of one layer fills gigabytes, so that no copy of it is made.
+With thousands of tokens the pattern of one layer takes gigabytes, so it is never copied.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..models.hooked import Hook, HookedModel, pattern_name
-from .metric import hooks_by_layer
+from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name
 
 Pattern = Float[Tensor, "batch head query key"]
 
-# Elements of a product at most: eight short prompts are one piece. Smaller ones are as fast, larger
-# ones slower and, in float32, less exact (one sum over 2048 tokens was off by 8e-4 of itself).
+# The most elements of a product: eight short prompts are one piece. Smaller pieces are as fast;
+# larger pieces are slower and, in float32, less exact (a sum over 2048 tokens had a relative error
+# of 8e-4).
 PIECE = 2**21
 
 
@@ -24,27 +25,62 @@ def product_hooks(
     use: Callable[[int, Pattern, Pattern], None],
     take: Callable[[dict[int, Tensor], int], Tensor] = dict.pop,
 ) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that hand A and dL/dA of each layer to ``use`` as the backward pass goes by it.
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
 
-    With ``dict.pop`` no pattern outlives its layer's backward; ``dict.__getitem__`` keeps them for
-    another one.
+    With ``dict.pop`` a pattern is freed after the backward pass of its layer; with
+    ``dict.__getitem__`` it stays for a further backward pass.
     """
     patterns: dict[int, Tensor] = {}
 
-    def keep(layer: int, pattern: Tensor) -> None:
+    def store(layer: int, pattern: Tensor) -> None:
         patterns[layer] = pattern.detach()
 
-    def hand_over(layer: int, gradient: Tensor) -> None:
+    def multiply(layer: int, gradient: Tensor) -> None:
         use(layer, take(patterns, layer), gradient)
 
-    return hooks_by_layer(model, pattern_name, keep), hooks_by_layer(model, pattern_name, hand_over)
+    return hooks_by_layer(model, pattern_name, store), hooks_by_layer(model, pattern_name, multiply)
+
+
+class EdgeSums:
+    """Sums of saliency over sets of edges, layer by layer.
+
+    Args:
+        edges: The edges of each set, in the query rows that are run.
+        absolute_per_head: Take the absolute value before the sum over heads instead of after it.
+    """
+
+    def __init__(
+        self, edges: Bool[Tensor, "batch flow query key"], absolute_per_head: bool
+    ) -> None:
+        self.edges, self.absolute_per_head = edges, absolute_per_head
+        self.of_layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(
+        self, layer: int, pattern: Float[Tensor, "_ head query key"], gradient: Pattern
+    ) -> None:
+        """Sum the saliency of a layer over the edges of each set.
+
+        The tokens that prompts share have one pattern for the gradients of all prompts.
+        """
+        edges = self.edges.expand(len(gradient), -1, -1, -1)
+        pattern = pattern.expand_as(gradient)
+        sums, head_sums = edge_sums(pattern, gradient, edges, self.absolute_per_head)
+        self.of_layers[layer] = sums.cpu(), head_sums.cpu()
+
+    def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
+        layers = sorted(self.of_layers)
+        return {
+            "sums": torch.stack([self.of_layers[layer][0] for layer in layers], dim=1),
+            "head_sums": torch.stack([self.of_layers[layer][1] for layer in layers], dim=1),
+        }
 
 
 def pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern]]:
-    """The product of the two for some query rows after others, in float32 or wider.
+    """The product of pattern and gradient, a few query rows at a time, in float32 or wider.
 
     Yields:
-        Which rows, and their product.
+        The rows, and their product.
     """
     batch, heads, queries, keys = pattern.shape
     count = max(1, PIECE // (batch * heads * keys))
@@ -57,22 +93,26 @@ def pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern
 
 
 def over_heads(product: Pattern, absolute_per_head: bool) -> Float[Tensor, "batch query key"]:
-    """Saliency: the sum over heads, with the absolute value after it or before."""
+    """Saliency: the sum over heads, with the absolute value before or after the sum."""
     return product.abs().sum(1) if absolute_per_head else product.sum(1).abs()
 
 
 def edge_sums(
     pattern: Pattern,
     gradient: Pattern,
-    chosen: Bool[Tensor, "batch flow query key"],
+    edges: Bool[Tensor, "batch flow query key"],
     absolute_per_head: bool,
 ) -> tuple[Float[Tensor, "batch flow"], Float[Tensor, "batch head flow"]]:
-    """Sums over the edges of each flow: of the saliency, and of each head's ``|A_h * dL/dA_h|``."""
+    """Sums of the saliency, and of each head's ``|A_h * dL/dA_h|``, over each set of edges."""
     merged: list[Tensor] = []
     by_head: list[Tensor] = []
     for rows, product in pieces(pattern, gradient):
-        inside = chosen[:, :, rows].flatten(2).to(product).mT
+        inside = rearrange(edges[:, :, rows], "batch flow query key -> batch (query key) flow")
+        inside = inside.to(product)
         saliency = over_heads(product, absolute_per_head)
-        merged.append((saliency.flatten(1)[:, None] @ inside)[:, 0])
-        by_head.append(product.abs_().flatten(2) @ inside)
+        flat = rearrange(saliency, "batch query key -> batch 1 (query key)")
+        merged.append((flat @ inside)[:, 0])
+        by_head.append(
+            rearrange(product.abs_(), "batch head query key -> batch head (query key)") @ inside
+        )
     return torch.stack(merged).sum(0), torch.stack(by_head).sum(0)

@@ -1,40 +1,52 @@
 """Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import MetricError, PromptError
 from ..models.hooked import HookedModel, check_fits, device_of
-from ..models.model_state import undisturbed
+from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
 from ..results import figures
-from ..results.record import Record, Rows, by_set
+from ..results.record import Record, Rows, rows_by_set
+from ..system.renames import renamed_arguments
 from .metric import Observation
-from .products import edge_sums, over_heads, pieces, product_hooks
+from .products import EdgeSums, over_heads, pieces, product_hooks
 
-FLOWS = (edges.wp, edges.pq, edges.ww, edges.tq)
+EdgesOfBatch = Callable[[PromptBatch], Bool[Tensor, "batch query key"]]
+
+PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+# Always summed, to compare what the target reads from label words and from other tokens.
+_READ_BY_TARGET = (edges.pq, edges.tq)
+_LEGEND = {
+    "wp": "S_wp: text to label word",
+    "pq": "S_pq: label word to target",
+    "ww": "S_ww: other words",
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SaliencyFlowsRecord(Record):
-    """Information flows by layer, in the order wp, pq, ww.
+    """Information flows by layer: wp, pq, ww, or the sets of edges that were given.
 
     Attributes:
-        flows: Mean saliency of the edges of each flow, in nats; over prompts, then over sets of
-            demonstrations (pooled where one has fewer than 10 prompts). High means that the loss
-            depends on what passes along these edges.
-        share: Each flow's part of the three, from 0 to 1, a layer sums to 1: the paper's Figure 3.
+        flows: Mean saliency of the edges of each flow, in nats; mean over prompts, then over sets
+            of demonstrations (pooled where a set has fewer than 10 prompts). High means that the
+            loss depends on what passes along these edges.
+        share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
+            (the paper's Figure 3).
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
-        pq_over_tq: S_pq / S_tq, from 0 up. About 1 says that label words are read no more than
-            other words (as in a model of random weights, whatever the share of S_pq there).
+        pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
+            than other words (as in a model of random weights, whatever its share of S_pq).
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt.
     """
@@ -46,16 +58,20 @@ class SaliencyFlowsRecord(Record):
     per_head: Float[Tensor, "layer head flow"]
     per_prompt: Float[Tensor, "prompt layer flow"]
 
-    names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": ("wp", "pq", "ww")}
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The flows by name."""
+        if axis == "flow":
+            return tuple(self.info.get("flows", PAPER_FLOWS))
+        return super().axis_names(axis)
 
-    def plot(self) -> Any:
+    def plot(self) -> go.Figure:
         """Each flow's share by layer, with its interval (the paper's Figure 3)."""
         bounds = self.intervals.get("share")
         return figures.lines_by_layer(
             self.share.T,
-            ["S_wp: text to label word", "S_pq: label word to target", "S_ww: other words"],
+            [_LEGEND.get(name, name) for name in self.axis_names("flow") or ()],
             title="Where information flows",
-            y_title="share of the three mean saliencies",
+            y_title="share of the mean saliencies",
             low=None if bounds is None else bounds[0].T,
             high=None if bounds is None else bounds[1].T,
         )
@@ -72,120 +88,128 @@ class SaliencyFlows:
     Args:
         absolute_per_head: Take the absolute value before the sum over heads (the paper's
             footnote) instead of after it (its published code).
-        name: Key of the result; another one lets both variants share a run.
+        name: Key of the result; with another name both variants can be in a run.
+        edges: Other flows instead of these three: for each name a function of the batch that
+            returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay.
+
+    Raises:
+        MetricError: ``edges`` are no functions by name, or one returns no edges of the batch.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
         >>> results["saliency_flows"].share.sum(-1).allclose(torch.ones(1).double())
         True
+        >>> to_first = al.SaliencyFlows(edges={"first": al.edges.from_first, "pq": al.edges.pq})
+        >>> results = al.run(model, batches, [to_first], progress=False)
+        >>> results["saliency_flows"].axis_names("flow")
+        ('first', 'pq')
     """
 
     absolute_per_head: bool = False
     name: str = "saliency_flows"
+    edges: Mapping[str, EdgesOfBatch] = field(default_factory=lambda: PAPER_FLOWS, hash=False)
     needs_gradient: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        names_functions = isinstance(self.edges, Mapping) and all(
+            isinstance(name, str) and callable(function) for name, function in self.edges.items()
+        )
+        if not names_functions or not self.edges:
+            raise MetricError(
+                "edges are functions of the batch by name, {'to first': al.edges.from_first}; got "
+                f"{self.edges!r}"
+            )
+
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Watch A and dL/dA of every layer; keep only sums over edges."""
+        """Observe A and dL/dA of every layer; store only sums over edges."""
         check_fits(model, batch)  # before the edges, whose size is quadratic
-        chosen = _edges_of_flows(batch)
+        chosen = self._edges_of(batch)
         counts = chosen.sum((2, 3)).cpu()
-        sums = _Sums(chosen[:, :, batch.first_query :], self.absolute_per_head)
+        sums = EdgeSums(chosen[:, :, batch.query_rows], self.absolute_per_head)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            own = {"sums": sums.merged(model), "head_sums": sums.by_head(model)}
-            # In every batch, as some may run whole prompts and others behind shared ones.
-            shared = {f"shared_{name}": torch.zeros_like(one) for name, one in own.items()}
-            return {
-                **own,
-                **({} if batch.first_query else shared),
-                "counts": counts,
-                "demonstrations_id": batch.demonstrations_id.cpu(),
-            }
+            ids = batch.demonstrations_id.cpu()
+            of_edges = sums.rows(logits, clean_logits)
+            return {**of_edges, "counts": counts, "demonstrations_id": ids}
 
         return Observation(rows, *product_hooks(model, sums.add))
 
-    def observe_demonstrations(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """The same of edges in shared demonstrations, with the gradient of each prompt in turn."""
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the edges between shared tokens, with the gradient of each prompt."""
         check_fits(model, batch)
-        sums = _Sums(_edges_of_flows(batch), self.absolute_per_head)
-
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"shared_sums": sums.merged(model), "shared_head_sums": sums.by_head(model)}
-
-        return Observation(rows, *product_hooks(model, sums.add, dict.__getitem__))
+        sums = EdgeSums(self._edges_of(batch), self.absolute_per_head)
+        return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
 
     def result(self, rows: Rows) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations."""
         counts = rows["counts"].double()[:, None]
-        merged, by_head = (
-            rows[name].double() + rows.get(f"shared_{name}", torch.zeros(())).double()
-            for name in ("sums", "head_sums")
-        )
         means = {
-            "flows": merged / counts,
-            "head_flows": by_head / counts[:, None],
+            "flows": rows["sums"].double() / counts,
+            "head_flows": rows["head_sums"].double() / counts[:, None],
             "demonstrations_id": rows["demonstrations_id"],
         }
-        sets = by_set(means)
-        flows = torch.stack([one["flows"].mean(0) for one in sets])
-        heads = torch.stack([one["head_flows"].mean(0) for one in sets])
-        three = flows[..., :3]
+        sets = rows_by_set(means)
+        flows = torch.stack([of_set["flows"].mean(0) for of_set in sets])
+        heads = torch.stack([of_set["head_flows"].mean(0) for of_set in sets])
+        count, functions = len(self.edges), self._functions()
+        asked = flows[..., :count]
+        pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
         return SaliencyFlowsRecord(
-            flows=three.mean(0),
-            share=(three / three.sum(-1, keepdim=True)).mean(0),
-            tq=flows[..., 3].mean(0),
-            pq_over_tq=(flows[..., 1] / flows[..., 3]).mean(0),
-            per_head=heads[..., :3].mean(0),
-            per_prompt=means["flows"][..., :3],
+            flows=asked.mean(0),
+            share=(asked / asked.sum(-1, keepdim=True)).mean(0),
+            tq=tq.mean(0),
+            pq_over_tq=(pq / tq).mean(0),
+            per_head=heads[..., :count].mean(0),
+            per_prompt=means["flows"][..., :count],
+            info={"flows": tuple(self.edges)},
         )
 
+    def _functions(self) -> list[EdgesOfBatch]:
+        """The functions of all edge sets, those of ``edges`` first."""
+        asked = list(self.edges.values())
+        return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
-class _Sums:
-    """Sums over the edges of each flow, layer by layer."""
-
-    def __init__(
-        self, chosen: Bool[Tensor, "batch flow query key"], absolute_per_head: bool
-    ) -> None:
-        self.chosen, self.absolute_per_head = chosen, absolute_per_head
-        self.of_layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add(self, layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        # Shared demonstrations are one pattern for all prompts.
-        chosen = self.chosen.expand(len(gradient), -1, -1, -1)
-        pattern = pattern.expand_as(gradient)
-        sums, head_sums = edge_sums(pattern, gradient, chosen, self.absolute_per_head)
-        self.of_layers[layer] = sums.cpu(), head_sums.cpu()
-
-    def merged(self, model: HookedModel) -> Float[Tensor, "batch layer flow"]:
-        return torch.stack([self.of_layers[k][0] for k in range(model.cfg.n_layers)], dim=1)
-
-    def by_head(self, model: HookedModel) -> Float[Tensor, "batch layer head flow"]:
-        return torch.stack([self.of_layers[k][1] for k in range(model.cfg.n_layers)], dim=1)
-
-
-def _edges_of_flows(batch: PromptBatch) -> Bool[Tensor, "batch flow query key"]:
-    return torch.stack([flow(batch) for flow in FLOWS], dim=1)
+    def _edges_of(self, batch: PromptBatch) -> Bool[Tensor, "batch flow query key"]:
+        sets = []
+        size = (*batch.tokens.shape, batch.tokens.shape[1])
+        for function in self._functions():
+            chosen = function(batch)
+            is_edges = isinstance(chosen, Tensor) and chosen.dtype == torch.bool
+            if not is_edges or tuple(chosen.shape) != size:
+                got = (
+                    f"{chosen.dtype} {tuple(chosen.shape)}"
+                    if isinstance(chosen, Tensor)
+                    else type(chosen).__name__
+                )
+                names = [name for name, value in self.edges.items() if value is function]
+                raise MetricError(
+                    f"the edges {names} of {self.name} must be a tensor of True and False with "
+                    f"the shape (batch, query, key) = {size}, as al.edges gives; got {got}"
+                )
+            sets.append(chosen)
+        return torch.stack(sets, dim=1)
 
 
+@renamed_arguments(checkpoint="gradient_checkpointing")
 def saliency(
     model: HookedModel,
     batch: PromptBatch,
     *,
     loss: Loss = label_cross_entropy,
     absolute_per_head: bool = False,
-    checkpoint: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> Float[Tensor, "batch layer query key"]:
-    """Saliency of every edge in every layer, for looking at a few prompts.
+    """Saliency of every edge in every layer, to study a few prompts.
 
     ``I_l = | sum_h A_hl * dL/dA_hl |`` (equation 1): how much the loss depends, to first order, on
     the attention from query to key. In nats, from 0 up, no upper bound; high means significant.
 
     Args:
         model: A prepared model.
-        batch: Prompts; batches from ``build_prompts`` go to the model's device by themselves.
-        loss: Function of (logits, batch) to one number a prompt.
+        batch: Prompts; they are moved to the model's device.
+        loss: Function of (logits, batch) that returns a number for each prompt.
         absolute_per_head: See :class:`SaliencyFlows`.
-        checkpoint: For long prompts; see :func:`run`.
+        gradient_checkpointing: For long prompts; see :func:`run`.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.
@@ -196,41 +220,42 @@ def saliency(
         ModelError: The model was not prepared, or its value biases are folded.
 
     Examples:
-        >>> one = batch.prompt(0)
-        >>> flows = al.saliency(model, one)[0]  # [layer, query, key]
+        >>> prompt = batch.prompt(0)
+        >>> flows = al.saliency(model, prompt)[0]  # [layer, query, key]
         >>> figure = al.figures.token_arcs(
-        ...     model.tokenizer.convert_ids_to_tokens(one.tokens[0]), flows, title="Flows",
-        ...     label_positions=one.label_positions[0].tolist(),
-        ...     target_position=int(one.target_positions[0]))
+        ...     model.tokenizer.convert_ids_to_tokens(prompt.tokens[0]), flows, title="Flows",
+        ...     label_positions=prompt.label_positions[0].tolist(),
+        ...     target_position=int(prompt.target_positions[0]))
     """
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
     check_batch(batch)
-    right = batch.padded_right()  # as `run` does, see `as_run`
+    right = batch.padded_right()  # as `run` does
     maps: dict[int, Tensor] = {}
 
-    def keep(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        rows = [over_heads(one, absolute_per_head) for _, one in pieces(pattern, gradient)]
+    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        products = pieces(pattern, gradient)
+        rows = [over_heads(product, absolute_per_head) for _, product in products]
         maps[layer] = torch.cat(rows, dim=1).cpu()
 
-    hooks, backward_hooks = product_hooks(model, keep)
-    with undisturbed(model):
+    hooks, backward_hooks = product_hooks(model, store)
+    with frozen_in_eval_mode(model):
         run_pass(
             model,
             right.to(device_of(model)),
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
-            checkpoint=checkpoint,
+            gradient_checkpointing=gradient_checkpointing,
         )
-    found = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
-    return found if right is batch else _in_columns_of(batch, found)
+    stacked = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+    return stacked if right is batch else _in_columns_of(batch, stacked)
 
 
 def _in_columns_of(
     batch: PromptBatch, maps: Float[Tensor, "batch layer _ _"]
 ) -> Float[Tensor, "batch layer query key"]:
-    """Maps of prompts that begin in the first column, where the tokens stand in ``batch``."""
+    """Move maps of prompts that begin in the first column to the columns of ``batch``."""
     length = batch.tokens.shape[1]
     moved = maps.new_zeros(*maps.shape[:2], length, length)
     for number, mask in enumerate(batch.attention_mask.cpu()):

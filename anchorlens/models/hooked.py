@@ -1,9 +1,10 @@
-"""What a hooked model is to this package: hook points, layers, heads, and whether they act."""
+"""The hooked model as this package uses it: hook points, layers, checks of models and hooks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
+from threading import Event
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ Hook = tuple[str, HookFunction]
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """What a hooked model offers: TransformerBridge and HookedTransformer alike."""
+    """The attributes that this package uses of a TransformerBridge or a HookedTransformer."""
 
     @property
     def cfg(self) -> Any: ...
@@ -40,15 +41,15 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class BatchHook:
-    """A hook made of a whole ``PromptBatch``, whose ``first_query`` it goes by.
+    """A hook made for a whole ``PromptBatch``, which follows the batch's ``first_query``.
 
-    So it is right also where the demonstrations run by themselves and their keys are cached.
+    It is therefore also right when the demonstrations run separately and their keys are cached.
 
     Attributes:
         act: The hook.
-        tokens: The tokens of that batch.
-        edges: What it cuts; None where it acts on the target's rows alone.
-        heads: Where it cuts them; None for all heads.
+        tokens: The tokens of the batch.
+        edges: The edges that it cuts; None if it acts on the target's rows alone.
+        heads: The heads in which it cuts them; None for all heads.
     """
 
     act: HookFunction
@@ -62,19 +63,19 @@ class BatchHook:
 
 @runtime_checkable
 class LearnedBeta(Protocol):
-    """A beta that knows which prompts it is for; ``train_reweighting`` gives one."""
+    """A beta that checks which prompts it was trained for; ``train_reweighting`` returns one."""
 
     def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]: ...
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Hook points of the queries and keys that a layer's attention multiplies.
+    """The hook points of the queries and keys that a layer's attention multiplies.
 
     Attributes:
         query: Hook point of the queries.
         key: Hook point of the keys, with one head for each group of query heads.
-        heads_first: Whether the axes are (batch, head, position, d_head) there, and not
+        heads_first: Whether the axes are (batch, head, position, d_head). Otherwise they are
             (batch, position, head, d_head).
     """
 
@@ -83,20 +84,20 @@ class Operands:
     heads_first: bool
 
 
-# Models whose hooks prepare_model has proven, with each layer's operands, None where they stand at
-# no hook point. Weak, so that nothing keeps a model alive.
-proven: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
+# Models whose hooks prepare_model verified, with each layer's operands, or None if no hook point
+# holds them. Weak references, so that the models can be freed.
+verified_operands: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Every module once: a bridge does not register all modules of the model that it wraps."""
+    """Every module once, also those of the wrapped model that a bridge does not register."""
     wrapped = getattr(model, "original_model", None)  # none in a HookedTransformer
     modules = [*model.modules(), *(() if wrapped is None else wrapped.modules())]
     return list(dict.fromkeys(modules))
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of the parameters, where tokens must be."""
+    """The device of the parameters, on which tokens must be."""
     return torch.device(next(iter(model.parameters())).device)
 
 
@@ -111,18 +112,20 @@ def scores_name(layer: int) -> str:
 
 
 def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
-    """Layers as numbers from 0, each once, in order; negative ones count from the end.
+    """Layers as numbers from 0, each once, in order; negative numbers count from the end.
 
     Raises:
-        HookError: A layer does not exist, or none is named.
+        HookError: A layer does not exist, or no layer is given.
     """
-    return numbers_of("layer", layers, model.cfg.n_layers)
+    return indices_of("layer", layers, model.cfg.n_layers)
 
 
-def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
-    """What was chosen of ``count`` layers or heads, as numbers from 0."""
+def indices_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
+    """The chosen layers or heads of ``count``, as numbers from 0, each once, in order."""
     try:
-        numbers = [index(one) for one in (chosen if isinstance(chosen, Iterable) else [chosen])]
+        numbers = [
+            index(number) for number in (chosen if isinstance(chosen, Iterable) else [chosen])
+        ]
     except TypeError as error:
         raise HookError(f"{kind}s must be whole numbers; got {chosen!r}") from error
     wrong = [number for number in numbers if not -count <= number < count]
@@ -134,48 +137,64 @@ def numbers_of(kind: str, chosen: Iterable[int] | int, count: int) -> list[int]:
     return sorted({number % count for number in numbers})
 
 
-def read_only(owner: str, hooks: Sequence[Hook]) -> list[Hook]:
-    """The same hooks, which may not change what others see: that is an error with the owner's name.
+def names_of_layers(model: HookedModel, name: Callable[[int], str]) -> list[str]:
+    """The name of a hook point in every layer."""
+    return [name(layer) for layer in range(model.cfg.n_layers)]
 
-    PyTorch counts the edits of a tensor, but not those of its ``data``.
+
+def hooks_by_layer(
+    model: HookedModel, name: Callable[[int], str], observe: Callable[[int, Tensor], Any]
+) -> list[Hook]:
+    """A hook for every layer that passes the layer's number and tensor to ``observe``."""
+
+    def hook_of(layer: int) -> Hook:
+        def observe_layer(tensor: Tensor, hook: Any) -> None:
+            observe(layer, tensor)
+
+        return name(layer), observe_layer
+
+    return [hook_of(layer) for layer in range(model.cfg.n_layers)]
+
+
+def read_only(owner: str, hooks: Sequence[Hook], trusted: Event | None = None) -> list[Hook]:
+    """The same hooks, but one that changes a tensor raises an error with the owner's name.
+
+    PyTorch counts the edits of a tensor, but not those of its ``data``. Until ``trusted`` is set
+    each tensor is also compared before and after.
     """
 
     def observe(act: Callable[..., Any], tensor: Tensor, hook: Any) -> None:
+        # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
+        before = None if trusted is None or trusted.is_set() else row_sums(tensor.detach())
+        # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
         version = tensor._version
         try:
             returned = act(tensor, hook=hook)
-        except RuntimeError as error:  # PyTorch itself refuses edits of some tensors with a graph
+        except RuntimeError as error:  # PyTorch raises it for edits of some tensors
             if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
                 raise
-            raise HookError(edit_of(owner, f"the tensor at {_point_of(hook)}")) from error
+            raise HookError(
+                edit_in_place_message(owner, f"the tensor at {_point_of(hook)}")
+            ) from error
         if returned is not None:
             raise HookError(
-                f"a hook of {owner} must return None, but the one on {_point_of(hook)} returned "
-                "something; give hooks that change the run as interventions (hooks=...)"
+                f"a hook of {owner} must return None, but its hook on {_point_of(hook)} returned "
+                "something; pass hooks that change the run as interventions (hooks=...)"
             )
         if tensor._version != version:
-            raise HookError(edit_of(owner, f"the tensor at {_point_of(hook)}"))
+            raise HookError(edit_in_place_message(owner, f"the tensor at {_point_of(hook)}"))
+        if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
+            raise HookError(
+                edit_in_place_message(owner, f"the data of the tensor at {_point_of(hook)}")
+            )
 
     return [(name, partial(observe, act)) for name, act in hooks]
 
 
-def compared(owner: str, hooks: Sequence[Hook]) -> list[Hook]:
-    """The same hooks, with each tensor compared before and after: finds edits of its ``data``."""
-
-    def observe(act: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
-        before = row_sums(tensor.detach())  # a copy of a long prompt's pattern may be a gigabyte
-        result = act(tensor, hook=hook)
-        if not np.array_equal(before, row_sums(tensor.detach())):
-            raise HookError(edit_of(owner, f"the data of the tensor at {_point_of(hook)}"))
-        return result
-
-    return [(name, partial(observe, act)) for name, act in hooks]
-
-
-def edit_of(owner: str, what: str) -> str:
-    """The message of an edit in place."""
+def edit_in_place_message(owner: str, what: str) -> str:
+    """The error message for an edit in place."""
     return (
-        f"{owner} changed {what} in place, so that the model and the other metrics would go on "
+        f"{owner} changed {what} in place, so that the model and the other metrics would continue "
         "with other numbers; work on a copy (tensor.clone())"
     )
 
@@ -185,12 +204,12 @@ def _point_of(hook: Any) -> str:
 
 
 def vocabulary_of(model: HookedModel) -> int:
-    """Number of tokens that the model embeds; a bridge's cfg.d_vocab is that of its tokenizer."""
+    """The number of tokens that the model embeds; a bridge's cfg.d_vocab counts its tokenizer's."""
     return int(model.W_E.shape[0])
 
 
 def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
-    """Refuse labels that the model does not predict; toy models may predict few of their tokens."""
+    """Raise an error for labels that the model cannot predict, as toy models may predict few."""
     largest, count = int(batch.label_token_ids.max()), model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and largest >= count:
         raise PromptError(
@@ -200,19 +219,19 @@ def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
 
 
 def has_sinks(model: Any) -> bool:
-    """Whether rows of the pattern sum to less than 1, so that folded biases change the logits."""
+    """Whether the attention has sinks: rows of the pattern then sum to less than 1."""
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def rotary_switch(model: Any) -> int | None:
-    """Tokens above which a model turns all queries and keys of a batch otherwise (longrope)."""
+    """The length above which a model rotates all positions of a batch differently (longrope)."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
 
 
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
-    """Refuse prompts that are longer than the context or hold tokens that the model lacks."""
+    """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     longest = int(batch.attention_mask.sum(1).max())
     if longest > model.cfg.n_ctx:
         raise PromptError(
@@ -223,10 +242,10 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
     if switch is not None and shortest <= switch < longest:
         raise PromptError(
-            f"prompts of {shortest} and {longest} tokens are in one batch, but where one is longer "
-            f"than {switch} this model turns the positions of all in another way (longrope), so "
-            "that a prompt's numbers would depend on its batch; use batches of one prompt "
-            "(--batch-size 1, in Python batch_size=1), or shorter prompts (in Python "
+            f"prompts of {shortest} and {longest} tokens are in one batch, but if one is longer "
+            f"than {switch} tokens, this model rotates the positions of all prompts differently "
+            "(longrope), so that a prompt's numbers would depend on its batch; use batches of one "
+            "prompt (--batch-size 1, in Python batch_size=1), or shorter prompts (in Python "
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
     refuse_labels_beyond(model, batch)
@@ -239,34 +258,35 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
 
 
 def require_prepared(model: HookedModel) -> None:
-    """Refuse a model whose attention hooks have not been proven to act."""
-    if model not in proven:
+    """Raise an error for a model whose attention hooks were not verified."""
+    if model not in verified_operands:
         raise ModelError(
-            "the attention hooks of this model have not been proven to act; call "
+            "the attention hooks of this model have not been verified; call "
             "al.prepare_model(model) once (al.load_model does it)"
         )
 
 
 def refuse_folded_value_biases(model: Any) -> None:
-    """Refuse what scales or differentiates the pattern after the softmax on folded biases.
+    """Raise an error if the value biases are folded into the output bias.
 
-    Folding moves each head's value bias, times the row's sum of the pattern, into a constant.
-    Known by zeros where the query and key biases have none; a model can be folded at any time.
+    Folding makes each head's value bias, times the sum of its row of the pattern, a constant, so
+    that everything that scales or differentiates the pattern after the softmax changes. Folded
+    value biases are zero where the query and key biases are not. A model can be folded at any time.
     """
     if _all_zero(model, "b_V") and not (_all_zero(model, "b_Q") and _all_zero(model, "b_K")):
         raise ModelError(
-            "the value biases of this model are folded into its output bias, which leaves the "
-            "logits alone (but not where there are attention sinks) and changes saliency, "
-            "re-weighting and every edit of the pattern after the softmax; load it with "
-            "al.load_model, or with fold_value_biases=False "
-            "(HookedTransformer.from_pretrained and enable_compatibility_mode take it)"
+            "the value biases of this model are folded into its output bias. This does not change "
+            "the logits (except with attention sinks), but changes saliency, re-weighting and "
+            "every edit of the pattern after the softmax; load the model with al.load_model, or "
+            "with fold_value_biases=False (HookedTransformer.from_pretrained and "
+            "enable_compatibility_mode take it)"
         )
 
 
 def _all_zero(model: Any, name: str) -> bool:
     try:
         biases = getattr(model, name)
-    # A bridge over projections without biases, or over latent attention.
+    # Raised by a bridge over projections without biases, or over latent attention.
     except (AttributeError, TypeError, NotImplementedError):
         return True
     return not bool(biases.detach().any())

@@ -1,4 +1,4 @@
-"""Tokens that prompts begin with, run once: their keys and values in every layer."""
+"""Cached keys and values of the tokens that prompts begin with, in every layer."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,47 +16,50 @@ from .hooked import HookedModel, HookFunction
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """How the keys and values of a prefix came about, for the gradients of prompts behind it.
+    """The graph that computed a prefix, for gradients of prompts that continue it.
 
     Attributes:
         outputs: Keys, then values, of each layer, with their graph.
-        points: Tensors at hook points, and what takes their gradient.
+        points: Tensors at hook points, each with the function that receives its gradient.
     """
 
     outputs: tuple[Float[Tensor, "batch _ position _"], ...]
     points: tuple[tuple[Tensor, HookFunction], ...]
 
-    def hand_over(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
-        """Each prompt's gradient at ``leaves``, its own copies of the outputs, goes to the points.
+    def pass_gradients_on(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
+        """Pass the gradients of all prompts from the prefix's keys and values to its hook points.
 
-        All prompts in one pass backward; the graph stays for the next.
+        One backward pass serves all prompts. The graph stays usable for the next batch.
+
+        Args:
+            leaves: The prompts' copies of ``outputs``, which hold each prompt's gradient.
         """
-        slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in leaves]
-        found = torch.autograd.grad(
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        at_points = torch.autograd.grad(
             self.outputs,
             [tensor for tensor, _ in self.points],
-            [slope[:, None] for slope in slopes],
+            [gradient[:, None] for gradient in gradients],
             retain_graph=True,
-            allow_unused=True,  # nothing is read off the last layer's patterns
+            allow_unused=True,  # keys and values do not depend on the last layer's patterns
             is_grads_batched=True,
         )
-        for (tensor, take), slope in zip(self.points, found, strict=True):
-            shape = (len(slopes[0]), *tensor.shape[1:])
-            take(tensor.new_zeros(shape) if slope is None else slope[:, 0], hook=None)
+        for (tensor, receive), gradient in zip(self.points, at_points, strict=True):
+            shape = (len(gradients[0]), *tensor.shape[1:])
+            receive(tensor.new_zeros(shape) if gradient is None else gradient[:, 0], hook=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
     """Keys and values of the tokens before the first query row of a batch.
 
-    One row serves all prompts of a batch; otherwise each prompt has its own.
+    The batch axis has one row for all prompts, or one row for each prompt.
 
     Attributes:
         keys: Keys of each layer, as the model caches them.
         values: Values of each layer, as the model caches them.
         attention_mask: False where a column is padding.
-        next_position: Where the token after it stands, as the model counts positions.
-        graph: For gradients through it; None where it was run without.
+        next_position: The position of the next token, as the model counts positions.
+        graph: For gradients through the prefix; None if it was computed without gradients.
     """
 
     keys: tuple[Float[Tensor, "batch _ position _"], ...]
@@ -71,48 +74,48 @@ class Prefix:
     @property
     def size(self) -> int:
         """Bytes of the keys and values."""
-        return sum(one.nbytes for one in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def for_each(self, size: int) -> "Prefix":
-        """Copies for ``size`` prompts, each of which takes a gradient of its own."""
+        """One copy for each of ``size`` prompts, so that each collects its own gradient."""
 
-        def own(one: Tensor) -> Tensor:
-            return one.expand(size, *one.shape[1:]).clone().requires_grad_()
+        def copies(tensor: Tensor) -> Tensor:
+            return tensor.expand(size, *tensor.shape[1:]).clone().requires_grad_()
 
         return replace(
             self,
-            keys=tuple(map(own, self.keys)),
-            values=tuple(map(own, self.values)),
+            keys=tuple(map(copies, self.keys)),
+            values=tuple(map(copies, self.values)),
             attention_mask=self.attention_mask.expand(size, -1),
             next_position=self.next_position.expand(size),
         )
 
-    def columns(self, kept: Bool[Tensor, " position"]) -> "Prefix":
-        """The kept columns alone. What was dropped had its effect on them already."""
+    def columns(self, selected: Bool[Tensor, " position"]) -> "Prefix":
+        """The selected columns alone, as computed with the other columns."""
         return replace(
             self,
-            keys=tuple(one[:, :, kept.to(one.device)] for one in self.keys),
-            values=tuple(one[:, :, kept.to(one.device)] for one in self.values),
-            attention_mask=self.attention_mask[:, kept.to(self.attention_mask.device)],
+            keys=tuple(key[:, :, selected.to(key.device)] for key in self.keys),
+            values=tuple(value[:, :, selected.to(value.device)] for value in self.values),
+            attention_mask=self.attention_mask[:, selected.to(self.attention_mask.device)],
         )
 
     def to(self, device: torch.device) -> "Prefix":
-        """Itself where its first layer stands on ``device``, else all of it there.
+        """All of it on ``device``, but unchanged if the first layer is there already.
 
-        So layers of a model on several devices keep theirs.
+        So the layers of a model on several devices stay on their devices.
         """
         if self.keys[0].device == device:
             return self
         return Prefix(
-            keys=tuple(one.to(device) for one in self.keys),
-            values=tuple(one.to(device) for one in self.values),
+            keys=tuple(key.to(device) for key in self.keys),
+            values=tuple(value.to(device) for value in self.values),
             attention_mask=self.attention_mask.to(device),
             next_position=self.next_position.to(device),
         )
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether the model can be told where each token stands."""
+    """Whether the model's forward takes the position of each token."""
     original = getattr(model, "original_model", None)  # none in a HookedTransformer
     forward = getattr(type(original), "forward", None)
     return forward is not None and "position_ids" in inspect.signature(forward).parameters
@@ -121,8 +124,8 @@ def takes_positions(model: Any) -> bool:
 def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any:
     """A key-value cache of the kind that the model takes, for ``size`` prompts.
 
-    Without the model's settings transformers' cache keeps all positions also in sliding layers,
-    whose masks still see what they should.
+    The cache of transformers is made without the model's settings, so that it stores all positions
+    also in sliding-window layers. Their masks still limit what they attend to.
     """
     pairs = () if prefix is None else zip(prefix.keys, prefix.values, strict=True)
     rows = [(key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1)) for key, value in pairs]
@@ -139,8 +142,8 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
 def inputs_after(
     model: HookedModel, batch: PromptBatch, cache: Any, prefix: Prefix | None = None
 ) -> dict[str, Any]:
-    """What the model's forward takes beside the tokens of a batch from ``first_query`` on."""
-    mask = batch.attention_mask[:, batch.first_query :]
+    """Arguments of the model's forward, besides the tokens of a batch in its query rows."""
+    mask = batch.attention_mask[:, batch.query_rows]
     if not hasattr(model, "original_model"):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}
     before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
@@ -157,19 +160,25 @@ def prefix_of(
     attention_mask: Bool[Tensor, "batch position"],
     points: Sequence[tuple[Tensor, HookFunction]] = (),
 ) -> Prefix:
-    """What a pass over prompts with this mask left in its cache, and points in its graph.
+    """The prefix that a pass over prompts stored in its cache.
+
+    Args:
+        cache: The cache that the model filled.
+        attention_mask: False where a column of the prompts is padding.
+        points: Tensors at hook points of that pass, each with the function that receives its
+            gradient; none if it ran without gradients.
 
     Raises:
-        ModelError: The model left nothing there, or not all positions.
+        ModelError: The cache is empty or does not hold all positions.
     """
     if hasattr(cache, "layers"):
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
     else:
-        entries = [(one.past_keys, one.past_values) for one in cache.entries]
+        entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
         pairs = [(key.transpose(1, 2), value.transpose(1, 2)) for key, value in entries]
     length = attention_mask.shape[1]
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
-        raise ModelError("the model takes no key-value cache, or keeps only a part of it")
+        raise ModelError("the model takes no key-value cache, or stores only a part of it")
     keys, values = zip(*pairs, strict=True)
     return Prefix(
         keys=tuple(key.detach() for key in keys),
@@ -183,7 +192,7 @@ def prefix_of(
 def _hooked_transformer_cache(
     model: HookedModel, size: int, rows: Sequence[tuple[Tensor, Tensor]], prefix: Prefix | None
 ) -> Any:
-    """Its positions stand before its heads, and it counts positions by itself."""
+    """A cache with the axis of positions before that of heads; the model counts the positions."""
     from transformer_lens import TransformerLensKeyValueCache
 
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]

@@ -1,27 +1,34 @@
-"""Load a model, prepare it, prove that its attention hooks act."""
+"""Load a model as a hooked model, prepare it, and verify that its attention hooks act."""
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .hooked import HookedModel, Operands, device_of, pattern_name, proven, scores_name
-from .model_state import undisturbed, without_user_hooks
+from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
-    connect_attention,
-    connect_operands,
-    disconnect,
-    form_patterns,
-    restore,
+    unwrap,
+    unwrap_model,
+    use_eager_attention,
+    wrap_attention,
+    wrap_operands,
 )
-from .verify import attends_to_later, n_tokens_of, probe
+from .verify import attends_to_later, n_tokens_of, verify_hooks
 from .weights import best_device, moved, read_weights, refuse_device
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+else:
+    TransformerBridge = Any  # type checkers and editors need the class; its import takes seconds
+
+Model = TypeVar("Model", bound=HookedModel)
+
 _ENCODER_DECODER = (
-    "{} is an encoder-decoder; these analyses are of left-to-right language models, whose label "
-    "words stand in the same prompt as the query"
+    "{} is an encoder-decoder; these analyses are for left-to-right language models, whose label "
+    "words are in the same prompt as the query"
 )
 _BIDIRECTIONAL = (
     "{} is no left-to-right language model, but bidirectional: its tokens attend to later ones"
@@ -34,27 +41,27 @@ def load_model(
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> TransformerBridge:
     """Load a language model as a prepared, hooked model.
 
     Weights stay as trained: nothing is folded or centred.
 
     Args:
-        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model,
-            which becomes a part of the hooked model, also of one that is then refused: pass a copy
-            to go on using it by itself.
-        tokenizer: Needed only with a loaded model; the one beside the weights otherwise.
-        device: ``"cuda"``, ``"mps"`` or ``"cpu"``; the first that there is, by default, or the
-            process's own where accelerate made its state. A loaded model stays where it is unless
-            a device is named; then it is copied.
-        dtype: Type of the weights; as stored, by default.
+        source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
+            A loaded model becomes a part of the hooked model, even if an error is raised later:
+            pass a copy if you want to use it separately.
+        tokenizer: Required with a loaded model; by default, the tokenizer stored with the weights.
+        device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
+            this process, otherwise the first of the three that is available. A loaded model stays
+            on its device by default; if a device is named, it is copied there.
+        dtype: Type of the weights; by default, the type in which they are stored.
 
     Returns:
-        A ``TransformerBridge`` whose attention hooks are proven to act. ``model.tokenizer`` adds
-        a BOS exactly where the tokenizer, as loaded, adds one.
+        A ``TransformerBridge`` whose attention hooks were verified. ``model.tokenizer`` adds a BOS
+        exactly where the tokenizer, as loaded, adds one.
 
     Raises:
-        ModelError: The model cannot be found or read, its weights lack tensors or have them in
+        ModelError: The model cannot be found or read, its weights lack tensors or have tensors of
             another shape, the device cannot be used, TransformerLens does not know the architecture
             or computes other logits than transformers, or its attention hooks cannot be made to
             act.
@@ -80,34 +87,33 @@ def load_model(
     if weights.config.is_encoder_decoder:
         raise ModelError(_ENCODER_DECODER.format(name))
     vocabulary = len(weights.get_input_embeddings().weight)
-    # Before the bridge takes the weights apart.
+    # The expected logits are computed now, because the bridge takes the weights apart.
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
     tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
     expected = _few_logits(weights, tokens) if weights.can_generate() else None
-    with torch.random.fork_rng(devices=[]):  # modules are made with weights that are drawn first
+    with torch.random.fork_rng(devices=[]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_another(name, expected, _few_logits(model, tokens))
+        _refuse_different_logits(name, expected, _few_logits(model, tokens))
     return prepare_model(model)
 
 
-def prepare_model(model: HookedModel) -> HookedModel:
-    """Make a hooked model's attention hooks act, and prove it in one tiny pass.
+def prepare_model(model: Model) -> Model:
+    """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
-    After it, edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
-    plain ``run_with_hooks``, your own hooks included, each called once a pass. Where a
+    Afterwards edits and gradients at ``blocks.L.attn.hook_attn_scores`` and ``hook_pattern`` act in
+    plain ``run_with_hooks``, also in hooks that you write. Each hook is called once a pass. Where a
     ``TransformerBridge`` runs the attention of transformers and would call the hooks too late
-    (GPT-J, GPT-Neo, OPT and rarer ones), that module's ``forward`` is stood in for; nothing else in
-    the model is changed, and :func:`restore_model` undoes it.
+    (GPT-J, GPT-Neo, OPT and rarer architectures), the ``forward`` of that module is replaced.
+    Nothing else in the model is changed, and :func:`restore_model` undoes it.
 
-    In one forward and backward over three tokens it is checked for every layer that the score
-    hook's edit reaches the pattern, that the pattern has the shape [batch, head, query, key] with
-    entries from 0 to 1, none for later keys, and rows that sum to at most 1, and that a gradient
-    arrives which equals the one of a factor put onto the pattern.
+    One forward and backward over three tokens verifies for every layer that an edit of the scores
+    reaches the pattern; that the pattern has the shape [batch, head, query, key], entries from 0 to
+    1, zeros for later keys, and rows that sum to at most 1; and that its gradient arrives and
+    equals that of a factor by which the pattern is multiplied.
 
     Args:
-        model: A ``TransformerBridge`` or ``HookedTransformer`` of your own. Preparing it again
-            changes nothing.
+        model: A ``TransformerBridge`` or ``HookedTransformer``. Preparing it again changes nothing.
 
     Returns:
         The same model.
@@ -128,15 +134,15 @@ def prepare_model(model: HookedModel) -> HookedModel:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
         got = type(model).__name__
         if got in ("TransformerBridge", "HookedTransformer"):
-            got = "one that is not fully built, so that it has no hook points"
+            got = f"a {got} that is not fully built, so that it has no hook points"
         raise ModelError(
             f"expected a TransformerBridge or HookedTransformer; got {got}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
-    with undisturbed(model), without_user_hooks(model):
+    with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
-            proven[model] = _connected(model)
+            verified_operands[model] = _wrap_and_verify(model)
         except ModelError as error:
             restore_model(model)
             if attends_to_later(model):
@@ -148,46 +154,46 @@ def prepare_model(model: HookedModel) -> HookedModel:
     return model
 
 
-def restore_model(model: HookedModel) -> HookedModel:
-    """Undo :func:`prepare_model`: every module's own ``forward`` is back.
+def restore_model(model: Model) -> Model:
+    """Undo :func:`prepare_model`: every module has its own ``forward`` again.
 
     Args:
         model: A model, prepared or not.
 
     Returns:
-        The same model; hook builders refuse it until it is prepared again.
+        The same model. Functions that build hooks for it raise an error until it is prepared again.
 
     Examples:
         >>> al.restore_model(al.prepare_model(model)) is model
         True
         >>> model = al.prepare_model(model)
     """
-    proven.pop(model, None)
-    restore(model)
+    verified_operands.pop(model, None)
+    unwrap_model(model)
     return model
 
 
 def ensure_prepared(model: HookedModel) -> None:
-    """Prove the hooks at first use; later calls cost nothing."""
-    if model not in proven:
+    """Prepare a model at its first use; later calls cost nothing."""
+    if model not in verified_operands:
         prepare_model(model)
 
 
 def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
-    """The bridge that ``TransformerBridge.boot_transformers`` makes of loaded weights.
+    """Build the bridge that ``TransformerBridge.boot_transformers`` would build.
 
-    By another function, because that one installs torchvision, and with it another torch, where a
-    model of images lacks it, and patches classes of transformers.
+    That function is not called, because for models of images it installs torchvision, which may
+    replace torch, and because it patches classes of transformers.
     """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformer_lens.model_bridge.sources.transformers import (
         determine_architecture_from_hf_config,
     )
 
-    if not weights.config.architectures:  # models made in memory and converted files do not say
+    if not weights.config.architectures:  # absent in models made in memory and in converted files
         weights.config.architectures = [type(weights).__name__]
-    # TransformerLens reads a tokenizer again from its folder to make it add a BOS, unless its
-    # settings claim that it does; it finds out by itself what the tokenizer really adds.
+    # TransformerLens would read the tokenizer again from its folder to make it add a BOS, unless
+    # this setting is true. It then tests which tokens the tokenizer really adds.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     config = copy.deepcopy(weights.config)
@@ -200,14 +206,14 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             tokenizer=tokenizer,
             model_name=name,
         )
-    except Exception as error:  # an unknown architecture, or one that its adapter cannot take
+    except Exception as error:  # an unknown architecture, or an adapter that does not fit
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
 
 
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
-    with undisturbed(model), without_user_hooks(model), torch.no_grad():
+    with frozen_in_eval_mode(model), without_user_hooks(model), torch.no_grad():
         try:
             outputs = model(tokens, attention_mask=torch.ones_like(tokens))
         except RuntimeError as error:  # XGLM in float64
@@ -220,14 +226,14 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _refuse_another(name: str, expected: Tensor, found: Tensor) -> None:
-    """Refuse a bridge that does not compute the model that it was made of."""
-    if not (expected.isfinite().all() and found.isfinite().all()):
-        return  # the probe names the layer
-    difference = float((found - expected).abs().max() / expected.abs().max())
+def _refuse_different_logits(name: str, expected: Tensor, computed: Tensor) -> None:
+    """Raise an error if a bridge computes other logits than the model that it wraps."""
+    if not (expected.isfinite().all() and computed.isfinite().all()):
+        return  # verify_hooks raises an error that names the layer
+    difference = float((computed - expected).abs().max() / expected.abs().max())
     if not difference <= max(1e-3, 8 * torch.finfo(expected.dtype).eps):
         raise ModelError(
-            f"TransformerLens makes another model of {name!r}: its logits are off by "
+            f"TransformerLens makes another model of {name!r}: its logits differ by "
             f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "
             "version of transformer-lens"
         )
@@ -244,16 +250,16 @@ def _refuse_missing_hooks(model: Any) -> None:
             raise ModelError(_BIDIRECTIONAL.format(name))
         raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
     if not isinstance(model, HookedModel):
-        raise ModelError(f"{name} embeds no tokens; these analyses are of language models")
-    # A model of TransformerLens itself is what its settings say; a bridge over BERT is not.
+        raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
+    # This setting is right for a HookedTransformer, but not for a bridge over BERT.
     if original is None and getattr(model.cfg, "attention_dir", None) == "bidirectional":
         raise ModelError(_BIDIRECTIONAL.format(name))
     if not model.cfg.n_layers:
-        raise ModelError(f"{name} has no layers, and these analyses are of attention in layers")
+        raise ModelError(f"{name} has no layers, and these analyses need attention in layers")
     if model.cfg.n_ctx < n_tokens_of(model):
         raise ModelError(
             f"the context of {name} is {model.cfg.n_ctx} tokens, and the check of its hooks takes "
-            f"{n_tokens_of(model)}; make the model with a longer one"
+            f"{n_tokens_of(model)}; make the model with a longer context"
         )
     if device_of(model).type == "meta":
         raise ModelError(f"{name} is on the device 'meta', whose tensors have no numbers")
@@ -264,30 +270,30 @@ def _refuse_missing_hooks(model: Any) -> None:
     ]
     if missing:
         raise ModelError(
-            f"layers {missing} of {name} have no attention pattern to hook (they are state-space "
-            "layers, say), and these analyses need one in every layer"
+            f"layers {missing} of {name} have no attention pattern to hook (for example, because "
+            "they are state-space layers), and these analyses need a pattern in every layer"
         )
 
 
-def _connected(model: Any) -> tuple[Operands | None, ...]:
-    """Tap what needs it and prove the hooks; each layer's queries and keys."""
-    if any([connect_attention(block.attn) for block in model.blocks]):
-        form_patterns(model)
-    faults, operands = probe(model)
-    silent = [layer for layer, found in enumerate(operands) if found is None]
-    tried = [layer for layer in silent if connect_operands(model.blocks[layer].attn)]
-    if tried:
-        faults, operands = probe(model)
-    for layer in tried:
+def _wrap_and_verify(model: Any) -> tuple[Operands | None, ...]:
+    """Wrap the modules that need it and verify the hooks; returns each layer's operands."""
+    if any([wrap_attention(block.attn) for block in model.blocks]):
+        use_eager_attention(model)
+    faults, operands = verify_hooks(model)
+    unknown = [layer for layer, operand in enumerate(operands) if operand is None]
+    wrapped = [layer for layer in unknown if wrap_operands(model.blocks[layer].attn)]
+    if wrapped:
+        faults, operands = verify_hooks(model)
+    for layer in wrapped:
         if operands[layer] is None:
-            disconnect(model.blocks[layer].attn)
+            unwrap(model.blocks[layer].attn)
     if faults:
         reasons = "; ".join(
-            f"layers {[layer for layer, fault in faults.items() if fault == one]}: {one}"
-            for one in dict.fromkeys(faults.values())
+            f"layers {[layer for layer in faults if faults[layer] == reason]}: {reason}"
+            for reason in dict.fromkeys(faults.values())
         )
         raise ModelError(
-            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number from "
-            f"it would be wrong. {reasons}"
+            f"the attention of {model.cfg.model_name} cannot be hooked, so that every number "
+            f"computed from it would be wrong. {reasons}"
         )
     return operands

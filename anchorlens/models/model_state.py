@@ -1,4 +1,4 @@
-"""The state in which a model runs here, and how it gets its own state back afterwards."""
+"""Freeze a model and suspend the user's hooks for a pass, and restore its state afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +11,10 @@ from torch import nn
 
 from .hooked import modules_of
 
-# Packages whose own hooks on a module are a part of what the model computes.
+# Hooks of these packages on a module are a part of what the model computes.
 _LIBRARIES = ("accelerate", "torch", "transformer_lens", "transformers")
+# Private in torch, which has no public way to list the hooks of a module;
+# tests/test_private_names.py verifies them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Hooks = dict[int, Callable[..., Any]]
@@ -22,13 +24,13 @@ _locks_lock = Lock()
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Parameters frozen and dropout off inside; both as they were afterwards, whatever happens.
+def frozen_in_eval_mode(model: Any) -> Iterator[None]:
+    """Freeze parameters and switch dropout off; restore both afterwards, also after an error.
 
-    Threads that run one model take turns: each would see the hooks and modes of the others.
+    Threads that run the same model take turns, because each would see the other's hooks and modes.
     """
     with _lock_of(model):
-        # One walk over the modules, of which a bridge has thousands; eval() alone takes another.
+        # The modules are listed once, because a bridge has thousands; eval() would walk them again.
         modules = modules_of(model)
         training = [module for module in modules if module.training]
         trained = [
@@ -52,10 +54,10 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def without_user_hooks(model: Any) -> Iterator[None]:
-    """Hooks that the user has on the model do not fire inside; afterwards they are as they were.
+    """Suspend the hooks that the user put on the model; restore them afterwards.
 
-    For passes that the user did not ask for: a counter would count them, and a hook that was made
-    for prompts of another length would fail.
+    For passes that the user did not ask for: a hook that counts passes would count them, and a hook
+    made for prompts of another length would fail.
     """
     stored = [(hooks, dict(hooks), needed) for hooks, needed in _hooks_with_users(model)]
     try:
@@ -64,29 +66,30 @@ def without_user_hooks(model: Any) -> Iterator[None]:
         yield
     finally:
         for hooks, whole, needed in stored:
-            # A bridge puts some hooks of its own on at its first pass, and only once.
+            # A bridge adds some hooks during its first pass, and only then.
             added = {number: hook for number, hook in hooks.items() if number not in needed}
             _replace(hooks, whole | added)
 
 
 def has_user_hooks(model: Any) -> bool:
-    """Whether the user has hooks on the model, beside those that are given to a run."""
+    """Whether the user put hooks on the model, apart from those that are given to a run."""
     return bool(_hooks_with_users(model))
 
 
 def _hooks_with_users(model: Any) -> list[tuple[Hooks, Hooks]]:
-    """Each dictionary of hooks that has some of the user's, and its others, which are needed."""
+    """Each dictionary that holds hooks of the user, with its other hooks, which stay active."""
     tables = [(module, getattr(module, name)) for module in modules_of(model) for name in _HOOKS]
     pairs = [(hooks, _needed(module, hooks)) for module, hooks in tables if hooks]
     return [(hooks, needed) for hooks, needed in pairs if len(needed) < len(hooks)]
 
 
 def _needed(module: nn.Module, hooks: Hooks) -> Hooks:
-    """The hooks that a library put there, which are a part of what the model computes."""
+    """The hooks that a library put on a module, which are a part of what the model computes."""
     point: Any = module
     if not hasattr(point, "fwd_hooks"):
         return {number: hook for number, hook in hooks.items() if _is_of_library(hook)}
-    # A hook point wraps every hook, caches and the user's own included, in a function of its own.
+    # A hook point wraps every hook in a function of transformer_lens, also those of the user. Its
+    # handles say which of them are permanent.
     numbers = {
         handle.hook.id
         for handle in (*point.fwd_hooks, *point.bwd_hooks)
@@ -101,7 +104,7 @@ def _is_of_library(hook: Any) -> bool:
 
 
 def _replace(hooks: Hooks, others: Hooks) -> None:
-    """In the dictionary itself, which the handles of hooks point to."""
+    """Change the dictionary itself, because the handles of hooks point to it."""
     hooks.clear()
     hooks.update(others)
 

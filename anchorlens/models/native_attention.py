@@ -1,14 +1,15 @@
-"""Make the hook points of attention that transformers runs itself live.
+"""Make the hook points act in attention modules that transformers computes itself.
 
 A ``TransformerBridge`` rebuilds the attention of most architectures step by step, with its hook
-points inside the computation. Some it leaves to transformers and calls the hook points afterwards,
-when an edit changes nothing. A tap stands in for the ``forward`` of such a module: while it runs,
-the arguments and results of two functions pass through the hook points. The arithmetic stays that
-of transformers, with its scaling, soft caps and masks; the attention interface of transformers
-would need a copy of it for each architecture, and a global registration.
+points inside the computation. For some architectures transformers computes the attention, and the
+bridge calls the hook points afterwards, when an edit changes nothing. This file replaces the
+``forward`` of such a module: while it runs, the arguments and results of two functions (softmax and
+matrix product) pass through the hook points. The arithmetic stays that of transformers, with its
+scaling, soft caps and masks. The attention interface of transformers would need a copy of the
+arithmetic for each architecture, and a global registration.
 """
 
-import sys
+import inspect
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,52 +23,60 @@ from ..errors import ModelError
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+# A call of any module is one frame of this code; tests/test_private_names.py verifies it.
+_MODULE_CALL = torch.nn.Module.__call__.__code__
 
-
-# Models that ran a fused attention, which forms no pattern, and which one.
+# Models that ran a fused attention, which forms no pattern, and the name of that implementation.
 _fused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
-def connect_attention(attention: Any) -> bool:
-    """Tap a module that transformers runs itself; False where it is of another kind."""
+def wrap_attention(attention: Any) -> bool:
+    """Replace ``forward`` where transformers computes the attention; False for other modules."""
     if getattr(type(attention), "forward", None) is not _bridge_class().forward:
         return False
-    if "forward" not in vars(attention):  # another's stand-in stays, and the proof decides
-        _stand_in(attention, _run_native)
+    # A forward that another library put there stays; the verification then finds out if it works.
+    if "forward" not in vars(attention):
+        _replace_forward(attention, _run_native)
     return True
 
 
-def connect_operands(attention: Any) -> bool:
-    """Tap the queries and keys of a bridge's module; False where it has no hook points for them."""
+def wrap_operands(attention: Any) -> bool:
+    """Replace ``forward`` so that rotated queries and keys pass through their hook points.
+
+    Returns:
+        False where the module has no such hook points, or where its ``forward`` was replaced
+        before.
+    """
     if not isinstance(attention, _bridge_class()) or not _has_rotary_points(attention):
         return False
     if "forward" in vars(attention):
         return False
-    _stand_in(attention, _run_rebuilt)
+    _replace_forward(attention, _run_rebuilt)
     return True
 
 
-def form_patterns(model: Any) -> None:
-    """Have transformers form the attention pattern, which its fused kernels do not."""
+def use_eager_attention(model: Any) -> None:
+    """Make transformers form the attention pattern, which its fused kernels never form."""
     config = getattr(model.original_model, "config", None)  # none in TransformerLens's own models
+    # Private in transformers, which has a public way to set it and none to read it.
     implementation = getattr(config, "_attn_implementation", "eager")
     if implementation != "eager":
         model.original_model.set_attn_implementation("eager")
         _fused[model] = implementation
 
 
-def restore(model: Any) -> None:
-    """Take all taps off a model, and give it back the kernels that it had."""
+def unwrap_model(model: Any) -> None:
+    """Undo this file's changes: every module's own ``forward``, and the former implementation."""
     for module in model.modules():
-        disconnect(module)
+        unwrap(module)
     if model in _fused:
         model.original_model.set_attn_implementation(_fused.pop(model))
 
 
-def disconnect(attention: Any) -> None:
-    """Take the tap off a module, if it has one."""
-    stand_in = vars(attention).get("forward")
-    if isinstance(stand_in, partial) and stand_in.func in (_run_native, _run_rebuilt):
+def unwrap(attention: Any) -> None:
+    """Give a module its own ``forward`` back, if this file replaced it."""
+    forward = vars(attention).get("forward")
+    if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt):
         del vars(attention)["forward"]
 
 
@@ -77,14 +86,14 @@ def _bridge_class() -> Any:
     return AttentionBridge
 
 
-def _stand_in(attention: Any, run: Any) -> None:
-    # Into __dict__, because a bridge hands what is set on it to the module that it wraps. A partial
-    # of a module's function is copied and pickled together with the model.
+def _replace_forward(attention: Any, run: Any) -> None:
+    # Into __dict__, because a bridge passes attributes that are set on it to the module that it
+    # wraps. A partial of a function of this file is copied and pickled together with the model.
     vars(attention)["forward"] = partial(run, attention)
 
 
 def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``AttentionBridge.forward`` does, with the hook points called in time."""
+    """Do what ``AttentionBridge.forward`` does, but call the hook points in time."""
     if "hidden_states" in kwargs:
         kwargs["hidden_states"] = attention.hook_in(kwargs["hidden_states"])
     else:
@@ -95,9 +104,9 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
         output = attention.original_component(*args, **kwargs)
     if pattern.calls != 1:
         raise ModelError(
-            f"{attention.hook_pattern.name} needs one softmax of the attention, but it took "
-            f"{pattern.calls}. If its implementation was set after al.prepare_model, call "
-            "al.restore_model(model) and al.prepare_model(model) again"
+            f"{attention.hook_pattern.name} needs exactly one softmax in the attention, but the "
+            f"attention ran {pattern.calls}. If the attention implementation was set after "
+            "al.prepare_model, call al.restore_model(model) and al.prepare_model(model) again"
         )
     if isinstance(output, tuple):
         return (attention.hook_out(output[0]), *output[1:])
@@ -105,24 +114,29 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """The bridge's own forward, which leaves only the rotary hook points out."""
+    """Run the bridge's own forward, and call the rotary hook points, which it leaves out."""
     with _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0):
         return type(attention).forward(attention, *args, **kwargs)
 
 
 def _shape_of_rows(attention: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
-    """Batch, heads and queries: the axes of scores and queries before the last."""
+    """Batch, heads and queries: the axes of scores and queries before the last axis."""
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return hidden.shape[0], attention.config.n_heads, hidden.shape[1]
 
 
-class _OwnCalls(TorchFunctionMode):
-    """Tells calls of the attention itself from those of modules and hooks that run inside it.
+class _AttentionCalls(TorchFunctionMode):
+    """Sees the PyTorch functions that are called while an attention module runs.
+
+    Modules and hooks run inside the attention too. Their calls are told from those of the attention
+    itself by the number of modules that are being called, one inside another. That number is read
+    from the Python frames. PyTorch's module hooks cannot count it: global forward hooks run before
+    a module's own hooks, and hooks on each child would be seen by other threads and by the user.
 
     Args:
         attention: The bridge's module.
         shape: See :func:`_shape_of_rows`.
-        depth: How many modules stand between the ``with`` and the attention's own calls.
+        depth: The number of modules between the ``with`` statement and the attention's own calls.
     """
 
     def __init__(self, attention: Any, shape: tuple[int, int, int], depth: int) -> None:
@@ -134,47 +148,48 @@ class _OwnCalls(TorchFunctionMode):
         self.outside = _modules_running()
         return super().__enter__()
 
-    def is_own_call(self) -> bool:
+    def by_the_attention(self) -> bool:
+        """Whether the current call comes from the attention itself."""
         return _modules_running() - self.outside == self.depth
 
 
 def _modules_running() -> int:
-    """How many modules are being called, one inside another."""
-    frame: FrameType | None = sys._getframe()
+    """The number of modules that this thread is calling, one inside another."""
+    frame: FrameType | None = inspect.currentframe()
     count = 0
     while frame is not None:
-        count += frame.f_code is torch.nn.Module._call_impl.__code__
+        count += frame.f_code is _MODULE_CALL
         frame = frame.f_back
     return count
 
 
-class _PatternThroughHooks(_OwnCalls):
-    """The softmax from scores to pattern passes through both hook points."""
+class _PatternThroughHooks(_AttentionCalls):
+    """Passes the scores before the softmax and the pattern after it through their hook points."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (func in _SOFTMAX and args and self.is_scores(args[0]) and self.is_own_call()):
+        if not (func in _SOFTMAX and args and self.is_scores(args[0]) and self.by_the_attention()):
             return func(*args, **kwargs)
         self.calls += 1
-        # Hooks run with the mode set aside, so that a softmax of their own is left alone.
+        # PyTorch switches this mode off here, so that it ignores a softmax inside a hook.
         scores = self.attention.hook_attn_scores(args[0].reshape(*self.shape, -1))
         pattern = self.attention.hook_pattern(func(scores, *args[1:], **kwargs))
         return pattern.reshape(args[0].shape)
 
     def is_scores(self, tensor: Tensor) -> bool:
         batch, heads, queries = self.shape
-        # Batch and heads are one axis in some (XGLM).
+        # Some models have one axis for batch and heads (XGLM).
         return tensor.shape[:-1] in (self.shape, (batch * heads, queries))
 
 
-class _OperandsThroughHooks(_OwnCalls):
-    """The product of queries and keys, the first of its shape, takes them from the hook points."""
+class _OperandsThroughHooks(_AttentionCalls):
+    """Passes queries and keys through their hook points before their product."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.calls or func not in _PRODUCT or len(args) != 2 or args[0].shape[:-1] != self.shape:
             return func(*args, **kwargs)
-        if not self.is_own_call() or not _has_rotary_points(self.attention):
+        if not self.by_the_attention() or not _has_rotary_points(self.attention):
             return func(*args, **kwargs)
         self.calls += 1
         query, transposed_key = args

@@ -1,4 +1,4 @@
-"""Prove in one tiny pass which hook points of a model act, and which carry queries and keys."""
+"""Verify in one tiny pass which hook points act, and find those of queries and keys."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
-from .model_state import undisturbed
+from .model_state import frozen_in_eval_mode
 
-# Where queries and keys may stand, the latest first.
+# Hook points that may hold queries and keys, the latest in the computation first.
 _QUERY_AND_KEY = (
     ("hook_rot_q", "hook_rot_k"),
     ("hook_q_normed", "hook_k_normed"),
@@ -24,7 +24,7 @@ _CURE = (
 
 @dataclass
 class _Layer:
-    """What the pass shows of one layer."""
+    """What the pass observes in one layer."""
 
     calls: int = 0
     scores: Tensor | None = None
@@ -33,12 +33,12 @@ class _Layer:
     operands: dict[str, Tensor] = field(default_factory=dict)
 
 
-def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """One forward and backward over three tokens, or as many as :func:`n_tokens_of` says.
+def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
+    """Run one forward and backward over :func:`n_tokens_of` tokens.
 
     Returns:
-        What is wrong with the score and pattern hooks of each layer, empty when all of them act;
-        and each layer's hook points of the queries and keys that its attention multiplies.
+        The layers whose score or pattern hooks fail, each with the reason; and the hook points of
+        the queries and keys that each layer's attention multiplies.
 
     Raises:
         ModelError: The model has no backward pass, or its forward takes no attention mask.
@@ -50,7 +50,7 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
     for number, layer in enumerate(layers):
         hooks += _hooks_of(model, number, layer)
     with (
-        undisturbed(model),
+        frozen_in_eval_mode(model),
         torch.inference_mode(False),
         torch.enable_grad(),
         model.hooks(fwd_hooks=hooks),
@@ -61,7 +61,7 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
             if "unexpected keyword argument" not in str(error):
                 raise
             raise ModelError(
-                f"the model in {model.cfg.model_name} cannot be given a padded batch: {error}; its "
+                f"the model in {model.cfg.model_name} cannot run a padded batch: {error}; its "
                 "forward has to take attention_mask, as the models of transformers do"
             ) from error
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
@@ -76,14 +76,15 @@ def probe(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ..
 
 
 def n_tokens_of(model: HookedModel) -> int:
-    """Tokens of the pass: no axis of heads is as long, so that the two cannot be mistaken."""
-    return next(n for n in (3, 4, 5) if n not in (model.cfg.n_heads, model.cfg.n_key_value_heads))
+    """Tokens of the pass: 3 to 5, unlike the number of heads, so that axes cannot be confused."""
+    n_heads = (model.cfg.n_heads, model.cfg.n_key_value_heads)
+    return next(count for count in (3, 4, 5) if count not in n_heads)
 
 
 def attends_to_later(model: HookedModel) -> bool:
-    """Whether the last of three tokens changes what the model says after the two before it."""
+    """Whether the last of three tokens changes the logits at the two tokens before it."""
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
-    with undisturbed(model), torch.no_grad():
+    with frozen_in_eval_mode(model), torch.no_grad():
         logits = model(tokens % vocabulary_of(model))[:, :-1].float()
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
 
@@ -100,38 +101,41 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
         cut[2, 1] = True
         return scores.masked_fill(cut, torch.finfo(scores.dtype).min)
 
-    def put_factor_on(pattern: Tensor, hook: Any) -> Tensor:
+    def multiply_by_factor(pattern: Tensor, hook: Any) -> Tensor:
         layer.pattern = pattern
         if pattern.requires_grad:
             pattern.retain_grad()
         layer.factor = torch.ones_like(pattern, requires_grad=True)
         return pattern * layer.factor
 
-    def keep(name: str) -> Hook:
-        def put_on_the_way(tensor: Tensor, hook: Any) -> Tensor:
-            # What is returned is what goes on, so that a gradient can come back to it.
+    def store(name: str) -> Hook:
+        def store_operand(tensor: Tensor, hook: Any) -> Tensor:
+            # Returned, so that the attention uses this very tensor and its gradient arrives.
             layer.operands[name] = tensor
             return tensor
 
-        return name, put_on_the_way
+        return name, store_operand
 
-    hooks: list[Hook] = [(scores_name(number), cut_one_edge), (pattern_name(number), put_factor_on)]
+    hooks: list[Hook] = [
+        (scores_name(number), cut_one_edge),
+        (pattern_name(number), multiply_by_factor),
+    ]
     names = [f"blocks.{number}.attn.{name}" for pair in _QUERY_AND_KEY for name in pair]
-    return hooks + [keep(name) for name in names if name in model.hook_dict]
+    return hooks + [store(name) for name in names if name in model.hook_dict]
 
 
 def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
-    """The widest pair that attention multiplies; none where it stands at no hook point."""
+    """The widest pair that attention multiplies; None if no hook point holds it."""
     prefix = next(iter(layer.operands), "").rpartition(".")[0]
     pairs = [(f"{prefix}.{query}", f"{prefix}.{key}") for query, key in _QUERY_AND_KEY]
-    found = {
+    widths = {
         Operands(query, key, heads_first): layer.operands[query].shape[-1]
         for query, key in pairs
         if query in layer.operands and key in layer.operands
         for heads_first in (False, True)
         if _are_multiplied(layer, query, key, heads_first, n_heads)
     }
-    return max(found, key=found.__getitem__, default=None)
+    return max(widths, key=widths.__getitem__, default=None)
 
 
 def _are_multiplied(
@@ -139,8 +143,8 @@ def _are_multiplied(
 ) -> bool:
     """Whether ``d score(i, j) / d key(j)`` is parallel to ``query(i)`` in every head.
 
-    So it is where the score is their product, whatever the scale, the soft cap and the position
-    bias; it is not where a rotation or a norm comes in between.
+    This holds if the score is their product, with any scale, soft cap and position bias. It does
+    not hold if a rotation or a norm comes between the hook points and the product.
     """
     query, key = layer.operands[query_name], layer.operands[key_name]
     if layer.scores is None or query.ndim != 4 or not key.requires_grad:
@@ -149,24 +153,25 @@ def _are_multiplied(
     n_key_heads = key.shape[axis]
     if query.shape[axis] != n_heads or query.shape[-1] != key.shape[-1] or n_heads % n_key_heads:
         return False
-    # One query head for each key head, because gradients of those that share one add up.
-    one_each = slice(None, None, n_heads // n_key_heads)
+    # One query head for each key head, because the gradients of heads that share a key add up.
+    selected_heads = slice(None, None, n_heads // n_key_heads)
     (gradient,) = torch.autograd.grad(
-        layer.scores[0, one_each, 2, 0].sum(), key, retain_graph=True, allow_unused=True
+        layer.scores[0, selected_heads, 2, 0].sum(), key, retain_graph=True, allow_unused=True
     )
     if gradient is None:
         return False
-    expected = query.detach().select(3 - axis, 2)[0, one_each].float()
-    arrived = gradient.select(3 - axis, 0)[0].float()
-    return bool((torch.cosine_similarity(arrived, expected, dim=-1) > 0.999).all())
+    expected = query.detach().select(3 - axis, 2)[0, selected_heads].float()
+    observed = gradient.select(3 - axis, 0)[0].float()
+    return bool((torch.cosine_similarity(observed, expected, dim=-1) > 0.999).all())
 
 
 def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
+    """Why the hooks of a layer cannot be used; None if they act."""
     pattern, factor = layer.pattern, layer.factor
     if pattern is None or factor is None or layer.calls != 1:
         return (
             f"the score hook was called {layer.calls} times in one pass and the pattern hook "
-            f"{'never' if pattern is None else 'once'}, where each should be called once; {_CURE}"
+            f"{'never' if pattern is None else 'once'}, but each should be called once; {_CURE}"
         )
     if tuple(pattern.shape) != shape:
         return f"the pattern has the shape {tuple(pattern.shape)}, not {shape}"
@@ -187,19 +192,20 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
     expected = values * pattern.grad.float()
     wrong = (factor.grad.float() - expected).abs().max()
     if wrong > 0.02 * expected.abs().max():
-        return "the gradient of the pattern is not the one of its effect"
+        return "the gradient of the pattern is not that of its effect on the logits"
     return None
 
 
 def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
-    reached = min((n for n, one in enumerate(layers) if _has_gradient(one)), default=len(layers))
+    with_gradient = [number for number, layer in enumerate(layers) if _has_gradient(layer)]
+    reached = min(with_gradient, default=len(layers))
     where = f"between the attention of layer {reached - 1} and " + (
         f"that of layer {reached}" if reached < len(layers) else "the logits"
     )
     return (
         f"the backward pass of {model.cfg.model_name} fails {where} "
-        f"({str(error).partition(chr(10))[0]}); quantised weights often have none: load the model "
-        "unquantised (in Python, al.load_model(name, dtype=torch.bfloat16) say)"
+        f"({str(error).partition(chr(10))[0]}); quantised weights often have no backward pass: "
+        "load the model unquantised (in Python, al.load_model(name, dtype=torch.bfloat16))"
     )
 
 

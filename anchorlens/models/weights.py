@@ -1,4 +1,4 @@
-"""Read a model's weights, all of them, onto a device that can compute."""
+"""Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
 
 import re
 import warnings
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..system.processes import own_device
+from ..system.processes import process_device
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
-# Masks and positions that older versions of transformers stored, and newer ones compute.
+# Masks and positions that older versions of transformers stored, and newer versions compute.
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
 
@@ -23,43 +23,43 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
     is_gguf = name.endswith(".gguf")
     if is_gguf and not Path(name).is_file():
         raise ModelError(f"there is no file {name}")
-    place, options = name, {}
+    source, options = name, {}
     if is_gguf:
-        place, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+        source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
         dtype = dtype or torch.float32
     try:
         # Eager attention: the fused kernels never form the pattern that the hooks need.
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            place,
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            source,
             dtype=dtype or "auto",
             attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # so that they are reported by name
+            ignore_mismatched_sizes=True,  # the report names them
             output_loading_info=True,
             **options,
         )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(place, **options)
-    except Exception as error:  # each reader of transformers raises its own
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # transformers raises many types here
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"{name!r} cannot be loaded as a causal language model: {reason} "
-            "Where no hub can be reached, give a local folder or a .gguf file (--model)"
+            "If no hub can be reached, give a local folder or a .gguf file (--model)"
         ) from error
-    weights, report = read
+    weights, report = result
     _refuse_other_weights(name, weights, report)
     return weights, tokenizer
 
 
 def best_device() -> str | torch.device:
-    """The process's own where accelerate made its state, else the first that there is."""
-    if (own := own_device()) is not None:
-        return own
+    """The device that accelerate gave this process, or else cuda, mps or cpu if available."""
+    if (device := process_device()) is not None:
+        return device
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def refuse_device(device: str | torch.device) -> None:
-    """Refuse a device that cannot compute, before weights are read for it."""
+    """Raise an error if a device cannot compute, before weights are read for it."""
     try:
         on_device = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -69,9 +69,9 @@ def refuse_device(device: str | torch.device) -> None:
 
 
 def moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -> Any:
-    """The model on a device, in a type where one is given."""
+    """The model on a device, and in a type if one is given."""
     try:
-        # Quantised weights refuse any mention of a type.
+        # Quantised weights raise an error if any type is given.
         return weights.to(device) if dtype is None else weights.to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError, ValueError) as error:
         where = str(device) if dtype is None else f"{device} as {dtype}"
@@ -79,19 +79,19 @@ def moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -
 
 
 def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> None:
-    """Refuse weights that are not all of the configured model, which would be drawn at random.
+    """Raise an error if weights are missing or of another shape: they would be random numbers.
 
     Args:
-        name: What the user asked for.
+        name: The name, folder or file that the user gave.
         weights: The model that was read.
-        report: Of transformers, without tied tensors and buffers that are computed.
+        report: The loading report of transformers, without tied tensors and computed buffers.
     """
     problems = []
     if missing := report["missing_keys"]:
         problems.append(f"{_listed(missing)} missing")
     if shapes := report["mismatched_keys"]:
-        named = [f"{key} ({tuple(stored)}, not {tuple(due)})" for key, stored, due in shapes]
-        problems.append(f"{_listed(named)} of another shape")
+        described = [f"{key} ({tuple(got)}, not {tuple(want)})" for key, got, want in shapes]
+        problems.append(f"{_listed(described)} of another shape")
     if problems:
         raise ModelError(
             f"the weights of {name!r} are not those of its configuration ({type(weights).__name__})"
@@ -109,10 +109,12 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first three of some tensors, in order, and how many they are."""
+    """The number of tensors and the first three names, in order."""
     ordered = sorted(names)
-    few = ", ".join(ordered[:3]) + (" and others" if len(ordered) > 3 else "")
-    return f"1 tensor ({few}) is" if len(ordered) == 1 else f"{len(ordered)} tensors ({few}) are"
+    first = ", ".join(ordered[:3]) + (" and others" if len(ordered) > 3 else "")
+    return (
+        f"1 tensor ({first}) is" if len(ordered) == 1 else f"{len(ordered)} tensors ({first}) are"
+    )
 
 
 def _no_device(device: str | torch.device, reason: str) -> ModelError:

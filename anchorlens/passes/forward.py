@@ -1,10 +1,8 @@
-"""One pass of a model over one batch: hooks in, target logits out, no trace left.
-
-The only file that runs a model.
-"""
+"""One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from ..models.hooked import (
     HookFunction,
     check_fits,
     has_sinks,
+    names_of_layers,
     refuse_folded_value_biases,
     require_prepared,
     scores_name,
@@ -26,6 +25,48 @@ from ..models.kv_cache import Prefix, cache_of, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
 from .losses import Loss, require_one_a_prompt
 from .recompute import Checkpoints, checkpointed
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One pass, described and checked before it runs; see :func:`run_pass` for the fields."""
+
+    model: HookedModel
+    batch: PromptBatch
+    hooks: Sequence[Hook] = ()
+    observers: Sequence[Hook] = ()
+    backward_hooks: Sequence[Hook] = ()
+    loss: Loss | None = None
+    into: Sequence[Tensor] = ()
+    prefix: Prefix | None = None
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        require_prepared(self.model)
+        if self.gradient_checkpointing and (self.loss is None or self.prefix is not None):
+            raise MetricError(
+                "gradient_checkpointing=True is for the gradient through whole prompts; there is "
+                f"{'no loss' if self.loss is None else 'a prefix'} here, so leave it out"
+            )
+        if self.loss is not None or has_sinks(self.model):
+            refuse_folded_value_biases(self.model)
+        check_fits(self.model, self.batch)
+        cached = 0 if self.prefix is None else len(self.prefix)
+        if self.batch.first_query != cached:
+            raise PromptError(
+                f"the prompts are to be run from position {self.batch.first_query}, but keys of "
+                f"{cached} tokens are cached; a batch of whole prompts has first_query=0"
+            )
+
+    @property
+    def runs_target_alone(self) -> bool:
+        """Whether only the target position goes through the unembedding.
+
+        A hook inside the blocks sees all positions; a hook after the last block would see only the
+        target.
+        """
+        every = (*self.hooks, *self.observers, *self.backward_hooks)
+        return all(_is_in_a_block(name) for name, _ in every)
 
 
 def run_pass(
@@ -38,24 +79,25 @@ def run_pass(
     loss: Loss | None = None,
     into: Sequence[Tensor] = (),
     prefix: Prefix | None = None,
-    checkpoint: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> Float[Tensor, "batch vocab"]:
-    """Run the model over a batch; with a loss, also backward from its sum.
+    """Run the model over a batch, and with a loss also backward from the sum of the losses.
 
     Args:
         model: A prepared model.
         batch: Prompts on the model's device.
         hooks: Interventions, which act first.
-        observers: Hooks that look; they see what the interventions left.
+        observers: Hooks that observe the tensors after the interventions.
         backward_hooks: Hooks on the gradient of a hook point's output.
         loss: Function of (logits, batch) to one number a prompt. With None nothing is
             differentiated.
-        into: Tensors of the hooks that the gradient goes into; the input of block 0 by default.
-        prefix: Keys and values of the columns before ``batch.first_query``, which are not run; the
-            gradient goes on through it where it has a graph.
-        checkpoint: Keep only the input of each block for the gradient, and run the block again when
-            the gradient comes to it. Hooks inside blocks act both times; observers look once, at
-            tensors without a graph.
+        into: Tensors of the hooks for which the gradient is computed; the input of block 0 by
+            default.
+        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run; the
+            gradient continues through the prefix if it has a graph.
+        gradient_checkpointing: Store only the input of each block for the gradient, and run the
+            block again when the backward pass reaches it. Hooks inside blocks act both times;
+            observers are called once, with tensors without a graph.
 
     Returns:
         Logits at the target positions, detached, in float32 or the model's wider type.
@@ -63,59 +105,28 @@ def run_pass(
     Raises:
         ModelError: The model was not prepared, its logits are not finite, or its value biases are
             folded and a loss is given or the model has attention sinks.
-        PromptError: The prompts do not fit the model, or begin where no prefix ends.
-        MetricError: Checkpoints are asked for without a gradient, or behind a prefix.
-        HookError: A block did something else when it ran again.
+        PromptError: The prompts do not fit the model, or do not begin where the prefix ends.
+        MetricError: The loss is not finite or has no graph, or gradient checkpointing is used
+            without a loss or with a prefix.
+        HookError: A block gave another output when it ran again.
     """
-    require_prepared(model)
-    if checkpoint and (loss is None or prefix is not None):
-        raise MetricError(
-            "checkpoint=True is for the gradient through whole prompts; there is "
-            f"{'no loss' if loss is None else 'a prefix'} here, so leave it out"
-        )
-    if loss is not None or has_sinks(model):
-        refuse_folded_value_biases(model)
-    check_fits(model, batch)
-    _check_begins(batch, prefix)
-    leaves, graph = list(into), prefix.graph if loss is not None and prefix is not None else None
-    if graph is not None:
-        assert prefix is not None
-        with torch.inference_mode(False):  # as below
-            prefix = prefix.for_each(len(batch))
-        leaves += [*prefix.keys, *prefix.values]
-    needs_leaf = loss is not None and not leaves
-    own = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
-    narrowed = all(_stands_in_a_block(name) for name, _ in (*hooks, *observers, *backward_hooks))
-    last = [_target_hook(model, batch)] if narrowed else []
-    checkpoints = Checkpoints() if checkpoint else None
-    looks = observers if checkpoints is None else checkpoints.observers(observers)
-    losses = None
-    # inference_mode outside would make tensors that autograd refuses.
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(loss is not None),
-        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        model.hooks(fwd_hooks=[*own, *hooks, *looks, *last], bwd_hooks=backward_hooks),
-    ):
-        inputs = _inputs(model, batch, prefix)
-        if checkpoint and hasattr(model, "original_model"):
-            inputs["use_cache"] = False  # a block that runs again would put its keys in twice
-        outputs = model(batch.tokens[:, batch.first_query :], **inputs)
-        logits = outputs[:, 0] if narrowed else _at_target(outputs, batch)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        if loss is not None:
-            losses = loss(logits, batch)
-            _backward(losses, batch, leaves)
-            if graph is not None:
-                graph.hand_over(leaves[len(into) :])
-    if checkpoints is not None:
-        checkpoints.require_all(model)
-    logits = logits.detach()
-    # By the smallest and the largest: isfinite writes out three copies of the vocabulary's size.
+    described = Pass(
+        model,
+        batch,
+        hooks,
+        observers,
+        backward_hooks,
+        loss,
+        into,
+        prefix,
+        gradient_checkpointing,
+    )
+    logits, losses = _run(described)
+    # The smallest and the largest suffice: isfinite makes three copies of all logits.
     if not torch.stack(logits.aminmax()).isfinite().all():
         raise ModelError(
             "the model's logits are not finite (NaN or infinite) at the target position, and so is "
-            f"what {_first_not_finite(model, batch, hooks, prefix)} gives out; try float32 "
+            f"what {_first_not_finite(described)} gives out; try float32 "
             "(--dtype float32, in Python dtype=torch.float32), and check the hooks that act there"
         )
     if losses is not None and not losses.isfinite().all():
@@ -134,15 +145,15 @@ def run_prefix(
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
 ) -> Prefix:
-    """Run all tokens of a batch once, to go on from them any number of times.
+    """Run all tokens of a batch once, so that any number of passes can continue from them.
 
     Args:
         model: A prepared model.
         batch: The leading tokens of prompts (``batch.before(position)``), on the model's device.
         hooks: Interventions in the blocks, which act first.
-        observers: Hooks that look.
-        backward_hooks: Called in each pass behind it with a loss, with the gradient [batch, ...] of
-            its prompts at a hook point's output.
+        observers: Hooks that observe the tensors after the interventions.
+        backward_hooks: Called in each pass after this prefix that has a loss, with the gradient
+            [batch, ...] of its prompts at a hook point's output.
 
     Returns:
         Keys and values of every layer, for ``run_pass(..., prefix=...)``.
@@ -151,79 +162,116 @@ def run_prefix(
         ModelError: The model was not prepared, or takes no key-value cache.
     """
     require_prepared(model)
-    narrowed = all(_stands_in_a_block(name) for name, _ in (*observers, *backward_hooks))
+    narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
     points: list[tuple[Tensor, HookFunction]] = []
-    own = _padding_hooks(model, batch) + ([_leaf_hook([])] if backward_hooks else [])
-    last = [_point_hook(points, *one) for one in backward_hooks]
+    needed = _padding_hooks(model, batch) + ([_leaf_hook([])] if backward_hooks else [])
+    last = [_point_hook(points, *hook) for hook in backward_hooks]
     last += [_last_hook(model)] if narrowed else []
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        model.hooks(fwd_hooks=[*own, *hooks, *observers, *last]),
+        model.hooks(fwd_hooks=[*needed, *hooks, *observers, *last]),
     ):
         cache = cache_of(model, len(batch))
         model(batch.tokens, **inputs_after(model, batch, cache))
         return prefix_of(cache, batch.attention_mask, points)
 
 
-def _check_begins(batch: PromptBatch, prefix: Prefix | None) -> None:
-    behind = 0 if prefix is None else len(prefix)
-    if batch.first_query != behind:
-        raise PromptError(
-            f"the prompts are to be run from position {batch.first_query}, but keys of {behind} "
-            "tokens are cached; a batch of whole prompts has first_query=0"
-        )
+def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
+    """The logits at the targets, and the losses if the pass has a loss."""
+    model, batch, loss = described.model, described.batch, described.loss
+    prefix, copies = described.prefix, list[Tensor]()
+    graph = None if prefix is None or loss is None else prefix.graph
+    if prefix is not None and graph is not None:
+        with torch.inference_mode(False):  # see below
+            prefix = prefix.for_each(len(batch.tokens))
+        copies = [*prefix.keys, *prefix.values]
+    leaves = [*described.into, *copies]
+    needs_leaf = loss is not None and not described.into
+    needed = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
+    last = [_target_hook(model, batch)] if described.runs_target_alone else []
+    checkpoints = Checkpoints() if described.gradient_checkpointing else None
+    observers = described.observers
+    if checkpoints is not None:
+        observers = checkpoints.observers(observers)
+    losses = None
+    # An inference_mode of the caller would make tensors that autograd rejects.
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(loss is not None),
+        nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
+        model.hooks(
+            fwd_hooks=[*needed, *described.hooks, *observers, *last],
+            bwd_hooks=described.backward_hooks,
+        ),
+    ):
+        tokens, inputs = _inputs(model, batch, prefix)
+        if checkpoints is not None and hasattr(model, "original_model"):
+            inputs["use_cache"] = False  # a block that runs twice would append its keys twice
+        outputs = model(tokens, **inputs)
+        logits = outputs[:, 0] if last else _at_target(outputs, batch)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        if loss is not None:
+            losses = loss(logits, batch)
+            require_one_a_prompt(losses, len(logits))
+            _backward(losses, leaves)
+            if graph is not None:
+                graph.pass_gradients_on(copies)
+    if checkpoints is not None:
+        checkpoints.require_all(model)
+    return logits.detach(), losses
 
 
-def _inputs(model: HookedModel, batch: PromptBatch, prefix: Prefix | None) -> dict[str, Any]:
+def _inputs(
+    model: HookedModel, batch: PromptBatch, prefix: Prefix | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The tokens that are run, and the other arguments of the model's forward."""
+    tokens = batch.tokens[:, batch.query_rows]
     if prefix is None:
-        return {"attention_mask": batch.attention_mask.long()}
-    return inputs_after(model, batch, cache_of(model, len(batch), prefix), prefix)
+        return tokens, {"attention_mask": batch.attention_mask.long()}
+    return tokens, inputs_after(model, batch, cache_of(model, len(tokens), prefix), prefix)
 
 
-def _backward(
-    losses: Float[Tensor, " batch"], batch: PromptBatch, leaves: Sequence[Tensor]
-) -> None:
-    require_one_a_prompt(losses, batch)
+def _backward(losses: Float[Tensor, " batch"], leaves: Sequence[Tensor]) -> None:
     if not losses.requires_grad:
         raise MetricError(
             "a loss must be computed from the logits by what torch differentiates; got one without "
             "a graph (detached, of numpy, or the same whatever the logits are)"
         )
-    # Into the leaf alone: what else requires a gradient, in a hook say, is the user's own.
+    # For the leaves alone: other tensors that require a gradient belong to the user's hooks.
     losses.sum().backward(inputs=list(leaves))
 
 
-def _first_not_finite(
-    model: HookedModel, batch: PromptBatch, hooks: Sequence[Hook], prefix: Prefix | None
-) -> str:
-    """Where numbers stop being finite, found in a second pass that only a failure pays for."""
+def _first_not_finite(described: Pass) -> str:
+    """Where numbers stop being finite; this costs a second pass, but only after a failure."""
+    model, batch = described.model, described.batch
     wrong: list[int] = []
-    inside = batch.attention_mask[:, batch.first_query :]
+    inside = batch.attention_mask[:, batch.query_rows]
 
-    def look(layer: int) -> Hook:
+    def check(layer: int) -> Hook:
         def note(resid: Tensor, hook: Any) -> None:
             if not resid[inside.to(resid.device)].isfinite().all():
                 wrong.append(layer)
 
         return f"blocks.{layer}.hook_resid_post", note
 
-    watch = [look(layer) for layer in range(model.cfg.n_layers)]
-    hooks = [*_padding_hooks(model, batch), *hooks, *watch]
+    checks = [check(layer) for layer in range(model.cfg.n_layers)]
+    hooks = [*_padding_hooks(model, batch), *described.hooks, *checks]
+    tokens, inputs = _inputs(model, batch, described.prefix)
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        model(batch.tokens[:, batch.first_query :], **_inputs(model, batch, prefix))
+        model(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
 def _at_target(
     values: Float[Tensor, "batch query channel"], batch: PromptBatch
 ) -> Float[Tensor, "batch channel"]:
-    rows = torch.arange(len(batch), device=values.device)
-    return values[rows, batch.target_positions.to(values.device) - batch.first_query]
+    prompts = torch.arange(len(values), device=values.device)
+    return values[prompts, batch.target_rows.to(values.device)]
 
 
 def _leaf_hook(leaves: list[Tensor]) -> Hook:
-    """With every parameter frozen something must require a gradient: the input of block 0."""
+    """Makes the input of block 0 require a gradient, because all parameters are frozen."""
 
     def make_leaf(resid: Tensor, hook: Any) -> Tensor:
         leaves.append(resid.detach().requires_grad_())
@@ -233,48 +281,48 @@ def _leaf_hook(leaves: list[Tensor]) -> Hook:
 
 
 def _point_hook(
-    points: list[tuple[Tensor, HookFunction]], name: str | HookFunction, take: HookFunction
+    points: list[tuple[Tensor, HookFunction]], name: str | HookFunction, receive: HookFunction
 ) -> Hook:
-    def keep(tensor: Tensor, hook: Any) -> None:
-        points.append((tensor, take))
+    def store(tensor: Tensor, hook: Any) -> None:
+        points.append((tensor, receive))
 
-    return name, keep  # type: ignore[return-value]
+    return name, store  # type: ignore[return-value]
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
-    """Scores of 0 in the rows of padding.
+    """Hooks that set the scores in the rows of padding to 0.
 
-    Some of these rows have nothing to attend to: those of padding on the left, and those that a
-    sliding window cuts off from the prompt. A softmax over nothing is NaN where the mask is -inf:
-    in float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides
-    it from the pattern but not from the gradients.
+    Some of these rows have no position to attend to: rows of padding on the left, and rows that a
+    sliding window separates from the prompt. Their softmax is NaN where the mask is -inf: in
+    float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides the
+    NaN from the pattern but not from the gradients.
     """
-    with torch.inference_mode(False):  # as below: autograd keeps it
-        padding = ~batch.attention_mask[:, batch.first_query :]
+    with torch.inference_mode(False):  # autograd stores it, see _run
+        padding = ~batch.attention_mask[:, batch.query_rows]
     if not padding.any():
         return []
 
-    def see_anything(scores: Tensor, hook: Any) -> Tensor:
+    def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
 
-    return [(scores_name(layer), see_anything) for layer in range(model.cfg.n_layers)]
+    return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
 def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
-    """Only the target position goes through the unembedding.
+    """Selects the target position before the unembedding.
 
-    By its input, because some transformers models fix the shape after the last block. Where an
-    adapter does not name it, the cut is made before the final norm.
+    The hook is on the unembedding's input, because some transformers models fix the shape after the
+    last block. If an adapter does not name this input, the hook is before the final norm.
     """
 
-    def keep_target(resid: Tensor, hook: Any) -> Tensor:
+    def select_target(resid: Tensor, hook: Any) -> Tensor:
         return _at_target(resid, batch)[:, None]
 
-    return _before_unembedding(model), keep_target
+    return _before_unembedding(model), select_target
 
 
 def _last_hook(model: HookedModel) -> Hook:
-    """Nobody asks for the logits of a prefix."""
+    """Selects the last position before the unembedding: the logits of a prefix are not used."""
     return _before_unembedding(model), lambda resid, hook: resid[:, -1:]
 
 
@@ -284,6 +332,6 @@ def _before_unembedding(model: HookedModel) -> str:
     return name if name in model.hook_dict else last_block
 
 
-def _stands_in_a_block(name: str | HookFunction) -> bool:
-    """Whether a hook surely sees all positions; one behind the last block would see only one."""
+def _is_in_a_block(name: str | HookFunction) -> bool:
+    """Whether a hook is certain to see all positions."""
     return isinstance(name, str) and name.startswith(("blocks.", "hook_embed"))

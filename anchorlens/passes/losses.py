@@ -1,7 +1,8 @@
-"""What saliency differentiates: a function from logits to one number a prompt."""
+"""Losses that saliency differentiates: functions from logits to one number a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,10 +44,18 @@ def label_cross_entropy(
     return -log_probs.gather(1, batch.gold[:, None])[:, 0]
 
 
-def require_one_a_prompt(losses: Tensor, batch: PromptBatch) -> None:
-    """Refuse what a loss gave unless it is one number a prompt."""
-    if losses.shape != (len(batch),):
+def check_loss(
+    loss: Loss, batches: Sequence[PromptBatch], vocabulary: int, device: torch.device
+) -> None:
+    """Raise an error if a loss does not give one number a prompt for these batches."""
+    for batch in batches:
+        zeros = torch.zeros(len(batch), vocabulary, device=device)
+        require_one_a_prompt(loss(zeros, batch.to(device)), len(zeros))
+
+
+def require_one_a_prompt(losses: Tensor, count: int) -> None:
+    """Raise an error if the result of a loss is not one number a prompt."""
+    if losses.shape != (count,):
         raise MetricError(
-            f"a loss must give one number a prompt, shape ({len(batch)},); "
-            f"got {tuple(losses.shape)}"
+            f"a loss must give one number a prompt, shape ({count},); got {tuple(losses.shape)}"
         )

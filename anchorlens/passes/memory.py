@@ -1,4 +1,4 @@
-"""When memory runs out: the same prompts, fewer at a time."""
+"""Smaller parts of a batch where memory runs out."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +19,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     from accelerate.utils.memory import should_reduce_batch_size  # a second to import
 
     # It reads the only argument of a RuntimeError, which may be anything.
-    asked = RuntimeError(str(error)) if isinstance(error, RuntimeError) else Exception()
+    checked = RuntimeError(str(error)) if isinstance(error, RuntimeError) else Exception()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(
-        asked
+        checked
     )
 
 
 @dataclass
 class PartsThatFit:
-    """Computes rows of batches in as large parts as fit into memory.
+    """Computes rows of batches in the largest parts that fit into memory.
 
-    What a prompt contributes does not depend on its batch, so that fewer at a time give the same
-    rows, up to the rounding that the shape of a batch brings.
+    What a prompt contributes does not depend on its batch, so that smaller parts give the same
+    rows, up to the rounding that depends on the shape of a batch.
 
     Attributes:
         rows_of_batch: Function of a batch to its rows, in the order of its prompts.
-        size: Most prompts at a time; None as long as memory has not run out.
+        size: Largest number of prompts in a part; None as long as memory has not run out.
     """
 
     rows_of_batch: Callable[[PromptBatch], Mapping[str, Tensor]]
@@ -47,22 +47,21 @@ class PartsThatFit:
             MemoryLimitError: A prompt does not fit by itself.
         """
         parts: list[Mapping[str, Tensor]] = []
-        done = 0
-        while done < len(batch):
-            size = len(batch) if self.size is None else self.size
-            whole = size >= len(batch)
-            part = batch if whole else batch.prompts(done, done + size)
+        done, count = 0, len(batch)
+        while done < count:
+            size = count if self.size is None else self.size
+            part = batch if size >= count else batch.prompts(done, done + size)
             rows = unless_memory_runs_out(part, self.rows_of_batch)
             if rows is None:
                 self.size = half_of(part)
             else:
                 parts.append(rows)
-                done += len(part)
+                done += size
         return joined(parts)
 
 
 def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T | None:
-    """What ``compute`` gives; None, with memory freed, where it ran out of it.
+    """What ``compute`` returns; None, after freeing memory, if memory ran out.
 
     Raises:
         MemoryLimitError: The batch is a single prompt, so that nothing smaller can be tried.
@@ -79,7 +78,7 @@ def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], 
                 f"memory of {batch.tokens.device.type} by itself ({reason}); use fewer or shorter "
                 "demonstrations, a smaller dtype, or a device with more memory"
             ) from error
-    # Out here, because an error that is being handled keeps alive what its frames hold.
+    # After the except block, because until its end the error's frames hold their tensors.
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
@@ -87,14 +86,14 @@ def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], 
 
 
 def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:
-    """What ``compute`` gives of as many of the first prompts as fit into memory."""
-    while (found := unless_memory_runs_out(batch, compute)) is None:
+    """What ``compute`` returns for as many of the first prompts as fit into memory."""
+    while (result := unless_memory_runs_out(batch, compute)) is None:
         batch = batch.prompts(0, half_of(batch))
-    return found
+    return result
 
 
 def half_of(batch: PromptBatch) -> int:
-    """How many prompts to try where a batch did not fit, with a warning."""
+    """How many prompts to try after a batch did not fit, with a warning."""
     half = (len(batch) + 1) // 2
     warnings.warn(
         f"{len(batch)} prompts of {batch.tokens.shape[1]} tokens do not fit into memory; going on "
@@ -105,13 +104,16 @@ def half_of(batch: PromptBatch) -> int:
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One part after the other; without any row of a metric whose rows are not alike in all."""
+    """The rows of all parts, without metrics whose names or shapes differ between parts."""
     shapes = [{name: values.shape[1:] for name, values in rows.items()} for rows in parts]
     names = dict.fromkeys(name for rows in parts for name in rows)
-    other = {name for name in names if any(of.get(name) != shapes[0].get(name) for of in shapes)}
-    unlike = {_metric(name) for name in other}
-    whole = [name for name in names if _metric(name) not in unlike]
-    return {name: torch.cat([rows[name] for rows in parts]) for name in whole}
+    different = {
+        _metric(name)
+        for name in names
+        if any(shapes_of_part.get(name) != shapes[0].get(name) for shapes_of_part in shapes)
+    }
+    complete = [name for name in names if _metric(name) not in different]
+    return {name: torch.cat([rows[name] for rows in parts]) for name in complete}
 
 
 def _metric(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Blocks that keep only their input, and run again when the gradient comes to them.
+"""Blocks that store only their input, and run again when the backward pass reaches them.
 
-``torch.utils.checkpoint`` around every block, with what it needs here: hooks that look do so once,
-in the second of the two passes, when the gradient is about to need the block's tensors; and the
-second pass is proven to be the computation of the first.
+Every block runs in ``torch.utils.checkpoint``, with two additions: observers are called once, in
+the second of the two runs, just before the gradient needs the block's tensors; and the output of
+the second run is compared with that of the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
-from .late_start import stood_in
+from .late_start import replaced_forwards
 
 
 @dataclass
 class Checkpoints:
-    """What the blocks of one pass are doing.
+    """The state of the blocks in one pass.
 
     Attributes:
-        running_first: Whether a block runs whose tensors are thrown away behind it.
+        running_first: Whether a block runs for the first time; its tensors are discarded after it.
         running_again: Whether a block runs for its gradient.
         times: How often each block has run again.
     """
@@ -35,38 +35,39 @@ class Checkpoints:
     times: dict[int, int] = field(default_factory=dict)
 
     def observers(self, hooks: Sequence[Hook]) -> list[Hook]:
-        """The same hooks, silent where a block runs for the first time.
+        """The same hooks, which are not called when a block runs for the first time.
 
-        Where it runs again they get tensors without a graph: the gradient goes through the graph of
-        the first pass, so that one of their own asked for there would never come, in silence.
+        When it runs again they get tensors without a graph. The gradient goes through the graph of
+        the first run, so that a hook on the gradient of these tensors would silently never be
+        called.
         """
-        return [(name, partial(self._look, look)) for name, look in hooks]
+        return [(name, partial(self._observe, observer)) for name, observer in hooks]
 
-    def _look(self, look: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
+    def _observe(self, observer: Callable[..., Any], tensor: Tensor, hook: Any) -> Any:
         if self.running_first:
             return None
-        return look(tensor.detach() if self.running_again else tensor, hook=hook)
+        return observer(tensor.detach() if self.running_again else tensor, hook=hook)
 
     def require_all(self, model: HookedModel) -> None:
-        """Refuse what was not seen exactly once."""
+        """Raise an error if a block did not run again exactly once."""
         wrong = {layer: self.times.get(layer, 0) for layer in range(model.cfg.n_layers)}
         wrong = {layer: times for layer, times in wrong.items() if times != 1}
         if wrong:
             raise HookError(
                 "with checkpoints each block must run again exactly once for the gradient, but "
                 f"layers {list(wrong)} did {list(wrong.values())} times: no gradient goes through "
-                "them, or the loss takes one of its own; leave checkpoint out"
+                "them, or the loss computes another gradient; leave gradient_checkpointing out"
             )
 
 
 @contextmanager
 def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
-    """Inside, a pass through the model keeps no tensor of a block but its input and output."""
+    """Inside, a pass stores only the input and the output of each block."""
 
     def twice(layer: int, block: Any) -> Callable[..., Any]:
         return partial(_run_twice, checkpoints, layer, block, block.forward)
 
-    with stood_in(model.blocks, twice):
+    with replaced_forwards(model.blocks, twice):
         yield
 
 
@@ -78,7 +79,7 @@ def _run_twice(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    first: list[Tensor] = []  # its output, which the next block keeps anyhow
+    first: list[Tensor] = []  # its output, which the next block stores anyway
 
     def run(*args: Any, **kwargs: Any) -> Any:
         again = bool(first)
@@ -91,30 +92,31 @@ def _run_twice(
         resid = (output[0] if isinstance(output, tuple) else output).detach()
         if again:
             checkpoints.times[layer] = checkpoints.times.get(layer, 0) + 1
-            _refuse_another(layer, first[0], resid)
+            _require_same(layer, first[0], resid)
         else:
             first.append(resid)
         return output
 
-    # To the end, because hooks may stand behind the last tensor that the gradient needs.
+    # To the end, because hooks may be after the last tensor that the gradient needs.
     with set_checkpoint_early_stop(False):
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def _forget_pattern(block: Any) -> None:
-    """A bridge's attention keeps its last pattern, which would outlive the block's run."""
-    own = vars(block.attn)
-    if own.get("_pattern") is not None:
-        own["_pattern"] = None
+    """Delete the last pattern, which a bridge's attention stores longer than the block runs."""
+    attributes = vars(block.attn)
+    if attributes.get("_pattern") is not None:
+        attributes["_pattern"] = None
 
 
-def _refuse_another(layer: int, expected: Tensor, found: Tensor) -> None:
-    """Some kernels round differently each time, so that the two need not be equal bit by bit."""
-    expected, found = expected.nan_to_num(), found.nan_to_num()
+def _require_same(layer: int, expected: Tensor, output: Tensor) -> None:
+    """Raise an error unless two outputs are equal up to rounding, which varies in some kernels."""
+    expected, output = expected.nan_to_num(), output.nan_to_num()
     limit = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
-    if expected.shape != found.shape or not (found - expected).abs().max() <= limit:
+    if expected.shape != output.shape or not (output - expected).abs().max() <= limit:
         raise HookError(
             f"layer {layer} gave another output when it ran again for its gradient; a hook there "
             "draws numbers that torch.manual_seed does not fix, counts its calls, or edits the "
-            "residual stream in place. Make it the same at every call, or leave checkpoint out"
+            "residual stream in place. Make it the same at every call, or leave "
+            "gradient_checkpointing out"
         )

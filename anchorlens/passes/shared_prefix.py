@@ -1,18 +1,19 @@
-"""How the passes of a run go: over whole prompts, or behind what prompts share."""
+"""Passes over whole prompts, or after the tokens that prompts share."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError
-from ..models.hooked import Hook, HookedModel
+from ..models.hooked import BatchHook, Hook, HookedModel
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import LeadingTokens, PromptBatch
 from .forward import run_pass, run_prefix
 from .late_start import Start, started
 from .memory import is_out_of_memory
@@ -23,11 +24,11 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# What architectures raise that cannot do what is tried: a cache or a block in the middle that does
-# not fit them, and operations without a gradient for several prompts at once.
+# The errors of architectures that cannot do what is tried: a cache or a start in a later block does
+# not fit them, or an operation has no gradient for several prompts at once.
 UNABLE = (AnchorlensError, RuntimeError)
 
-TOLERANCE = 1e-5  # of the largest logit, between a shared and a whole pass
+TOLERANCE = 1e-5  # of the largest logit, between a pass after a prefix and one of whole prompts
 
 
 def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
@@ -37,105 +38,146 @@ def no_hooks(batch: PromptBatch) -> Sequence[Hook]:
 
 @dataclass
 class Passes:
-    """Logits of batches, in one way to run them that was tried on two prompts.
+    """Logits of batches, after a shared prefix that was tried on two prompts, or of whole prompts.
 
     Attributes:
         model: A prepared model.
         lengths: For each set of demonstrations, how many leading tokens all its prompts share;
             empty where whole prompts are run.
-        said: Which of the two it is, and why.
-        kept: What was computed once for the current set, by what it is.
+        status: Which of the two it is, and the reason.
+        current: The set of demonstrations to which ``stored`` and ``prefixes`` belong. Only one set
+            is stored, to save memory.
+        stored: What was computed once for the set, by a key.
+        prefixes: The function of the hooks that acted in the prefix, these hooks, and the keys and
+            values, by the identity of the function.
     """
 
     model: HookedModel
     lengths: Mapping[int, int]
-    said: str
-    kept: dict[tuple[int | None, Any], Any] = field(default_factory=dict)
+    status: str
+    current: int | None = None
+    stored: dict[str, Any] = field(default_factory=dict)
+    prefixes: dict[int, tuple[Any, Sequence[Hook], Prefix]] = field(default_factory=dict)
 
-    def ready(self, batch: PromptBatch) -> PromptBatch:
-        """The batch as it is run: with ``first_query`` behind what its prompts share."""
+    def after_prefix(self, batch: PromptBatch) -> PromptBatch:
+        """The batch as it is run: after the tokens that its prompts share, if they share any."""
         name = only_set(batch)
         if name is None or name not in self.lengths:
             return batch
-        return replace(batch, first_query=self.lengths[name])
+        return batch.after(self.lengths[name])
 
-    def demonstrations(self, batch: PromptBatch) -> PromptBatch:
-        """What the prompts of a ready batch share, as one prompt."""
-        one = replace(batch, first_query=0).prompt(0)
-        return one.before(batch.first_query)
+    def shared_tokens(self, batch: PromptBatch) -> LeadingTokens:
+        """The tokens before a batch after a prefix, as one prompt."""
+        return batch.whole().prompt(0).before(batch.first_query)
 
-    def once(self, batch: PromptBatch, key: Any, compute: Callable[[], T]) -> T:
-        """What depends on the demonstrations alone, computed for the first batch of a set."""
-        name = only_set(batch)
-        if any(other != name for other, _ in self.kept):
-            self.kept.clear()  # one set at a time is worth the memory
-        if (name, key) not in self.kept:
-            self.kept[name, key] = compute()
-        return cast(T, self.kept[name, key])
+    def once(self, batch: PromptBatch, key: str, compute: Callable[[], T]) -> T:
+        """What depends only on the demonstrations, computed for the first batch of a set."""
+        self._go_to_set(batch)
+        if key not in self.stored:
+            self.stored[key] = compute()
+        return cast(T, self.stored[key])
 
-    def prefix(
-        self,
-        batch: PromptBatch,
-        hooks: HooksOfBatch,
-        observers: Sequence[Hook] = (),
-        backward_hooks: Sequence[Hook] = (),
-    ) -> Prefix:
-        """Keys and values of what the prompts of a ready batch share; once where nothing looks."""
+    def prefix(self, batch: PromptBatch, hooks: HooksOfBatch) -> tuple[Sequence[Hook], Prefix]:
+        """The hooks that act in the tokens before a batch, and the keys and values there."""
+        self._go_to_set(batch)
+        # An entry is deleted with its function; otherwise a new function for each batch would fill
+        # the memory.
+        for key in [key for key, (function, *_) in self.prefixes.items() if function() is None]:
+            del self.prefixes[key]
+        if id(hooks) not in self.prefixes:  # by identity: a user's function need not have a hash
+            shared = self.shared_tokens(batch)
+            acting = hooks(shared)
+            prefix = run_prefix(self.model, shared, hooks=acting)
+            try:
+                self.prefixes[id(hooks)] = ref(hooks), acting, prefix
+            except TypeError:  # an object that takes no weak reference is not stored
+                return acting, prefix
+        _, acting, prefix = self.prefixes[id(hooks)]
+        return acting, prefix
 
-        def run() -> Prefix:
-            shared = self.demonstrations(batch)
-            return run_prefix(
-                self.model,
-                shared,
-                hooks=hooks(shared),
-                observers=observers,
-                backward_hooks=backward_hooks,
-            )
-
-        if observers or backward_hooks:
-            return run()
-        # By identity, as what a user wrote need not have a hash; kept beside, so that it lives on.
-        return self.once(batch, id(hooks), lambda: (hooks, run()))[1]
+    def _go_to_set(self, batch: PromptBatch) -> None:
+        if only_set(batch) != self.current:
+            self.stored.clear()
+            self.prefixes.clear()
+            self.current = only_set(batch)
 
     def logits(
         self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
     ) -> Float[Tensor, "batch vocab"]:
-        """Logits at the targets of a ready batch."""
-        prefix = self.prefix(batch, hooks) if batch.first_query else None
-        with started(self.model, start):
-            return run_pass(self.model, batch, hooks=hooks(batch), prefix=prefix)
+        """Logits at the targets of a batch of whole prompts or of one after their prefix.
+
+        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
+        """
+        batch = self.after_prefix(batch)
+        acting = hooks(batch)
+        if batch.is_whole:
+            with started(self.model, start):
+                return run_pass(self.model, batch, hooks=acting)
+        if all(isinstance(act, BatchHook) for _, act in acting):
+            in_prefix, prefix = self.prefix(batch, hooks)
+            if act_alike(acting, in_prefix, batch.first_query):
+                with started(self.model, start):
+                    return run_pass(self.model, batch, hooks=acting, prefix=prefix)
+        # From the first layer, because ``start`` is the output for the tokens after the prefix.
+        whole = batch.whole()
+        return run_pass(self.model, whole, hooks=hooks(whole))
 
 
-def whole_passes(model: HookedModel, why: str) -> Passes:
+def act_alike(hooks: Sequence[Hook], in_prefix: Sequence[Hook], length: int) -> bool:
+    """Whether a batch's hooks cut the same edges in its first tokens as hooks made of these."""
+    cuts, cuts_in_prefix = _cuts(hooks), _cuts(in_prefix)
+    if [site for site, _ in cuts] != [site for site, _ in cuts_in_prefix]:
+        return False
+    # The hooks of several layers have the same edges, which are compared once.
+    pairs = {
+        (id(edges), id(expected)): (edges, expected)
+        for (_, edges), (_, expected) in zip(cuts, cuts_in_prefix, strict=True)
+    }
+    return all(
+        bool((edges[:, :length, :length] == expected[:, :length, :length]).all())
+        for edges, expected in pairs.values()
+    )
+
+
+def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, Tensor]]:
+    """The hook point with the heads, and the edges that are cut there."""
+    return [
+        ((point, act.heads), act.edges)
+        for point, act in hooks
+        if isinstance(act, BatchHook) and act.edges is not None
+    ]
+
+
+def whole_passes(model: HookedModel, reason: str) -> Passes:
     """Passes over whole prompts."""
-    return Passes(model, {}, f"off: {why}")
+    return Passes(model, {}, f"off: {reason}")
 
 
 def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, Prefix | None]:
-    """A batch with everything before its targets run, to go on from it any number of times.
+    """A batch after the prefix of everything before its targets, for any number of passes.
 
     Returns:
-        The batch with its ``first_query``, and what goes before it; the batch as it is and None
-        where that gives other logits.
+        The batch after the prefix, and the prefix; the unchanged batch and None if the logits after
+        the prefix are different.
     """
     if has_user_hooks(model):
         return batch, None
     left = batch.padded_left()
-    ready = replace(left, first_query=int(left.target_positions.min()))
+    ready = left.after(int(left.target_positions.min()))
     expected = run_pass(model, batch)
     try:
         prefix = run_prefix(model, left.before(ready.first_query))
-        found = run_pass(model, ready, prefix=prefix)
+        logits = run_pass(model, ready, prefix=prefix)
     except Exception as error:
         reason_of(error)
         return batch, None
-    return (ready, prefix) if logit_difference(found, expected) <= TOLERANCE else (batch, None)
+    return (ready, prefix) if logit_difference(logits, expected) <= TOLERANCE else (batch, None)
 
 
 def reason_of(error: Exception) -> str:
-    """Why a trial failed, in a line; of an error that no architecture raises the log has it all.
+    """The reason why a trial failed, in a line; unexpected errors are logged with their traceback.
 
-    Out of memory is raised again: it says nothing about the model, and fewer prompts may fit.
+    An error of memory is raised again: fewer prompts may fit.
     """
     if is_out_of_memory(error):
         raise error
@@ -144,12 +186,12 @@ def reason_of(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def logit_difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, of the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
+def logit_difference(logits: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def only_set(batch: PromptBatch) -> int | None:
-    """The set of demonstrations of a batch; None where it has several."""
+    """The set of demonstrations of a batch; None if it has several."""
     names = batch.demonstrations_id.unique()
     return int(names) if len(names) == 1 else None

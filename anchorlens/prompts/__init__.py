@@ -1,1 +1,1 @@
-"""Text -> tokens whose positions are known. No model is touched."""
+"""Turns texts into tokens whose positions are known. No model is touched."""

@@ -1,4 +1,4 @@
-"""The record of one batch of prompts: tokens, and where everything in them stands."""
+"""The record of one batch of prompts: tokens and the positions that analyses need."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,9 +12,12 @@ from torch import Tensor
 from ..errors import PromptError
 
 GROUPS = ("other", "text", "label", "format", "query", "target")
-"""Names of the token groups, in the order of their numbers in ``PromptBatch.groups``:
-demonstration texts, label words, the template and separators around them, the query with its
-format, the target position, and everything else (BOS, instructions). Padding is -1."""
+"""Names of the token groups; the index of a name is its number in ``PromptBatch.groups``.
+
+``text`` holds demonstration texts, ``label`` label words, ``format`` the template and separators
+around them, ``query`` the query with its format, ``target`` the target position, and ``other`` the
+rest (BOS, instructions). Padding is -1.
+"""
 
 _NO_TENSORS = ("labels", "begins_with_bos", "first_query")
 
@@ -26,27 +29,29 @@ PADDING = -1
 class PromptBatch:
     """Prompts of one batch, with the positions that the analyses need.
 
-    Positions count from 0 in the padded rows. Build it with ``build_prompts`` or, for tokens of
-    your own, with :meth:`from_positions`.
+    Positions count from 0 in the padded rows. Build a batch with ``build_prompts``, or from your
+    own tokens with :meth:`from_positions`.
 
     Attributes:
         tokens: Token ids.
-        attention_mask: True where a token stands, False under padding.
+        attention_mask: True for a token, False for padding.
         label_positions: Position of each label word of the demonstrations (the paper's p_k), in
-            order of appearance; the first token of a word that has several.
-        label_ends: Position of the last token of each label word. With
-            ``dataclasses.replace(batch, label_positions=batch.label_ends)`` it is the anchor.
+            order of appearance. It is the first token if a word has several.
+        label_ends: Position of the last token of each label word. To use this token as the anchor,
+            write ``dataclasses.replace(batch, label_positions=batch.label_ends)``.
         label_classes: Class of each anchor.
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word.
         gold: True class of each query, or None.
-        groups: Group of each token, a number into ``GROUPS``; -1 under padding.
+        groups: Group of each token, an index into ``GROUPS``; -1 for padding.
         query_start: Position of the query's first token.
-        demonstrations_id: Names the set of demonstrations: equal for prompts that share one.
-        index: Place of each prompt in the list of queries; undoes grouping by length.
-        labels: The label words, by class, where they are known.
+        demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
+        index: Index of each prompt's query in the list of queries, because batches are ordered by
+            length.
+        labels: The label words, by class, if they are known.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
-        first_query: Position of the first query row of a pattern, where a prefix is cached.
+        first_query: Position of the first token that is run: 0, or after a cached prefix. See
+            :meth:`after`.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -79,8 +84,35 @@ class PromptBatch:
         same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
         return int(same.long().cumprod(0).sum())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens are run, and not only those after a cached prefix."""
+        return self.first_query == 0
+
+    @property
+    def query_rows(self) -> slice:
+        """The positions that are run: those of the query rows of every pattern."""
+        return slice(self.first_query, None)
+
+    @property
+    def target_rows(self) -> Int[Tensor, " batch"]:
+        """Index of each target position among the query rows of a pattern."""
+        return self.target_positions - self.first_query
+
+    def after(self, position: int) -> "PromptBatch":
+        """The same prompts, of which only the tokens from ``position`` on are run.
+
+        Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
+        positions are those of whole prompts; only the rows of patterns begin at ``position``.
+        """
+        return replace(self, first_query=position)
+
+    def whole(self) -> "PromptBatch":
+        """The same prompts, of which all tokens are run."""
+        return replace(self, first_query=0)
+
     def prompt(self, number: int) -> "PromptBatch":
-        """One prompt as a batch of its own, without padding.
+        """A batch with one prompt of this batch, without padding.
 
         Examples:
             >>> al.saliency(model, batch.prompt(0)).shape[:2] == (1, model.cfg.n_layers)
@@ -91,7 +123,7 @@ class PromptBatch:
         return self.prompts(number, number + 1)
 
     def prompts(self, start: int, stop: int, step: int = 1) -> "PromptBatch":
-        """The prompts from ``start`` to before ``stop``, without columns of padding around them.
+        """The prompts from ``start`` up to ``stop`` (excluded), without columns of only padding.
 
         Examples:
             >>> len(batch.prompts(0, 2))
@@ -102,8 +134,8 @@ class PromptBatch:
             for name, value in vars(self).items()
             if isinstance(value, Tensor) and name != "label_token_ids"
         }
-        kept = rows["attention_mask"].any(0).nonzero()
-        first, last = int(kept[0]), int(kept[-1])
+        columns = rows["attention_mask"].any(0).nonzero()
+        first, last = int(columns[0]), int(columns[-1])
         for name in ("tokens", "attention_mask", "groups"):
             rows[name] = rows[name][:, first : last + 1]
         for name in ("label_positions", "label_ends", "target_positions", "query_start"):
@@ -111,32 +143,37 @@ class PromptBatch:
         return replace(self, **rows)
 
     def padded_right(self) -> "PromptBatch":
-        """The same prompts, each beginning in the first column; itself where they do already."""
+        """The same prompts with padding on the right; this batch itself if it is so already."""
         return self._columns_from(self._ends()[0])
 
     def padded_left(self) -> "PromptBatch":
-        """The same prompts, each ending in the last column."""
+        """The same prompts with padding on the left."""
         starts, ends = self._ends()
         return self._columns_from(ends - int((ends - starts).max()))
 
-    def before(self, position: int) -> "PromptBatch":
-        """The tokens of the columns before ``position``; the target may lie beyond them."""
-        names = ("tokens", "attention_mask", "groups")
-        return replace(self, **{name: getattr(self, name)[:, :position] for name in names})
+    def before(self, position: int) -> "LeadingTokens":
+        """The columns before ``position`` alone, all of which are run."""
+        fields = {**vars(self), "first_query": 0}
+        for name in ("tokens", "attention_mask", "groups"):
+            fields[name] = fields[name][:, :position]
+        return LeadingTokens(**fields)
 
     def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """Where each prompt begins, and where the padding behind it does."""
+        """The first position of each prompt, and the first position after it."""
         mask = self.attention_mask.long()
         return mask.argmax(1), mask.shape[1] - mask.flip(1).argmax(1)
 
     def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
-        """As many columns as the longest prompt needs, from each row's start; padding wraps."""
+        """Rows that begin at ``starts`` and are as long as the longest prompt.
+
+        Indices wrap around at the end of a row, where only padding is read.
+        """
         first, ends = self._ends()
         width = int((ends - first).max())
         if width == self.tokens.shape[1] and not starts.any():
             return self
-        where = torch.arange(width, device=starts.device) + starts[:, None]
-        columns = where % self.tokens.shape[1]
+        positions = torch.arange(width, device=starts.device) + starts[:, None]
+        columns = positions % self.tokens.shape[1]
         rows: dict[str, Any] = {
             name: getattr(self, name).gather(1, columns)
             for name in ("tokens", "attention_mask", "groups")
@@ -149,7 +186,7 @@ class PromptBatch:
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> "PromptBatch":
-        """The same batch with its tensors on ``device``, as autograd takes them."""
+        """The same batch on ``device``, without inference tensors, which autograd rejects."""
         moved: dict[str, Any] = {
             name: value.to(device, copy=value.is_inference())
             for name, value in vars(self).items()
@@ -172,7 +209,7 @@ class PromptBatch:
         target_positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
         begins_with_bos: bool = False,
     ) -> "PromptBatch":
-        """A batch from tokens and positions of your own.
+        """A batch from your own tokens and positions.
 
         Args:
             tokens: Token ids, padded on either side.
@@ -180,19 +217,18 @@ class PromptBatch:
             label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different.
             gold: True class of each prompt.
-            attention_mask: 1 or True where a token stands; all, by default.
-            target_positions: Where the label is predicted; each row's last token, by default.
+            attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
+            target_positions: Where the label is predicted; the last token of each row by default.
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Returns:
-            A batch. Tokens after the last label word are in the group "query", those before that
-            are no label words in "other".
+            A batch. Tokens after the last label word are in the group "query", other tokens
+            before it that are no label words in the group "other".
 
         Raises:
-            PromptError: Tokens or positions are no whole numbers; a position lies outside the
-                prompt, under padding, or not before the target; classes or gold labels are out of
-                range; label tokens are not distinct; or the shapes do not fit together. The message
-                says which.
+            PromptError: Tokens or positions are not whole numbers; a position lies outside the
+                prompt, on padding, or not before the target; classes or gold labels are out of
+                range; label tokens are not distinct; or the shapes do not agree.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -213,7 +249,9 @@ class PromptBatch:
         device, (size, length) = tokens.device, tokens.shape
         mask = torch.ones(size, length) if attention_mask is None else attention_mask
         if not ((mask == 0) | (mask == 1)).all():
-            raise PromptError("attention_mask must hold 1 where a token stands, and 0 elsewhere")
+            raise PromptError(
+                "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"
+            )
         mask = mask.to(device).bool()
         if mask.shape != tokens.shape:
             raise PromptError(
@@ -227,7 +265,7 @@ class PromptBatch:
         def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
             try:
                 tensor = torch.as_tensor(value, device=device)
-            except (ValueError, TypeError, RuntimeError) as error:  # None, rows of other lengths
+            except (ValueError, TypeError, RuntimeError) as error:  # None, rows of unequal lengths
                 raise PromptError(
                     f"{name} must be a table of the shape {shape}: {error}"
                 ) from error
@@ -252,8 +290,8 @@ class PromptBatch:
         golds = None if gold is None else row_of_ints("gold", gold, (size,))
         query_start = anchors.max(1).values + 1
         groups = torch.full_like(tokens, QUERY, dtype=torch.long)
-        where = torch.arange(length, device=device)
-        groups[where < query_start[:, None]] = OTHER
+        positions = torch.arange(length, device=device)
+        groups[positions < query_start[:, None]] = OTHER
         batch = cls(
             tokens=tokens,
             attention_mask=mask,
@@ -275,34 +313,42 @@ class PromptBatch:
         return replace(batch, demonstrations_id=_demonstrations_ids(batch))
 
 
+class LeadingTokens(PromptBatch):
+    """The first tokens of prompts, as a cached prefix is made of them.
+
+    Positions are those of the whole prompts, so that targets and the last label words may lie
+    beyond the tokens.
+    """
+
+
 def holds_integers(tensor: Tensor) -> bool:
-    """Whether a tensor is of a type that can count or index."""
+    """Whether the type of a tensor is an integer type (not bool)."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def digest(tokens: Sequence[int]) -> int:
-    """A number that names a list of tokens: the same in every process and on every machine."""
-    digest = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
-    return int.from_bytes(digest[:7], "big")
+    """A number for a list of tokens: the same in every process and on every machine."""
+    bits = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
+    return int.from_bytes(bits[:7], "big")
 
 
 def _demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
-    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    inside = batch.attention_mask & (where <= batch.label_ends.max(1, keepdim=True).values)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    inside = batch.attention_mask & (positions <= batch.label_ends.max(1, keepdim=True).values)
     rows = zip(batch.tokens, inside, strict=True)
-    ids = [digest(tokens[keep].tolist()) for tokens, keep in rows]
+    ids = [digest(tokens[mask].tolist()) for tokens, mask in rows]
     return torch.tensor(ids, device=batch.tokens.device)
 
 
 def check_batch(batch: PromptBatch) -> None:
-    """Refuse a batch whose tensors do not fit together, as ``dataclasses.replace`` can make one.
+    """Check that the tensors of a batch agree: ``dataclasses.replace`` can make one that is wrong.
 
     Raises:
-        PromptError: A tensor has another type or shape, a position lies outside its prompt or not
-            before the target, or a class is out of range. The message says which.
+        PromptError: A tensor has a wrong type or shape, a position lies outside its prompt or not
+            before the target, or a class is out of range.
     """
     hints = get_type_hints(PromptBatch)
-    with jaxtyped("context"):  # so that an axis is as long in all tensors
+    with jaxtyped("context"):  # compares the length of each axis across all tensors
         for name in [name for name in hints if name not in _NO_TENSORS]:
             value, hint = getattr(batch, name), hints[name]
             if isinstance(value, hint):
@@ -330,8 +376,8 @@ def check_batch(batch: PromptBatch) -> None:
     _check_positions(batch)
 
 
-def refuse_outside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"]) -> None:
-    """Refuse positions where no token of the prompt stands."""
+def check_inside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"]) -> None:
+    """Raise an error if a position is outside its prompt or on padding."""
     length = batch.tokens.shape[1]
     if len(positions) != len(batch) or not holds_integers(positions):
         raise PromptError(
@@ -343,19 +389,19 @@ def refuse_outside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch 
     for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
         if wrong.any():
             row = int(wrong.any(1).nonzero()[0])
-            stand = batch.attention_mask[row].nonzero().flatten()
+            tokens = batch.attention_mask[row].nonzero().flatten()
             raise PromptError(
                 f"{name} of prompt {row} has a position {fault}: {positions[row].tolist()}; "
-                f"its tokens stand at {int(stand[0])} to {int(stand[-1])}"
+                f"its tokens are at {int(tokens[0])} to {int(tokens[-1])}"
             )
 
 
 def _check_positions(batch: PromptBatch) -> None:
-    """Every position inside its prompt and before the target, every class in range."""
+    """Check that positions are inside their prompt and before the target, and classes in range."""
     classes = len(batch.label_token_ids)
-    refuse_outside(batch, "label_positions", batch.label_positions)
-    refuse_outside(batch, "label_ends", batch.label_ends)
-    refuse_outside(batch, "target_positions", batch.target_positions[:, None])
+    check_inside(batch, "label_positions", batch.label_positions)
+    check_inside(batch, "label_ends", batch.label_ends)
+    check_inside(batch, "target_positions", batch.target_positions[:, None])
     if batch.label_positions.shape[1] == 0:
         raise PromptError(
             "a batch has at least one label word in each prompt; got label_positions "
@@ -368,7 +414,7 @@ def _check_positions(batch: PromptBatch) -> None:
         )
     if (batch.label_ends < batch.label_positions).any():
         raise PromptError(
-            "label_ends are not before label_positions; got "
+            "label_ends must not be before label_positions; got "
             f"{batch.label_ends.tolist()} and {batch.label_positions.tolist()}"
         )
     late = batch.label_ends >= batch.target_positions[:, None]

@@ -1,8 +1,8 @@
-"""Demonstrations and queries -> batches of tokens whose positions are known.
+"""Builds batches of prompts with known positions from demonstrations and queries.
 
-The only file that meets a tokenizer. Positions come from how the prompt was put together: every
-character belongs to a piece (a text, a label word, the format around them), and every token is
-found by the tokenizer's character offsets. Token ids are never searched.
+Only this file turns texts into tokens. A prompt is joined from pieces (a text, a label word, the
+format around them), so that the piece of every character is known. The character offsets of the
+tokenizer then give the piece of every token. Token ids are never searched.
 """
 
 import unicodedata
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..errors import PromptError
 from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
-from .checks import one_set_per_query
-from .tasks import Example, Task
+from .checks import demonstrations_by_query
+from .examples import Example
+from .tasks import Task
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 
@@ -34,30 +35,30 @@ def build_prompts(
     max_length: int | None = None,
     drop_too_long: bool = False,
 ) -> list[PromptBatch]:
-    r"""Write prompts, tokenise them, and batch them with the positions of everything in them.
+    r"""Write prompts, tokenize them, and return batches with the positions of all their parts.
 
     Args:
-        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). BOS is there exactly where
-            it adds one.
+        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
+            and only if it adds one.
         task: Template, label words and separator.
         demonstrations: One set for all queries, or one set for each query (section 2.1 of the
             paper). Every class needs a demonstration.
-        queries: Examples, or bare texts where the true class is not known.
-        batch_size: Prompts in a batch, at most.
-        padding_side: Where shorter prompts are padded. Results do not depend on it.
-        max_length: Longest prompt in tokens; the tokenizer's own limit by default. Running
-            checks the model's context length besides.
-        drop_too_long: Leave prompts that are too long out, with a warning that counts them;
+        queries: Examples, or texts whose true class is not known.
+        batch_size: Largest number of prompts in a batch.
+        padding_side: Side on which shorter prompts are padded. Results do not depend on it.
+        max_length: Largest number of tokens of a prompt; the tokenizer's limit by default. The
+            model's context length is checked later, when the prompts are run.
+        drop_too_long: Leave out prompts that are too long, with a warning that counts them;
             otherwise they are an error.
 
     Returns:
         Batches ordered by set of demonstrations, then by length; ``PromptBatch.index`` holds the
-        place of each prompt in ``queries``.
+        index of each prompt in ``queries``.
 
     Raises:
-        PromptError: A label word merges with what stands before or after it, two labels share
+        PromptError: A label word merges with the characters before or after it, two labels share
             their first token, a class has no demonstration, a label is out of range, a prompt is
-            too long, or the tokenizer has no character offsets.
+            too long, or the tokenizer gives no character offsets.
 
     Examples:
         >>> batches = al.build_prompts(model.tokenizer, task, demos, ["Who wrote it?"])
@@ -65,19 +66,19 @@ def build_prompts(
         True
     """
     _check_options(tokenizer, batch_size, padding_side, max_length)
-    sets = one_set_per_query(task, demonstrations, queries)
+    sets = demonstrations_by_query(task, demonstrations, queries)
     ids = _label_token_ids(tokenizer, task)
-    asked = [Example(query) if isinstance(query, str) else query for query in queries]
+    examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []
-    for index, (demos, query) in enumerate(zip(sets, asked, strict=True)):
+    for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
         prompt = _tokenize(tokenizer, task, demos, query, ids, index)
         is_too_long = limit is not None and len(prompt.tokens) > limit
         (too_long if is_too_long else prompts).append(prompt)
     if too_long:
         count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
-        names = f"(queries {[prompt.place for prompt in too_long[:10]]}, the longest has " + (
+        names = f"(queries {[prompt.query_index for prompt in too_long[:10]]}, the longest has " + (
             f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
         )
         if not drop_too_long or not prompts:
@@ -86,9 +87,9 @@ def build_prompts(
                 "Python"
             )
         warnings.warn(f"{count} and are left out {names}", stacklevel=2)
-    # The order in which sets first appear keeps the prompts of one set together.
+    # Sets in the order of their first prompt, so that the prompts of a set are adjacent.
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
-    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.place))
+    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
     return [
         _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
@@ -108,7 +109,7 @@ class _Prompt(NamedTuple):
     anchors: list[tuple[int, int, int]]  # first token, last token, class
     query_start: int
     gold: int | None
-    place: int
+    query_index: int
     set_id: int
     begins_with_bos: bool
 
@@ -127,17 +128,17 @@ def _pieces(task: Task, demos: Sequence[Example], query: Example) -> Iterator[_P
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
-    """Token ids, the characters [start, end) that each covers, and which are special.
+    """Token ids, the characters [start, end) of each token, and which tokens are special.
 
-    Tokenizers trim the white space of a token from its offsets; here a token begins where the one
-    before it ended, so that " Positive" covers its space.
+    Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
+    previous token ended, so that the characters of " Positive" include the space.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"a text holds {text[error.start]!r}, half of a pair that only together is a character "
-            f"({text[max(0, error.start - 20) : error.start]!r} stands before it); take it out"
+            f"a text holds {text[error.start]!r}, half of a surrogate pair, "
+            f"after {text[max(0, error.start - 20) : error.start]!r}; remove it"
         ) from error
     encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
     special = [bool(flag) for flag in encoded["special_tokens_mask"]]
@@ -149,14 +150,14 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
             spans.append((previous, previous))
             continue
         if _composes(text, previous, start):
-            # The tokens before spell these characters too, as one with that before them.
+            # These characters belong to the previous token, joined to its last character.
             spans[-1] = (spans[-1][0], start)
             previous = start
-        # Tokens that share one character (bytes of an emoji) have the same offsets.
+        # Tokens that share a character (bytes of an emoji) have the same offsets.
         begin = min(start, previous)
         spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
         if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
-            # The token before ended in spaces ("\n  "), which its offsets leave out.
+            # The previous token ends in spaces ("\n  ") that its offsets leave out.
             begin = start - spaces
             spans[-1] = (spans[-1][0], begin)
         spans.append((begin, end))
@@ -165,10 +166,10 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
 
 
 def _composes(text: str, stop: int, start: int) -> bool:
-    """Whether the characters [stop, start) form one character with the one before them.
+    """Whether the characters [stop, start) form one character with the character before them.
 
-    A letter and an accent after it do: the tokenizer joins the two, and the offsets of its tokens
-    leave the accent out.
+    A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
+    accent.
     """
     if not 0 < stop < start:
         return False
@@ -188,7 +189,7 @@ def _tokenize(
     pieces = list(_pieces(task, demos, query))
     text = "".join(piece.text for piece in pieces)
     tokens, spans, special = _encode(tokenizer, text)
-    # A token belongs to the piece of its last character: the space before a word goes with it.
+    # A token belongs to the piece of its last character: a space belongs to the word after it.
     group_of_character = [piece.group for piece in pieces for _ in piece.text]
     groups = [
         OTHER if is_special and start == end else group_of_character[max(end - 1, 0)]
@@ -213,14 +214,14 @@ def _tokenize(
     if not pieces[-1].text:
         raise PromptError(
             f"query {index} is empty, and so is the template before {{label}}, so that there is no "
-            "token at which the label is predicted; put a word before {label} or leave it out"
+            "token at which the label is predicted; put a word before {label} or drop the query"
         )
     query_text = len(text) - len(pieces[-1].text)
     query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
     if query_start is None:
         raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
     if tokens[-1] == getattr(tokenizer, "unk_token_id", None):
-        _refuse_swallowed_labels(tokenizer, task, text, tokens, index)
+        _check_unknown_word(tokenizer, task, text, tokens, index)
     groups[-1] = TARGET
     return _Prompt(
         tokens=tokens,
@@ -228,22 +229,22 @@ def _tokenize(
         anchors=anchors,
         query_start=query_start,
         gold=query.label,
-        place=index,
+        query_index=index,
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
         begins_with_bos=special[0],
     )
 
 
-def _refuse_swallowed_labels(
+def _check_unknown_word(
     tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
 ) -> None:
-    """An unknown word may take in a label word that is written right behind it."""
+    """Check that no label word becomes a part of an unknown word at the end of the query."""
     for word in task.labels:
         longer, _, _ = _encode(tokenizer, text + word)
         if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
             raise PromptError(
                 f"query {index} ends in a word that the tokenizer does not know, and label word "
-                f"{word!r} behind it becomes a part of it; end the template before {{label}} with "
+                f"{word!r} after it becomes a part of it; end the template before {{label}} with "
                 "a known word or a colon, or begin the label words with a space"
             )
 
@@ -256,7 +257,10 @@ def _word(
     start: int,
     stop: int,
 ) -> tuple[int, int]:
-    """First and last token of the characters [start, stop), which must fill tokens exactly."""
+    """First and last token of the characters [start, stop).
+
+    The characters must begin where a token begins and end where a token ends.
+    """
     inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
     if not len(inside):
         raise PromptError(
@@ -276,7 +280,7 @@ def _word(
 
 
 def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
-    """First token of each label word where the model would write it: after a query."""
+    """First token of each label word after a query, where the model predicts it."""
     ending = task.query("x")
     plain, _, special = _encode(tokenizer, ending)
     if not plain:
@@ -314,10 +318,11 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
 def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(
-            f"{type(tokenizer).__name__} gives no character offsets, which positions come from; "
+            f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
+            "computed; "
             "load the fast version (one with a tokenizer.json; in Python "
-            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from positions "
-            "of your own with PromptBatch.from_positions"
+            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
+            "positions with PromptBatch.from_positions"
         )
     limits = {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}
     for name, count in limits.items():
@@ -360,7 +365,7 @@ def _pad(
         groups=groups,
         query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
         demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
-        index=torch.tensor([prompt.place for prompt in prompts]),
+        index=torch.tensor([prompt.query_index for prompt in prompts]),
         labels=tuple(task.labels),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )

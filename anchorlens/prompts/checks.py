@@ -1,22 +1,24 @@
-"""Whether demonstrations and queries fit a task: known before a tokenizer or model is loaded."""
+"""Checks of demonstrations and queries against a task, which need no tokenizer and no model."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import PromptError
-from .tasks import Example, Task
+from .examples import Example
+from .tasks import Task
 
 
-def one_set_per_query(
+def demonstrations_by_query(
     task: Task,
     demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
     queries: Sequence[Example | str],
 ) -> list[Sequence[Example]]:
-    """The demonstrations of each query, checked against the task as the queries are.
+    """The demonstrations of each query; they and the queries are checked against the task.
 
     Raises:
         PromptError: There is no query, a label is out of range, a class has no demonstration, some
-            queries have a label and others none, or the sets are too few or of different sizes.
+            queries have a label and others have none, the number of sets is neither one nor that of
+            the queries, or sets have different sizes.
     """
     _check_queries(task, queries)
     shared = not demonstrations or isinstance(demonstrations[0], Example)
@@ -42,7 +44,8 @@ def one_set_per_query(
             )
         if len(labels) != len(sets[0]):
             raise PromptError(
-                f"sets of demonstrations must have one size; got {len(sets[0])} and {len(labels)}"
+                "sets of demonstrations must have the same size; got "
+                f"{len(sets[0])} and {len(labels)}"
             )
     return sets
 
@@ -68,4 +71,4 @@ def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
             )
     known = {isinstance(query, str) or query.label is None for query in queries}
     if len(known) > 1:
-        raise PromptError("either all queries have a label or none; some have and some have not")
+        raise PromptError("either all queries must have a label or none; here only some have one")

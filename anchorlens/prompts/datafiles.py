@@ -1,7 +1,7 @@
-"""Columns of a local data file: json lines, a json array, csv or parquet, read as it is now.
+"""Reads the columns of a local data file: json lines, a json array, csv or parquet.
 
-Every file is opened here and read as bytes. A reader that gets a path takes some names for a
-pattern, an address or a compressed file, and may give what it cached.
+Files are read as bytes here and not by a library that gets the path: such a library takes some
+paths for a pattern, an address or a compressed file, and may return a cached copy.
 """
 
 import json
@@ -17,19 +17,19 @@ from ..errors import DataError
 Columns = Mapping[str, Sequence[Any]]
 
 _EXAMPLE = '{"text": "...", "label": 0}'
-# Not more digits than a 64-bit integer has: Python refuses to read very long numbers.
+# At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
 
 def read_columns(path: Path, label: str) -> Columns:
     """The columns of a file by name, each a sequence of Python values.
 
-    A csv file does not tell numbers from text: its cells are text, but whole numbers in the column
-    ``label`` are integers.
+    The cells of a csv file are text, because csv does not distinguish numbers from text. Only
+    whole numbers in the column ``label`` become integers.
 
     Raises:
-        DataError: The file does not exist or cannot be read, or its suffix or content is of no
-            known kind; where a line or row is wrong, the message names it.
+        DataError: The file does not exist or cannot be read, or its suffix or content is not
+            supported. The message names the line or row that is wrong.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -50,7 +50,7 @@ def read_columns(path: Path, label: str) -> Columns:
         ) from error
     columns = READERS[suffix](data, path)
     if not any(columns.values()):
-        raise DataError(f"{path} has no rows; expected a text and its class in each")
+        raise DataError(f"{path} has no rows; expected a text and its class in each row")
     if suffix == ".csv" and label in columns:
         columns = {**columns, label: [_integer_or_text(cell) for cell in columns[label]]}
     return columns
@@ -66,14 +66,15 @@ def _json(data: bytes, path: Path) -> Columns:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(
-                f"row {number} of {path} is no json object; expected {_EXAMPLE}; got {_short(row)}"
+                f"row {number} of {path} is not a json object; expected {_EXAMPLE}; "
+                f"got {_short(row)}"
             )
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _parsed(text: str, path: Path, first_line: int) -> Any:
-    """The value of a text that begins in the line ``first_line`` of the file."""
+    """The json value of a text; ``first_line`` is the line of the file in which it begins."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -82,8 +83,8 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
     except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
         number, reason, line = first_line, str(error), text
     raise DataError(
-        f"line {number} of {path} cannot be read as json: {reason}; expected {_EXAMPLE}, one a "
-        f"line or in an array; got {_short(line)}"
+        f"line {number} of {path} cannot be read as json: {reason}; expected {_EXAMPLE}, one on "
+        f"each line or in an array; got {_short(line)}"
     )
 
 
@@ -92,22 +93,22 @@ def _csv(data: bytes, path: Path) -> Columns:
 
     text = _text(data, path)
     try:
-        # Without a header pandas takes no column for an index, and without a type or a missing
-        # value of its own it leaves a text like "NA", "null" or "007" as it is.
+        # header=None: else pandas may take the first column for an index. dtype and
+        # keep_default_na: else it changes texts such as "NA", "null" or "007".
         cells = pd.read_csv(StringIO(text), header=None, dtype=str, keep_default_na=False)
     except pd.errors.EmptyDataError:
         return {}
     except ValueError as error:
         raise DataError(
             f"{path} cannot be read as csv: {str(error).strip()}; put quotes around texts that "
-            "have a comma, a quote or a line break in them"
+            "contain a comma, a quote or a line break"
         ) from error
     names, *rows = cells.values.tolist()
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
-        raise DataError(f"{path} has several columns of the names {twice}; rename them")
+        raise DataError(f"{path} has several columns with the names {twice}; rename them")
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    # An empty cell is no text, and one of a row that is too short is empty.
+    # An empty cell counts as missing; pandas fills rows that are too short with empty cells.
     return {
         name: [value or None for value in values]
         for name, values in zip(names, columns, strict=True)
@@ -121,18 +122,18 @@ def _parquet(data: bytes, path: Path) -> Columns:
         table = pyarrow.parquet.ParquetFile(BytesIO(data)).read()
         return {name: table[name].to_pylist() for name in table.column_names}
     except (pyarrow.ArrowException, OSError, KeyError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}; write it anew") from error
+        raise DataError(f"{path} cannot be read as parquet: {error}; write it again") from error
 
 
 def _text(data: bytes, path: Path) -> str:
-    """What the bytes say in UTF-8, without the mark that some programs put at the beginning."""
+    """The bytes as UTF-8 text, without the byte order mark that some programs write."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data[: error.start].count(b"\n") + 1
         raise DataError(
-            f"{path} is no text in UTF-8: line {number} has the byte 0x{data[error.start]:02x}; "
-            "save it as UTF-8 (iconv -f latin1 -t utf-8), and unpack it where it is compressed"
+            f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "
+            "save it as UTF-8 (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Positions -> edges: boolean tensors over (query, key), key before query.
+"""Sets of edges: boolean tensors over (query, key), made from positions.
 
-Edge (i, j) is True where query position i attends to key position j and j < i; the diagonal and
-padding belong to no edge set. The algebra is the tensors' own: ``|``, ``&``, ``& ~``.
+Edge (i, j) is True if query position i attends to key position j and j < i. No edge set holds the
+diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``.
 
 Examples:
     >>> to_labels = edges.between(edges.group(batch, "query"), edges.anchors(batch))
@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import GROUPS, PromptBatch, refuse_outside
+from .batch import GROUPS, PromptBatch, check_inside
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
@@ -42,7 +42,7 @@ def between(queries: Positions, keys: Positions) -> Edges:
 def group(batch: PromptBatch, name: str) -> Positions:
     """Positions of a token group: text, label, format, target, query or other.
 
-    ``label`` holds all tokens of a label word; :func:`anchors` only the one that stands for it.
+    ``label`` holds all tokens of each label word, :func:`anchors` only one of them.
 
     Raises:
         PromptError: There is no group of that name.
@@ -58,30 +58,30 @@ def anchors(batch: PromptBatch) -> Positions:
     Raises:
         PromptError: A label position lies outside its prompt.
     """
-    refuse_outside(batch, "label_positions", batch.label_positions)
+    check_inside(batch, "label_positions", batch.label_positions)
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 
 def target(batch: PromptBatch) -> Positions:
-    """The target position (the paper's q); none in a batch that ends before it."""
-    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return where == batch.target_positions[:, None]
+    """The target position (the paper's q); all False in a batch that ends before it."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return positions == batch.target_positions[:, None]
 
 
 def every(batch: PromptBatch) -> Edges:
-    """All edges up to the target, to every earlier token: nothing after it can reach it."""
-    where = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    inside = batch.attention_mask & (where <= batch.target_positions[:, None])
+    """All edges up to the target position; later tokens cannot influence it."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    inside = batch.attention_mask & (positions <= batch.target_positions[:, None])
     return between(inside, inside)
 
 
 def wp(batch: PromptBatch) -> Edges:
-    """Word to label: ``{(p_k, j): j < p_k}``, information gathered in label words (section 2.1)."""
+    """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
     return between(anchors(batch), batch.attention_mask)
 
 
 def pq(batch: PromptBatch) -> Edges:
-    """Label to target: ``{(q, p_k)}``, information read off the label words."""
+    """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
     return between(target(batch), anchors(batch))
 
 
@@ -91,12 +91,12 @@ def ww(batch: PromptBatch) -> Edges:
 
 
 def tq(batch: PromptBatch) -> Edges:
-    """Anything but a label word to target: ``{(q, j): j no anchor}``, the baseline of S_pq."""
+    """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
     return between(target(batch), batch.attention_mask & ~anchors(batch))
 
 
 def from_first(batch: PromptBatch) -> Edges:
-    """Edges to the first token of each prompt, where a BOS stands and attention often rests."""
+    """Edges to the first token of each prompt, often a BOS with much of the attention."""
     first = batch.attention_mask.long().argmax(1, keepdim=True)
     keys = torch.zeros_like(batch.attention_mask).scatter(1, first, True)
     return between(batch.attention_mask, keys)

@@ -1,4 +1,4 @@
-"""The paper's figures and tables for the model at hand, as one long table of numbers."""
+"""``paper``: the paper's figures and tables for a model, as one long table of numbers."""
 
 import hashlib
 import json
@@ -16,19 +16,22 @@ from ..errors import AnchorlensError, DataError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
-from ..prompts.checks import one_set_per_query
-from ..prompts.tasks import BUNDLED, TASKS, Example, Task, sample_demonstrations, sample_queries
+from ..prompts.checks import demonstrations_by_query
+from ..prompts.examples import BUNDLED, Example, sample_demonstrations, sample_queries
+from ..prompts.tasks import TASKS, Task
 from ..runs.fingerprint import fingerprint, tokenizer_identity
 from ..runs.run import target_logits
 from ..runs.store import Store, same_rows
-from ..system.processes import gathered, is_main, main_first, together
+from ..system.processes import fails_together, gather_from_processes, is_main, main_first
+from ..system.renames import renamed_arguments
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 
 COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
-TRAINING = 4  # examples of each class
+TRAINING = 4  # examples of each class for re-weighting
 
 
-@together()
+@renamed_arguments(layers="depth")
+@fails_together()
 def paper(
     model: HookedModel,
     examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],
@@ -36,7 +39,7 @@ def paper(
     queries: int = 40,
     seeds: Sequence[int] = (42, 43),
     parts: Sequence[Part] = PAPER_PARTS,
-    layers: int = 5,
+    depth: int = 5,
     draws: int = 10,
     keep: Callable[[pd.DataFrame], Any] = lambda frame: None,
     folder: str | Path | None = None,
@@ -44,169 +47,173 @@ def paper(
 ) -> pd.DataFrame:
     """The paper's figures and tables for a model, over tasks and seeds.
 
-    A part that fails is a warning, and the others go on: an isolation, say, is possible where the
-    prompts with more shots are too long.
+    A part that fails gives a warning, and the other parts are computed: prompts with more shots
+    may be too long, for example, and all other prompts fit.
 
     Args:
-        model: A hooked model; its attention hooks are proven at first use.
-        examples: For each task by name (of ``TASKS`` or bundled) the examples for demonstrations
-            and training, and those for queries; they may be the same list.
+        model: A hooked model; its attention hooks are verified at first use.
+        examples: For each task (a name in ``TASKS`` or of bundled examples) the examples for
+            demonstrations and training, and those for queries. They may be the same list.
         queries: Queries of each task and seed.
         seeds: Each draws demonstrations, training examples and queries.
-        parts: What to compute; ``paper_tables`` and ``paper_figures`` show what is there.
-        layers: Layers isolated at each end.
+        parts: What to compute; ``paper_tables`` and ``paper_figures`` show the parts that were.
+        depth: Layers isolated at each end of the model.
         draws: Random controls of each isolation.
         keep: Called with all numbers so far after each part, in the main process.
-        folder: Keeps the numbers of each part of a task and seed; the same call after an
-            interruption goes on from there. Parts that failed are computed again.
+        folder: Where the numbers of each part of a task and seed are stored; after an
+            interruption the same call goes on from there. Parts that failed are computed again.
         progress: Show a progress bar.
 
     Returns:
-        One row a number: task, seed, part, row, column, layer (-1 where there is none), value.
+        One row per number: task, seed, part, row, column, layer (-1 without a layer), value.
 
     Raises:
-        DataError: There is no such task, or its examples are too few or of other classes, or seeds
-            are equal: before anything runs.
-        HookError: The model has fewer layers than are to be isolated.
-        StoreError: ``folder`` holds another run, or cannot be written into.
+        DataError: Before anything runs: a task does not exist, its examples are too few or have
+            other classes, or seeds are equal.
+        HookError: The model has fewer layers than ``depth``.
+        StoreError: ``folder`` holds another run, or files cannot be written there.
 
     Examples:
         >>> examples = al.load_examples("questions", "train"), al.load_examples("questions", "test")
-        >>> numbers = al.paper(model, {"questions": examples}, queries=12, seeds=[1], layers=1,
+        >>> numbers = al.paper(model, {"questions": examples}, queries=12, seeds=[1], depth=1,
         ...     draws=1, parts=[al.PAPER_PARTS[1]], progress=False)
         >>> "label words, first layer" in al.paper_tables(numbers)
         True
     """
     ensure_prepared(model)
-    layer_numbers(model, range(layers))
+    layer_numbers(model, range(depth))
     check_examples(examples, queries, seeds)
     settings = [
-        (name, _setting(model, name, *both, queries, seed, layers, draws))
+        (name, _setting(model, name, *both, queries, seed, depth, draws))
         for name, both in examples.items()
         for seed in seeds
     ]
     todo = [(name, setting, part) for name, setting in settings for part in parts]
     if not todo:
-        raise DataError("there is nothing to do: expected a task, a seed and a part at least")
+        raise DataError("nothing can be computed: expected a task, a seed and a part at least")
     store = None
     if folder is not None:
-        expected = fingerprint(model, (), _said(todo))
+        expected = fingerprint(model, (), _description(todo))
         store = main_first(lambda: Store.open(folder, expected))
-        _check_answers(store, len(todo), settings[0][1])
-    stored = gathered(
+        _check_logits(store, len(todo), settings[0][1])
+    stored = gather_from_processes(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
     )[0]
-    known = [None if rows is None else _Done.of(rows) for rows in stored]
+    outcomes = [None if rows is None else _Outcome.of(rows) for rows in stored]
     bar = tqdm(todo, disable=not (progress and is_main()))
     for k, (name, setting, part) in enumerate(bar):
-        what = f"{name}, seed {setting.seed}, {_title(part)}"
-        bar.set_description(what)
-        fresh = known[k] is None
-        known[k] = done = known[k] or _computed(part, setting)
-        if done.warnings:
-            bar.clear()  # a warning has a line of its own
-        for warning in done.warnings:
-            warnings.warn(f"{what}: {warning}", stacklevel=3)
-        with together():
+        title = f"{name}, seed {setting.seed}, {_name(part)}"
+        bar.set_description(title)
+        computed = outcomes[k] is None
+        outcomes[k] = outcome = outcomes[k] or _outcome(part, setting)
+        if outcome.warnings:
+            bar.clear()  # so that a warning begins on a new line
+        for warning in outcome.warnings:
+            warnings.warn(f"{title}: {warning}", stacklevel=4)  # paper has two decorators
+        with fails_together():
             if is_main():
-                if store and fresh and not done.failed:
-                    store.write(k, done.rows())
-                if fresh or k == len(todo) - 1:
-                    keep(_frame(todo, known))
-    return _frame(todo, known)
+                if store and computed and not outcome.failed:
+                    store.write(k, outcome.rows())
+                if computed or k == len(todo) - 1:
+                    keep(_frame(todo, outcomes))
+    return _frame(todo, outcomes)
 
 
-def _check_answers(store: Store, number: int, setting: Setting) -> None:
-    """Refuse stored numbers of a model that answers otherwise; store its answers where none are.
+def _check_logits(store: Store, number: int, setting: Setting) -> None:
+    """Compare the model's logits of a few prompts with the stored ones, or store them.
 
-    Hooks that somebody left on a model, say, are in no fingerprint.
+    A fingerprint does not show everything, such as hooks that were left on the model.
+
+    Raises:
+        StoreError: The stored logits differ.
     """
     try:
         batches = setting.prompts(queries=setting.queries[:4])
         logits = target_logits(setting.model, batches, progress=False)
-    except PromptError:  # too long; each part says so
+    except PromptError:  # a prompt is too long; each part gives that as a warning
         return
-    answers = {"logits": logits[:, batches[0].label_token_ids]}
-    with together():
+    rows = {"logits": logits[:, batches[0].label_token_ids]}
+    with fails_together():
         if is_main():
             stored = store.read(number)
             if stored is None:
-                store.write(number, answers)
-            elif not same_rows(stored, answers):
+                store.write(number, rows)
+            elif not same_rows(stored, rows):
                 raise StoreError(
                     f"the model gives other logits than when the numbers in {store.folder} were "
-                    "computed: hooks on it, or what it computes with, are not the same; use "
-                    "another folder, or start over in this one (al.forget_rows, --fresh)"
+                    "computed: its hooks or its way of computing are not the same; use another "
+                    "folder, or start over in this one (al.forget_rows, --fresh)"
                 )
 
 
-class _Done(NamedTuple):
-    """What came of a part of a task and seed."""
+class _Outcome(NamedTuple):
+    """What a part of a task and seed gave."""
 
     numbers: list[Number]
     warnings: list[str]
     failed: bool
 
     def rows(self) -> dict[str, Tensor]:
-        """As a store keeps them: text, because most of a number says what it is of."""
+        """Rows for a store: JSON, as most fields of a number are texts."""
         text = json.dumps(self[:2]).encode()
         return {"numbers": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     @classmethod
-    def of(cls, rows: Mapping[str, Tensor]) -> "_Done":
-        numbers, said = json.loads(bytes(rows["numbers"].tolist()))
-        return cls([Number(*one) for one in numbers], said, failed=False)
+    def of(cls, rows: Mapping[str, Tensor]) -> "_Outcome":
+        numbers, messages = json.loads(bytes(rows["numbers"].tolist()))
+        return cls([Number(*fields) for fields in numbers], messages, failed=False)
 
 
-def _computed(part: Part, setting: Setting) -> _Done:
-    """The numbers of a part, up to where it fails: that is a warning, as the others go on."""
+def _outcome(part: Part, setting: Setting) -> _Outcome:
+    """Run a part. If it fails, that is a warning, and the numbers before it are there."""
     numbers: list[Number] = []
     failed = False
     with warnings.catch_warnings(record=True) as caught:
         try:
-            with together():
+            with fails_together():
                 for number in part(setting):
                     numbers.append(number)
         except (AnchorlensError, torch.OutOfMemoryError) as error:
             failed = True
             warnings.warn(str(error), stacklevel=2)
-    return _Done(numbers, [str(one.message) for one in caught], failed)
+    return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
 
 
-def _said(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
-    """What the stored numbers are of."""
-    texts = hashlib.sha256()
+def _description(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
+    """What was computed, so that a folder with the numbers of something else is not continued."""
+    digest = hashlib.sha256()
     for name, setting, _ in todo:
-        own = {key: value for key, value in vars(setting).items() if key != "model"}
-        texts.update(f"{name} {own}".encode())
-    # With their options, which a title leaves out.
-    parts = dict.fromkeys(repr(part) for _, _, part in todo)
-    _, setting, _ = todo[0]
+        fields = {key: value for key, value in vars(setting).items() if key != "model"}
+        # The depth under its name in the folders of earlier versions.
+        fields = {"layers" if key == "depth" else key: value for key, value in fields.items()}
+        digest.update(f"{name} {fields}".encode())
+    _, first, _ = todo[0]
     return {
         "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),
-        "seeds": ", ".join(dict.fromkeys(str(one.seed) for _, one, _ in todo)),
-        "parts": ", ".join(parts),
-        "isolated": f"{setting.layers} layers, {setting.draws} draws",
-        "queries": str(len(setting.queries)),
-        "examples": texts.hexdigest(),
-        "tokenizer": tokenizer_identity(setting.tokenizer),
+        "seeds": ", ".join(dict.fromkeys(str(setting.seed) for _, setting, _ in todo)),
+        # The repr of a part includes its options, its name does not.
+        "parts": ", ".join(dict.fromkeys(repr(part) for _, _, part in todo)),
+        "isolated": f"{first.depth} layers, {first.draws} draws",
+        "queries": str(len(first.queries)),
+        "examples": digest.hexdigest(),
+        "tokenizer": tokenizer_identity(first.tokenizer),
     }
 
 
 def _frame(
-    todo: Sequence[tuple[str, Setting, Part]], known: Sequence[_Done | None]
+    todo: Sequence[tuple[str, Setting, Part]], outcomes: Sequence[_Outcome | None]
 ) -> pd.DataFrame:
-    """All that is known, in order."""
+    """All numbers so far, in the order of the parts."""
     numbers = [
-        one._replace(task=name, seed=setting.seed)
-        for (name, setting, _), done in zip(todo, known, strict=True)
-        if done is not None
-        for one in done.numbers
+        number._replace(task=name, seed=setting.seed)
+        for (name, setting, _), outcome in zip(todo, outcomes, strict=True)
+        if outcome is not None
+        for number in outcome.numbers
     ]
     return pd.DataFrame(numbers, columns=Number._fields)[[*COLUMNS]]
 
 
-def _title(part: Part) -> str:
+def _name(part: Part) -> str:
     return str(getattr(part, "__name__", type(part).__name__)).replace("_", " ")
 
 
@@ -215,11 +222,11 @@ def check_examples(
     queries: int,
     seeds: Sequence[int],
 ) -> None:
-    """Refuse tasks, examples, queries and seeds of which no numbers can come.
+    """Check tasks, examples, queries and seeds before anything runs.
 
     Raises:
-        DataError: As :func:`paper`.
-        PromptError: The labels of queries are not those of the task.
+        DataError: As in :func:`paper`.
+        PromptError: The queries have other labels than the task.
     """
     if queries <= AnchorDistances().directions:
         raise DataError(
@@ -227,39 +234,42 @@ def check_examples(
             f"{queries}"
         )
     if len(set(seeds)) < len(seeds):
-        raise DataError(f"seeds must differ, or their spread says nothing; got {list(seeds)}")
+        raise DataError(f"seeds must differ, as equal seeds have no spread; got {list(seeds)}")
     for name, both in examples.items():
         for seed in seeds:
-            _drawn(name, *both, queries, seed)
+            _draw(name, *both, queries, seed)
 
 
-class _Drawn(NamedTuple):
+class _Draw(NamedTuple):
+    """What a seed draws for a task."""
+
     task: Task
     demonstrations: list[Example]
     training: list[Example]
     queries: list[Example]
 
 
-def _drawn(
+def _draw(
     name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
-) -> _Drawn:
+) -> _Draw:
+    """Draw demonstrations and training examples from ``pool``, and queries from ``tests``."""
     key = BUNDLED.get(name, name)
     if key not in TASKS:
-        raise DataError(f"there is no task {name!r}; choose of {', '.join((*TASKS, *BUNDLED))}")
+        raise DataError(f"there is no task {name!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
     task = TASKS[key]
     try:
         demos = sample_demonstrations(pool, 1, seed)
         if len(demos) != len(task.labels):
             raise DataError(f"there are {len(task.labels)} classes, but {len(demos)} in the data")
         training = sample_demonstrations(_without(pool, demos), TRAINING, seed)
-        asked = sample_queries(tests, queries, seed, exclude=[*demos, *training])
+        chosen = sample_queries(tests, queries, seed, exclude=[*demos, *training])
     except DataError as error:
         raise DataError(
             f"{name}: {error} (a demonstration and {TRAINING} training examples of each class, and "
-            f"{queries} queries that are none of them)"
+            f"{queries} other examples as queries)"
         ) from error
-    one_set_per_query(task, demos, asked)
-    return _Drawn(task, demos, training, asked)
+    demonstrations_by_query(task, demos, chosen)
+    return _Draw(task, demos, training, chosen)
 
 
 def _setting(
@@ -269,14 +279,13 @@ def _setting(
     tests: Sequence[Example],
     queries: int,
     seed: int,
-    layers: int,
+    depth: int,
     draws: int,
 ) -> Setting:
-    drawn = _drawn(name, pool, tests, queries, seed)
-    rest = _without(pool, drawn.queries)
-    return Setting(model, *drawn, rest, layers, draws, seed)
+    draw = _draw(name, pool, tests, queries, seed)
+    return Setting(model, *draw, _without(pool, draw.queries), depth, draws, seed)
 
 
-def _without(examples: Sequence[Example], taken: Sequence[Example]) -> list[Example]:
-    texts = {one.text for one in taken}
-    return [one for one in examples if one.text not in texts]
+def _without(examples: Sequence[Example], excluded: Sequence[Example]) -> list[Example]:
+    texts = {example.text for example in excluded}
+    return [example for example in examples if example.text not in texts]

@@ -1,4 +1,4 @@
-"""The numbers of ``paper`` as figures."""
+"""The numbers of ``paper`` as plotly figures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..results import figures
-from .paper_tables import Numbers, Parts, as_numbers, by, task_name
+from .paper_tables import Parts, by_part, task_name
 
 
 def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
-    """Figures 3 to 6 by heading: mean over seeds, with the range of seeds.
+    """Figures 3 to 6 by heading: the mean over seeds and the range of seeds.
 
     Args:
         numbers: What ``paper`` returns.
@@ -21,17 +21,17 @@ def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
         Plotly figures, for ``write_report({}, path, figures=...)``.
     """
     drawn: dict[str, Any] = {}
-    for task, of_task in by("task", as_numbers(numbers)).items():
-        parts = by("part", of_task)
-        for part, draw in _DRAWN.items():
+    for task, rows in numbers.groupby("task", sort=False):
+        parts = by_part(rows)
+        for part, draw in _DRAWINGS.items():
             if part in parts:
-                drawn[f"{task_name(task)}: {part.partition(',')[0]}"] = draw(parts)
+                drawn[f"{task_name(str(task))}: {part.partition(',')[0]}"] = draw(parts)
     return drawn
 
 
 def _flows(parts: Parts) -> Any:
-    shares = [one for one in parts["Figure 3"] if one.column == "share"]
-    names, (mean, low, high) = _over_seeds(shares)
+    rows = parts["Figure 3"]
+    names, (mean, low, high) = _by_layer(rows[rows["column"] == "share"])
     return figures.lines_by_layer(
         mean,
         names,
@@ -43,13 +43,9 @@ def _flows(parts: Parts) -> Any:
 
 
 def _isolation(parts: Parts) -> Any:
-    groups, series = (list(by(field, parts["Figure 4"])) for field in ("column", "row"))
-    of_group = by("column", parts["Figure 4"])
-    values = [[_values(by("row", of_group[a])[b]) for b in series] for a in groups]
-    mean, low, high = (
-        torch.stack([torch.stack([take(one) for one in row]) for row in values])
-        for take in (_mean, _lowest, _highest)
-    )
+    rows = parts["Figure 4"]
+    groups, series = rows["column"].unique().tolist(), rows["row"].unique().tolist()
+    mean, low, high = _over_seeds(rows, column=groups, row=series)
     return figures.grouped_bars(
         mean,
         groups,
@@ -62,7 +58,7 @@ def _isolation(parts: Parts) -> Any:
 
 
 def _attention(parts: Parts) -> Any:
-    names, (mean, low, high) = _over_seeds(parts["Figure 5"])
+    names, (mean, low, high) = _by_layer(parts["Figure 5"])
     return figures.lines_by_layer(
         mean,
         names,
@@ -76,24 +72,22 @@ def _attention(parts: Parts) -> Any:
 
 
 def _confusions(parts: Parts) -> Any:
-    names = list(by("row", parts["Figure 6, actual"]))
-
-    def matrix(kind: str) -> Tensor:
-        rows = by("row", parts[f"Figure 6, {kind}"])
-        cells = [[by("column", rows[a])[b] for b in names] for a in names]
-        return torch.stack([torch.stack([_mean(_values(one)) for one in row]) for row in cells])
-
+    classes = parts["Figure 6, actual"]["row"].unique().tolist()
+    predicted, actual = (
+        _over_seeds(parts[f"Figure 6, {kind}"], row=classes, column=classes)[0]
+        for kind in ("predicted", "actual")
+    )
     return figures.confusion_pair(
-        matrix("predicted"),
-        matrix("actual"),
-        names,
+        predicted,
+        actual,
+        classes,
         title="Which classes are confused (mean over seeds)",
         predicted_title="predicted: distance of keys",
         actual_title="actual: AUC-ROC of the pair",
     )
 
 
-_DRAWN: dict[str, Callable[[Parts], Any]] = {
+_DRAWINGS: dict[str, Callable[[Parts], Any]] = {
     "Figure 3": _flows,
     "Figure 4": _isolation,
     "Figure 5": _attention,
@@ -101,28 +95,23 @@ _DRAWN: dict[str, Callable[[Parts], Any]] = {
 }
 
 
-def _over_seeds(rows: Numbers) -> tuple[list[str], list[Tensor]]:
-    """Names of the lines, and mean, lowest and highest over seeds of each by layer."""
-    lines = by("row", sorted(rows, key=lambda one: one.layer))
-    values = [
-        torch.stack([_values(of_seed) for of_seed in by("seed", line).values()])
-        for line in lines.values()
+def _by_layer(rows: pd.DataFrame) -> tuple[list[str], list[Tensor]]:
+    """Names of the lines; mean, lowest and highest value over seeds [line, layer]."""
+    rows = rows.sort_values("layer", kind="stable")
+    names = rows["row"].unique().tolist()
+    return names, _over_seeds(rows, row=names, layer=rows["layer"].unique().tolist())
+
+
+def _over_seeds(rows: pd.DataFrame, **axes: list[Any]) -> list[Tensor]:
+    """Mean, lowest and highest value over seeds; NaN where no seed has a value.
+
+    Args:
+        rows: Rows of what ``paper`` returns.
+        axes: The columns that become the two axes, each with its values in order.
+    """
+    values = rows.groupby(list(axes))["value"]
+    index, columns = axes.values()
+    return [
+        torch.tensor(table.unstack().reindex(index=index, columns=columns).to_numpy())
+        for table in (values.mean(), values.min(), values.max())
     ]
-    tables = [torch.stack([take(one) for one in values]) for take in (_mean, _lowest, _highest)]
-    return list(lines), tables
-
-
-def _values(rows: Numbers) -> Tensor:
-    return torch.tensor([one.value for one in rows])
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.nanmean(0)
-
-
-def _lowest(values: Tensor) -> Tensor:
-    return values.nan_to_num(torch.inf).amin(0)
-
-
-def _highest(values: Tensor) -> Tensor:
-    return values.nan_to_num(-torch.inf).amax(0)

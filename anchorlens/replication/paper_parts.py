@@ -1,9 +1,11 @@
-"""Figures 3 to 6 and Tables 1 to 3, each a function from one task and seed to numbers."""
+"""The parts of ``paper``: its figures, tables and appendix, each for one task and seed."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +22,27 @@ from ..experiments.compression_loyalty import (
 from ..experiments.diagnosis import diagnose
 from ..experiments.isolation import isolation_sweep
 from ..experiments.reweighting import reweighting_accuracy, train_reweighting
-from ..experiments.sites import Where, first_and_last
+from ..experiments.sites import Site, first_and_last
+from ..hooks import isolate_labels, isolate_random
 from ..metrics.aucroc import AttentionAUCROC, predicted_class
 from ..metrics.distances import AnchorDistances
 from ..metrics.loyalty import loyalty
 from ..metrics.metric import Metric, possible
 from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import HookedModel
+from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.tasks import Example, Task
-from ..runs.loop import check_batches
+from ..prompts.examples import Example, sample_demonstrations
+from ..prompts.tasks import Task
 from ..runs.run import run, target_logits
+from ..runs.study import checked_batches
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+# The appendix.
+DEPTHS = (1, 3, 5, 7)
+DIRECTIONS = (5, 10, 20, 50, 100, 200)
+LETTER_SHOTS = 8
 
 
 class Number(NamedTuple):
@@ -41,12 +50,12 @@ class Number(NamedTuple):
 
     Attributes:
         part: The figure or table.
-        row: What it is of.
-        column: Which quantity.
-        value: From 0 to 1 where it is a share; NaN where it is not defined.
-        layer: -1 where there is none.
-        task: Filled in by ``paper``.
-        seed: Filled in by ``paper``.
+        row: The line, bar or method that the number belongs to.
+        column: The quantity.
+        value: From 0 to 1 if it is a share; NaN if it is not defined.
+        layer: -1 if the number belongs to no layer.
+        task: ``paper`` fills it in.
+        seed: ``paper`` fills it in.
     """
 
     part: str
@@ -65,13 +74,13 @@ class Setting:
     Attributes:
         model: A prepared model.
         task: Template and label words.
-        demonstrations: One of each class, or more.
-        training: Examples for re-weighting, as many of each class.
-        queries: What is asked behind the demonstrations.
-        pool: All examples for demonstrations that are no queries.
-        layers: Layers isolated at each end.
+        demonstrations: One or more of each class.
+        training: Examples for re-weighting, equally many of each class.
+        queries: The queries that follow the demonstrations.
+        pool: All examples for demonstrations, without the queries.
+        depth: Layers isolated at each end of the model.
         draws: Random controls of an isolation.
-        seed: What everything was drawn with.
+        seed: The seed of all random draws.
     """
 
     model: HookedModel
@@ -80,7 +89,7 @@ class Setting:
     training: Sequence[Example]
     queries: Sequence[Example]
     pool: Sequence[Example]
-    layers: int
+    depth: int
     draws: int
     seed: int
 
@@ -94,25 +103,25 @@ class Setting:
         queries: Sequence[Example] | None = None,
         batch_size: int = 8,
     ) -> list[PromptBatch]:
-        """Prompts of this setting, or of other demonstrations or queries."""
+        """Prompts of the setting; ``demonstrations`` and ``queries`` replace its own."""
         demos = self.demonstrations if demonstrations is None else demonstrations
-        asked = self.queries if queries is None else queries
-        return build_prompts(self.tokenizer, self.task, demos, asked, batch_size=batch_size)
+        queries = self.queries if queries is None else queries
+        return build_prompts(self.tokenizer, self.task, demos, queries, batch_size=batch_size)
 
 
 Part = Callable[[Setting], Iterator[Number]]
 
 
 def figures_3_5_6(setting: Setting) -> Iterator[Number]:
-    """Flows, attention against prediction, and confusions, from one pass."""
+    """Information flows, attention against prediction, and confusions."""
     batches = setting.prompts()
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, refused = possible(setting.model, batches[0], wanted)
-    for name, reason in refused.items():
+    metrics, reasons = possible(setting.model, batches, wanted)
+    for name, reason in reasons.items():
         warnings.warn(f"no {name}: {reason}", stacklevel=2)
     try:
         results = run(setting.model, batches, metrics, **QUIET)
-    except RunError as error:  # a metric that these prompts cannot give; the others go on
+    except RunError as error:  # some metrics have no result for these prompts; the others have
         warnings.warn(str(error), stacklevel=2)
         results = dict(error.results)
     if "saliency_flows" in results:
@@ -136,28 +145,16 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
 
 
 def figure_4(setting: Setting) -> Iterator[Number]:
-    """Label words isolated in the first and in the last layers, beside random words."""
-    batches, depth = setting.prompts(), setting.layers
-    places = first_and_last(setting.model, [depth])
+    """Label words isolated in the first and in the last layers, with random words as control."""
+    batches, depth = setting.prompts(), setting.depth
+    sites = first_and_last(setting.model, [depth])
     if batches[0].begins_with_bos:
-        places[f"{next(iter(places))}, BOS edge kept"] = Where(range(depth), keep_bos=True)
-    yield from isolated(setting, batches, "Figure 4", places)
-
-
-def isolated(
-    setting: Setting, batches: Sequence[PromptBatch], part: str, places: Mapping[str, Where]
-) -> Iterator[Number]:
-    """Loyalties with label words and with random words isolated in each place."""
-    records = isolation_sweep(setting.model, batches, places, draws=setting.draws, **QUIET)
-    for (place, record), words in product(records.items(), ("label", "random")):
-        start = "random_" if words == "random" else ""
-        for kind in ("label", "word"):
-            value = getattr(record, f"{start}{kind}_loyalty").mean()  # over draws, where there are
-            yield Number(part, f"{words} words, {place}", f"{kind} loyalty", float(value))
+        sites[f"{next(iter(sites))}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+    yield from _isolated(setting, batches, "Figure 4", sites)
 
 
 def table_1(setting: Setting) -> Iterator[Number]:
-    """Accuracy as it is, with the training examples as demonstrations, and re-weighted."""
+    """Accuracy: vanilla, with the training examples as demonstrations, and re-weighted."""
     training = setting.prompts(queries=setting.training, batch_size=1)
     beta = train_reweighting(setting.model, training, seed=setting.seed, progress=False)
     shots, more = _more_shots(setting)
@@ -168,16 +165,16 @@ def table_1(setting: Setting) -> Iterator[Number]:
 
 
 def table_2(setting: Setting) -> Iterator[Number]:
-    """What contexts of label words, random words and texts left out keep of the whole prompt."""
+    """Loyalty and accuracy of compressed contexts: label words, random words, no texts."""
     batches = setting.prompts()
-    found = compression_loyalty(setting.model, batches, seed=setting.seed, **QUIET)
-    random = found.random_label_loyalty, found.random_word_loyalty, found.random_accuracy
-    top = found.top_label_loyalty, found.top_word_loyalty, found.top_accuracy
-    yield from _row_2("ICL", 1.0, 1.0, found.whole_accuracy, kept=1.0)
+    record = compression_loyalty(setting.model, batches, seed=setting.seed, **QUIET)
+    random = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
+    top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
+    yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
     yield from _text_anchor(setting, batches)
     yield from _row_2("Hidden_random", *(draws.mean() for draws in random))
     yield from _row_2("Hidden_random-top", *top)
-    yield from _compressed("Hidden_anchor", found)
+    yield from _compressed("Hidden_anchor", record)
     alone = compression_loyalty(setting.model, batches, label_words, draws=1, **QUIET)
     yield from _compressed("label words alone", alone)
 
@@ -185,17 +182,97 @@ def table_2(setting: Setting) -> Iterator[Number]:
 def table_3(setting: Setting) -> Iterator[Number]:
     """How many times as fast a compressed context answers one query at a time."""
     few = setting.prompts(queries=setting.queries[:8], batch_size=1)
-    times = answer_times(setting.model, few)
-    yield Number("Table 3", "against the whole prompt", "speed-up", float(times.speed_up))
-    cached = float(times.speed_up_over_cached)
-    yield Number("Table 3", "against a cached prefix", "speed-up", cached)
+    record = answer_times(setting.model, few)
+    speed_ups = {
+        "against the whole prompt": record.speed_up,
+        "against a cached prefix": record.speed_up_over_cached,
+    }
+    for row, speed_up in speed_ups.items():
+        yield Number("Table 3", row, "speed-up", float(speed_up))
     whole = torch.cat([batch.attention_mask.sum(1) for batch in few]).double()
-    before = torch.cat([batch.query_start for batch in few]).double()
-    for name, lengths in (("the demonstrations", before), ("a query", whole - before)):
-        yield Number("Table 3, length", f"tokens of {name}", "tokens", float(lengths.mean()))
+    demonstrations = torch.cat([batch.query_start for batch in few]).double()
+    lengths = {"the demonstrations": demonstrations, "a query": whole - demonstrations}
+    for name, tokens in lengths.items():
+        yield Number("Table 3, length", f"tokens of {name}", "tokens", float(tokens.mean()))
 
 
 PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, table_3)
+
+
+def depths(setting: Setting) -> Iterator[Number]:
+    """Isolation in more and fewer layers at each end."""
+    model = setting.model
+    sites = first_and_last(model, [depth for depth in DEPTHS if depth <= model.cfg.n_layers])
+    yield from _isolated(setting, setting.prompts(), "Appendix, isolation depths", sites)
+
+
+def two_shots(setting: Setting) -> Iterator[Number]:
+    """Figures 3 to 6 with two demonstrations a class."""
+    demos = sample_demonstrations(setting.pool, 2, setting.seed)
+    yield from _repeated(replace(setting, demonstrations=demos), "Appendix, two shots")
+
+
+def letters(setting: Setting) -> Iterator[Number]:
+    """Figures 3 to 6 with A, B, ... as label words and eight demonstrations a class."""
+    task = setting.task
+    words = [f" {letter}" for letter in ascii_uppercase[: len(task.labels)]]
+    demos = sample_demonstrations(setting.pool, LETTER_SHOTS, setting.seed)
+    with_letters = replace(setting, task=replace(task, labels=words), demonstrations=demos)
+    yield from _repeated(with_letters, f"Appendix, letters as labels, {LETTER_SHOTS} shots")
+
+
+def top_words(setting: Setting) -> Iterator[Number]:
+    """The likeliest next words of three prompts, before and after isolation."""
+    model, layers, few = setting.model, range(setting.depth), setting.queries[:3]
+    batches = setting.prompts(queries=few)
+    runs: dict[str, HooksOfBatch] = {
+        "clean": no_hooks,
+        "label words isolated": lambda batch: isolate_labels(model, batch, layers),
+        "random words isolated": lambda batch: isolate_random(
+            model, batch, layers, seed=setting.seed
+        ),
+    }
+    for name, hooks in runs.items():
+        logits = target_logits(model, batches, hooks=hooks, progress=False)
+        best = logits.double().softmax(-1).topk(5)
+        for query, tokens, values in zip(few, best.indices, best.values, strict=True):
+            for rank in range(5):
+                word = setting.tokenizer.decode([int(tokens[rank])])
+                row, column = f"{name}: {query.text}", f"{rank + 1}. {word!r}"
+                yield Number("Appendix, top words", row, column, float(values[rank]))
+
+
+def directions(setting: Setting) -> Iterator[Number]:
+    """Confusions predicted from more and fewer main directions of the queries."""
+    counts = [count for count in DIRECTIONS if count < len(setting.queries)]
+    metrics: list[Metric] = [AnchorDistances(count, name=f"M = {count}") for count in counts]
+    results = run(setting.model, setting.prompts(), metrics, **QUIET)
+    for name, record in results.items():
+        diagnosis = diagnose(record)
+        value = float(diagnosis.correlation[int(diagnosis.layer)])
+        yield Number("Appendix, directions", name, "rank correlation", value)
+
+
+PAPER_APPENDIX: tuple[Part, ...] = (depths, two_shots, letters, top_words, directions)
+
+
+def _repeated(setting: Setting, part: str) -> Iterator[Number]:
+    """Figures 3 to 6 in another setting."""
+    for number in (*figures_3_5_6(setting), *figure_4(setting)):
+        yield number._replace(part=f"{part}: {number.part}")
+
+
+def _isolated(
+    setting: Setting, batches: Sequence[PromptBatch], part: str, sites: Mapping[str, Site]
+) -> Iterator[Number]:
+    """Loyalties with label words and with random words isolated at each site."""
+    records = isolation_sweep(setting.model, batches, sites, draws=setting.draws, **QUIET)
+    for (site, record), words in product(records.items(), ("label", "random")):
+        prefix = "random_" if words == "random" else ""
+        for kind in ("label", "word"):
+            values = getattr(record, f"{prefix}{kind}_loyalty")  # one for each random draw
+            name = f"{words} words, {site}"
+            yield Number(part, name, f"{kind} loyalty", float(values.mean()))
 
 
 def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[Number]:
@@ -205,16 +282,16 @@ def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[Numb
 
 
 def _more_shots(setting: Setting) -> tuple[int, list[PromptBatch]]:
-    """The training examples as demonstrations, as many as the model's context takes."""
+    """Prompts with the training examples as demonstrations, as many as fit, and their number."""
     for shots in range(len(setting.training) // len(setting.task.labels), 0, -1):
-        taken: dict[int | None, int] = {}
+        counts: Counter[int | None] = Counter()
         chosen = []
         for example in setting.training:
-            taken[example.label] = taken.get(example.label, 0) + 1
-            chosen += [example] if taken[example.label] <= shots else []
+            counts[example.label] += 1
+            chosen += [example] if counts[example.label] <= shots else []
         try:
             batches = setting.prompts([*setting.demonstrations, *chosen])
-            check_batches(setting.model, batches, resamples=0)
+            checked_batches(setting.model, batches)
         except PromptError:  # too long for the tokenizer, or for the model
             continue
         return 1 + shots, batches
@@ -224,13 +301,13 @@ def _more_shots(setting: Setting) -> tuple[int, list[PromptBatch]]:
 
 
 def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[Number]:
-    """The template with empty texts."""
-    bare = text_anchor_prompts(
+    """Prompts without the texts of the demonstrations."""
+    textless = text_anchor_prompts(
         setting.tokenizer, setting.task, setting.demonstrations, setting.queries
     )
     whole = target_logits(setting.model, batches, progress=False)
-    logits = target_logits(setting.model, bare, progress=False)
-    ids = bare[0].label_token_ids
+    logits = target_logits(setting.model, textless, progress=False)
+    ids = textless[0].label_token_ids
     record = loyalty(whole, logits, ids)
     gold = torch.tensor([query.label for query in setting.queries])
     accuracy = (predicted_class(logits, ids) == gold).double().mean()
@@ -238,9 +315,9 @@ def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[N
 
 
 def _compressed(name: str, record: CompressionRecord) -> Iterator[Number]:
-    kept = record.bytes_kept / record.bytes_whole
     loyalties = record.label_loyalty, record.word_loyalty
-    yield from _row_2(name, *loyalties, record.accuracy, kept=kept)
+    cached = record.bytes_kept / record.bytes_whole
+    yield from _row_2(name, *loyalties, record.accuracy, cached=cached)
 
 
 def _row_2(
@@ -248,10 +325,11 @@ def _row_2(
     label: Tensor | float,
     word: Tensor | float,
     accuracy: Tensor,
-    kept: Tensor | float | None = None,
+    cached: Tensor | float | None = None,
 ) -> Iterator[Number]:
+    """A row of Table 2; ``cached`` is the share of the whole cache that is stored."""
     yield Number("Table 2", name, "label loyalty", float(label))
     yield Number("Table 2", name, "word loyalty", float(word))
     yield Number("Table 2", name, "accuracy", float(accuracy))
-    if kept is not None:
-        yield Number("Table 2", name, "cache kept", float(kept))
+    if cached is not None:
+        yield Number("Table 2", name, "cache kept", float(cached))

@@ -1,38 +1,45 @@
-"""The numbers of ``paper`` as text tables beside the published values."""
+"""The numbers of ``paper`` as text tables, beside the published values."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isnan, nan
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from textwrap import fill, shorten
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
-from ..prompts.tasks import BUNDLED
-from .paper_parts import Number
+from ..prompts.examples import BUNDLED
+from ..results.text_tables import TextTable, aligned, digits
 from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
-from .text_tables import Cell, Texts, aligned, digits, spreads
 
 WIDTH = 110
 HERE = "this model"
 
-Numbers = list[Number]
-Parts = Mapping[str, Numbers]
+Parts = Mapping[str, pd.DataFrame]
+
+
+class Cell(NamedTuple):
+    """The value of one seed, and its group, row and column in a table."""
+
+    group: str
+    row: str
+    column: str
+    value: float
 
 
 class Section(NamedTuple):
     """A table, what it shows and how to read it."""
 
     title: str
-    table: Texts
+    table: TextTable
     note: str
 
 
 def paper_tables(numbers: pd.DataFrame) -> str:
-    """The figures' main numbers and the tables as text, with what the paper reports.
+    """The figures' main numbers and the tables as text, beside what the paper reports.
 
-    Each is the mean over seeds, and after ± its standard deviation over seeds. Loyalties and
-    accuracies are in per cent.
+    Each number is the mean over seeds, and after ± stands its standard deviation over seeds.
+    Loyalties and accuracies are in per cent.
 
     Args:
         numbers: What ``paper`` returns, or some of its rows.
@@ -44,38 +51,27 @@ def paper_tables(numbers: pd.DataFrame) -> str:
         >>> [line.split() for line in al.paper_tables(numbers).splitlines() if "vanilla  " in line]
         [['vanilla', '61.0'], ['vanilla', '57.56']]
     """
-    found = as_numbers(numbers)
-    seeds = len(by("seed", found))
-    blocks = [fill(_legend(found), WIDTH)] if found else []
-    for variant, parts in _variants(found).items():
-        for title, table, note in _sections(parts, seeds):
+    blocks = [fill(_legend(numbers), WIDTH)] if len(numbers) else []
+    for variant, parts in _variants(numbers).items():
+        for title, table, note in _sections(parts, numbers["seed"].nunique()):
             heading = f"{variant}: {title}" if variant else title
             notes = [] if variant or not note else [fill(note, WIDTH)]
             blocks.append("\n".join([heading, *aligned(table), *notes]))
     return "\n\n".join(blocks)
 
 
-def as_numbers(frame: pd.DataFrame) -> Numbers:
-    """The rows of what ``paper`` returns."""
-    columns = [frame[name].to_list() for name in Number._fields]
-    return [Number(*values) for values in zip(*columns, strict=True)]
-
-
-def by(field: str, numbers: Numbers) -> dict[Any, Numbers]:
-    """Numbers by one of their fields, in the order in which its values appear."""
-    groups: dict[Any, Numbers] = {}
-    for number in numbers:
-        groups.setdefault(getattr(number, field), []).append(number)
-    return groups
+def by_part(numbers: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of each figure and table, in the order in which these appear."""
+    return {str(part): rows for part, rows in numbers.groupby("part", sort=False)}
 
 
 def task_name(task: str) -> str:
-    """The paper's name of a task; bundled texts are not the paper's."""
+    """The paper's name of a task; for a bundled task, that of the task that it resembles."""
     return f"{task} (as {TASK_NAMES[BUNDLED[task]]})" if task in BUNDLED else TASK_NAMES[task]
 
 
-def _legend(numbers: Numbers) -> str:
-    seeds = list(by("seed", numbers))
+def _legend(numbers: pd.DataFrame) -> str:
+    seeds = numbers["seed"].unique().tolist()
     draws = "which draws demonstrations, training examples and queries"
     text = (
         f"Of one seed, {seeds[0]}, {draws}: nothing is known of the spread."
@@ -84,42 +80,43 @@ def _legend(numbers: Numbers) -> str:
         f"each of {draws}; (1/{len(seeds)}) where only 1 of them has a value."
     )
     text += " A dash where there is none."
-    bundled = [task_name(task) for task in by("task", numbers) if task in BUNDLED]
+    bundled = [task_name(task) for task in numbers["task"].unique() if task in BUNDLED]
     if bundled:
         text += f" Bundled examples, not the paper's data: {', '.join(bundled)}."
     return text
 
 
-def _variants(numbers: Numbers) -> dict[str, dict[str, Numbers]]:
-    """Figures and tables by the setting of the appendix that they were made again in."""
-    variants: dict[str, dict[str, Numbers]] = {"": {}}
-    for part, rows in by("part", numbers).items():
+def _variants(numbers: pd.DataFrame) -> dict[str, dict[str, pd.DataFrame]]:
+    """The paper's figures and tables, and those that the appendix repeats in another setting."""
+    variants: dict[str, dict[str, pd.DataFrame]] = {"": {}}
+    for part, rows in by_part(numbers).items():
         variant, _, name = part.rpartition(": ")
         variants.setdefault(variant, {})[name] = rows
     return variants
 
 
 def _sections(parts: Parts, seeds: int) -> Iterator[Section]:
-    for part, show in _SHOWN.items():
+    for part, section in _SECTIONS.items():
         if part in parts:
-            yield show(parts, seeds)
+            yield section(parts, seeds)
     for part, rows in parts.items():
-        if part not in _SHOWN and part.partition(",")[0] not in _SHOWN:  # a part of one's own
-            yield Section(part, spreads(_as_they_are(rows), 3, seeds), "")
+        if part not in _SECTIONS and part.partition(",")[0] not in _SECTIONS:  # a user's own part
+            yield Section(part, _spreads(_group_per_task(rows), 3, seeds), "")
 
 
 def _figure_3(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
-        for one, line in _lines(parts["Figure 3"]):
-            third = len(line) // 3 or 1
-            take = median if one.column == "ratio" else fmean
-            for place, values in (("first", line[:third]), ("last", line[-third:])):
-                row = f"{place} third of the layers"
-                yield Cell(task_name(one.task), row, one.row, _over(values, take))
+        for task, name, quantity, values in _lines(parts["Figure 3"]):
+            third = len(values) // 3 or 1
+            average = median if quantity == "ratio" else fmean
+            for end, chosen in (("first", values[:third]), ("last", values[-third:])):
+                row = f"{end} third of the layers"
+                value = nan if any(map(isnan, chosen)) else average(chosen)
+                yield Cell(task_name(task), row, name, value)
 
     return Section(
         "Figure 3. Where information flows: shares of the mean saliencies",
-        spreads(cells(), 2, seeds),
+        _spreads(_frame(cells()), 2, seeds),
         "S_wp: from words to label words. S_pq: from label words to the target. S_ww: between all "
         "others. In the paper S_wp is large in shallow layers, and S_pq in deep ones. S_pq / S_tq "
         "(not in the paper): S_pq over the mean saliency from all other words to the target; about "
@@ -129,38 +126,34 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
 
 def _figure_4(parts: Parts, seeds: int) -> Section:
     rows = parts["Figure 4"]
-    kept = any("BOS" in one.row for one in rows)
     bos = " BOS edge kept: label words still attend to BOS, which the paper's prompts do not have."
     return Section(
         "Figure 4. Loyalty to the clean run with words isolated in some layers, %",
-        spreads(_as_they_are(rows, 100.0), 1, seeds),
+        _spreads(_group_per_task(rows, 100.0), 1, seeds),
         "Label loyalty: share of predicted labels that stay. Word loyalty: overlap (Jaccard) of "
         "the 5 likeliest next words. 100 says that isolation changes nothing. Random words: as "
         "many, mean of the draws. In the paper label words in the first layers matter most."
-        + bos
-        * kept,
+        + (bos if rows["row"].str.contains("BOS").any() else ""),
     )
 
 
 def _figure_5(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
-        for one, line in _lines(parts["Figure 5"]):
-            third = len(line) // 3 or 1
-            values = {
-                "first third": fmean(line[:third]),
-                "last third": fmean(line[-third:]),
-                "after 1/3": line[third - 1],
-                "after 2/3": line[-third - 1] if len(line) > 1 else line[0],
+        for task, name, _, values in _lines(parts["Figure 5"]):
+            third = len(values) // 3 or 1
+            chosen = {
+                "first third": fmean(values[:third]),
+                "last third": fmean(values[-third:]),
             }
-            places = (
-                ("after 1/3", "after 2/3") if one.row == "R_l" else ("first third", "last third")
-            )
-            for place in places:
-                yield Cell("", task_name(one.task), f"{one.row}, {place}", values[place])
+            if name == "R_l":  # a sum over the layers up to l
+                two_thirds = values[-third - 1] if len(values) > 1 else values[0]
+                chosen = {"after 1/3": values[third - 1], "after 2/3": two_thirds}
+            for where, value in chosen.items():
+                yield Cell("", task_name(task), f"{name}, {where}", value)
 
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
-        spreads(cells(), 2, seeds),
+        _spreads(_frame(cells()), 2, seeds),
         "AUCROC_l: how well the attention in layer l tells the predicted label, mean over a third "
         "of the layers; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part that "
         "the layers up to l have in the sum of AUCROC_l - 0.5 over all layers, after 1/3 and 2/3 "
@@ -170,13 +163,12 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
 
 def _figure_6(parts: Parts, seeds: int) -> Section:
     rows = parts["Figure 6"]
-    layer = 2 * (max(one.layer for one in rows) + 1) // 3
-    cells = [
-        Cell("", task_name(one.task), one.row, one.value) for one in rows if one.layer == layer
-    ]
+    layer = 2 * (int(rows["layer"].max()) + 1) // 3
+    of_layer = rows[rows["layer"] == layer]
+    cells = of_layer.assign(group="", row=of_layer["task"].map(task_name), column=of_layer["row"])
     return Section(
         f"Figure 6. Do the label words' keys tell which classes are confused? (layer {layer})",
-        spreads(cells, 2, seeds),
+        _spreads(cells, 2, seeds),
         "Spearman correlation, over pairs of classes, of the distance of their keys (predicted) "
         "with the AUC-ROC of telling them apart (actual): 1 where keys tell it all. Two classes "
         "are one pair, which has none. p-value: share of the permutations of the classes that "
@@ -186,11 +178,11 @@ def _figure_6(parts: Parts, seeds: int) -> Section:
 
 def _table_1(parts: Parts, seeds: int) -> Section:
     rows = parts["Table 1"]
-    shots = [one._replace(row="more shots: how many") for one in parts.get("Table 1, shots", [])]
+    shots = parts.get("Table 1, shots", rows[:0]).assign(row="more shots: how many")
     return Section(
         "Table 1. Accuracy, %",
-        spreads(_by_task(rows, 100.0), 1, seeds)
-        | spreads(_by_task(shots), 0, seeds)
+        _spreads(_column_per_task(rows, 100.0), 1, seeds)
+        | _spreads(_column_per_task(shots), 0, seeds)
         | _published(TABLE_1, rows, 2),
         "Vanilla and re-weighted have 1 demonstration a class. More shots: besides it what "
         "re-weighting is trained on, as many a class as the context takes; in the paper 5, on "
@@ -200,17 +192,18 @@ def _table_1(parts: Parts, seeds: int) -> Section:
 
 def _table_2(parts: Parts, seeds: int) -> Section:
     rows = parts["Table 2"]
-    tasks = by("task", rows)
+    tasks = rows["task"].unique().tolist()
     here = (
         f"{HERE}, mean of {len(tasks)} tasks" if len(tasks) > 1 else f"{HERE}, {task_name(*tasks)}"
     )
-    means = [
-        Cell(here, row, column, 100 * fmean(one.value for one in of_tasks))
-        for row, of_row in by("row", rows).items()
-        for column, of_column in by("column", of_row).items()
-        for of_tasks in by("seed", of_column).values()
-        if len(of_tasks) == len(tasks)
-    ]
+
+    def means() -> Iterator[Cell]:
+        """Over tasks, for the seeds that have a value of every task."""
+        for (row, column), of_seeds in rows.groupby(["row", "column"], sort=False):
+            for _, values in of_seeds.groupby("seed", sort=False)["value"]:
+                if len(values) == len(tasks):
+                    yield Cell(here, str(row), str(column), 100 * fmean(values))
+
     published = {
         (f"{model} in the paper, mean of its 4 tasks", row): {
             column: digits(value, 2) for column, value in values.items()
@@ -218,10 +211,10 @@ def _table_2(parts: Parts, seeds: int) -> Section:
         for model, of_model in TABLE_2.items()
         for row, values in of_model.items()
     }
-    each = spreads(_as_they_are(rows, 100.0), 1, seeds) if len(tasks) > 1 else {}
+    each = _spreads(_group_per_task(rows, 100.0), 1, seeds) if len(tasks) > 1 else {}
     return Section(
         "Table 2. What compressed demonstrations keep, %",
-        spreads(means, 1, seeds) | published | each,
+        _spreads(_frame(means()), 1, seeds) | published | each,
         "Loyalties are to ICL, the whole prompt. Text_anchor: prompts without the demonstrations' "
         "texts. Hidden_anchor: keys and values of label words and format alone. Hidden_random: "
         "random words in place of the label words, mean of 20 draws; -top: the draw with the best "
@@ -234,8 +227,8 @@ def _table_3(parts: Parts, seeds: int) -> Section:
     rows = parts["Table 3"]
     return Section(
         "Table 3. How many times as fast Hidden_anchor answers one query",
-        spreads(_by_task(rows), 2, seeds)
-        | spreads(_by_task(parts.get("Table 3, length", [])), 1, seeds)
+        _spreads(_column_per_task(rows), 2, seeds)
+        | _spreads(_column_per_task(parts.get("Table 3, length", rows[:0])), 1, seeds)
         | _published(TABLE_3, rows, 1),
         "On this machine, without the one pass over the demonstrations. Against a cached prefix "
         "(not in the paper): the keys and values of whole demonstrations are kept as well.",
@@ -243,34 +236,33 @@ def _table_3(parts: Parts, seeds: int) -> Section:
 
 
 def _depths(parts: Parts, seeds: int) -> Section:
-    cells = _as_they_are(parts["Appendix, isolation depths"], 100.0)
+    cells = _group_per_task(parts["Appendix, isolation depths"], 100.0)
     title = "Appendix. Figure 4 with words isolated in more and fewer layers, %"
-    return Section(title, spreads(cells, 1, seeds), "")
+    return Section(title, _spreads(cells, 1, seeds), "")
 
 
 def _top_words(parts: Parts, seeds: int) -> Section:
-    table: Texts = {}
-    for task, rows in by("task", parts["Appendix, top words"]).items():
-        for one in rows:
-            if one.seed == rows[0].seed:  # what words come is no mean over seeds
-                run, _, query = one.row.partition(": ")
-                rank, _, word = one.column.partition(". ")
-                group = (
-                    f"{task_name(task)}, seed {one.seed}: {shorten(query, 70, placeholder='...')}"
-                )
-                table.setdefault((group, run), {})[rank] = f"{word} {100 * one.value:.1f}"
+    table: TextTable = {}
+    for task, rows in parts["Appendix, top words"].groupby("task", sort=False):
+        seed = rows["seed"].iloc[0]  # words have no mean over seeds, so that the first is shown
+        for number in rows[rows["seed"] == seed].itertuples():
+            run, _, query = str(number.row).partition(": ")
+            rank, _, word = str(number.column).partition(". ")
+            prompt = shorten(query, 70, placeholder="...")
+            group = f"{task_name(str(task))}, seed {seed}: {prompt}"
+            table.setdefault((group, run), {})[rank] = f"{word} {100 * number.value:.1f}"
     return Section("Appendix. The likeliest next words and their probabilities, %", table, "")
 
 
 def _directions(parts: Parts, seeds: int) -> Section:
     rows = parts["Appendix, directions"]
-    cells = [Cell("", one.row, task_name(one.task), one.value) for one in rows]
+    cells = rows.assign(group="", column=rows["task"].map(task_name))
     note = "The paper takes M = 10. As many directions as queries, or more, are left out."
     title = "Appendix. Rank correlation of Figure 6 with M main directions of the queries"
-    return Section(title, spreads(cells, 2, seeds), note)
+    return Section(title, _spreads(cells, 2, seeds), note)
 
 
-_SHOWN: dict[str, Callable[[Parts, int], Section]] = {
+_SECTIONS: dict[str, Callable[[Parts, int], Section]] = {
     "Figure 3": _figure_3,
     "Figure 4": _figure_4,
     "Figure 5": _figure_5,
@@ -284,38 +276,59 @@ _SHOWN: dict[str, Callable[[Parts, int], Section]] = {
 }
 
 
-def _as_they_are(rows: Numbers, scale: float = 1.0) -> Iterator[Cell]:
-    """A group for each task."""
-    for one in rows:
-        row = one.row if one.layer < 0 else f"{one.row}, layer {one.layer}"
-        yield Cell(task_name(one.task), row, one.column, one.value * scale)
+def _group_per_task(rows: pd.DataFrame, scale: float = 1.0) -> pd.DataFrame:
+    """The cells of a table with a group for each task."""
+    with_layer = rows["row"] + ", layer " + rows["layer"].astype(str)
+    return rows.assign(
+        group=rows["task"].map(task_name),
+        row=rows["row"].where(rows["layer"] < 0, with_layer),
+        value=scale * rows["value"],
+    )
 
 
-def _by_task(rows: Numbers, scale: float = 1.0) -> Iterator[Cell]:
-    """A column for each task."""
-    for one in rows:
-        yield Cell(HERE, one.row, task_name(one.task), one.value * scale)
+def _column_per_task(rows: pd.DataFrame, scale: float = 1.0) -> pd.DataFrame:
+    """The cells of a table with a column for each task."""
+    tasks = rows["task"].map(task_name)
+    return rows.assign(group=HERE, column=tasks, value=scale * rows["value"])
 
 
-def _lines(rows: Numbers) -> Iterator[tuple[Number, list[float]]]:
-    """Each line over the layers, with the number that it begins with."""
-    lines: dict[tuple[str, int, str], Numbers] = {}
-    for one in rows:
-        lines.setdefault((one.task, one.seed, one.row), []).append(one)
-    for line in lines.values():
-        yield line[0], [one.value for one in sorted(line, key=lambda one: one.layer)]
+def _lines(rows: pd.DataFrame) -> Iterator[tuple[str, str, str, list[float]]]:
+    """Task, name, quantity and values over the layers of each line of a figure."""
+    keys = ["task", "seed", "row", "column"]
+    for (task, _, name, quantity), line in rows.groupby(keys, sort=False):
+        values = line.sort_values("layer")["value"].tolist()
+        yield str(task), str(name), str(quantity), values
 
 
-def _over(values: Sequence[float], take: Callable[[Sequence[float]], float]) -> float:
-    return nan if any(map(isnan, values)) else take(values)
+def _frame(cells: Iterable[Cell]) -> pd.DataFrame:
+    return pd.DataFrame(list(cells), columns=list(Cell._fields))
 
 
-def _published(values: Values, rows: Numbers, places: int) -> Texts:
+def _spreads(cells: pd.DataFrame, decimals: int, seeds: int) -> TextTable:
+    """Mean ± standard deviation over seeds, in the order in which the cells appear."""
+    table: TextTable = {}
+    keys = ["group", "row", "column"]
+    for (group, row, column), values in cells.groupby(keys, sort=False)["value"]:
+        texts = table.setdefault((str(group), str(row)), {})
+        texts[str(column)] = _spread(values.tolist(), decimals, seeds)
+    return table
+
+
+def _spread(values: Sequence[float], decimals: int, seeds: int) -> str:
+    known = [value for value in values if not isnan(value)]
+    if not known:
+        return "  -"
+    text = digits(fmean(known), decimals)
+    text += f" ± {stdev(known):.{decimals}f}" if len(known) > 1 else ""
+    return text if len(known) == seeds else f"{text} ({len(known)}/{seeds})"
+
+
+def _published(values: Values, rows: pd.DataFrame, decimals: int) -> TextTable:
     """The paper's values for the tasks of these rows."""
-    tasks = {task_name(task): BUNDLED.get(task, task) for task in by("task", rows)}
+    tasks = {task_name(task): BUNDLED.get(task, task) for task in rows["task"].unique()}
     return {
         (f"{model} in the paper", row): {
-            name: digits(of_row[task], places) for name, task in tasks.items()
+            name: digits(of_row[task], decimals) for name, task in tasks.items()
         }
         for model, of_model in values.items()
         for row, of_row in of_model.items()

@@ -1,4 +1,4 @@
-"""What the paper reports, in per cent or as ratios, to stand beside the model at hand.
+"""The values that the paper reports, in per cent or as ratios, for comparison with a model.
 
 "Label Words are Anchors" (Wang et al., EMNLP 2023, arXiv 2305.14160 v4), Tables 1 to 3.
 """
@@ -17,7 +17,7 @@ def _by_task(*values: float) -> dict[str, float]:
     return dict(zip(TASK_NAMES, values, strict=True))
 
 
-# Accuracy. More shots are 5 a class, 3 on AGNews.
+# Accuracy. "More shots" are 5 per class, on AGNews 3.
 TABLE_1: Values = MappingProxyType(
     {
         "GPT2-XL": {
@@ -29,31 +29,31 @@ TABLE_1: Values = MappingProxyType(
 )
 
 
-def _of_context(label: float, word: float, accuracy: float) -> dict[str, float]:
+def _by_quantity(label: float, word: float, accuracy: float) -> dict[str, float]:
     return {"label loyalty": label, "word loyalty": word, "accuracy": accuracy}
 
 
-# The mean of the four tasks.
+# Means of the four tasks.
 TABLE_2: Values = MappingProxyType(
     {
         "GPT2-XL": {
-            "ICL": _of_context(100.0, 100.0, 51.90),
-            "Text_anchor": _of_context(51.05, 36.65, 38.77),
-            "Hidden_random": _of_context(48.96, 5.59, 39.96),
-            "Hidden_random-top": _of_context(57.52, 4.49, 41.72),
-            "Hidden_anchor": _of_context(79.47, 62.17, 45.04),
+            "ICL": _by_quantity(100.0, 100.0, 51.90),
+            "Text_anchor": _by_quantity(51.05, 36.65, 38.77),
+            "Hidden_random": _by_quantity(48.96, 5.59, 39.96),
+            "Hidden_random-top": _by_quantity(57.52, 4.49, 41.72),
+            "Hidden_anchor": _by_quantity(79.47, 62.17, 45.04),
         },
         "GPT-J": {
-            "ICL": _of_context(100.0, 100.0, 56.82),
-            "Text_anchor": _of_context(53.45, 43.85, 40.83),
-            "Hidden_random": _of_context(49.03, 2.16, 31.51),
-            "Hidden_random-top": _of_context(71.10, 11.36, 52.34),
-            "Hidden_anchor": _of_context(89.06, 75.04, 55.59),
+            "ICL": _by_quantity(100.0, 100.0, 56.82),
+            "Text_anchor": _by_quantity(53.45, 43.85, 40.83),
+            "Hidden_random": _by_quantity(49.03, 2.16, 31.51),
+            "Hidden_random-top": _by_quantity(71.10, 11.36, 52.34),
+            "Hidden_anchor": _by_quantity(89.06, 75.04, 55.59),
         },
     }
 )
 
-# Time of the whole prompt over that of the compressed context.
+# The time of the whole prompt divided by the time of the compressed context.
 TABLE_3: Values = MappingProxyType(
     {
         "GPT2-XL": {"against the whole prompt": _by_task(1.1, 1.5, 2.5, 1.4)},

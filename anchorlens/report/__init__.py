@@ -1,1 +1,1 @@
-"""Results -> one page for people."""
+"""Writes results as one page for people."""

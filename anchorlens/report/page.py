@@ -1,4 +1,4 @@
-"""Results -> one HTML page that opens offline."""
+"""Writes results into one HTML page that opens offline."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,9 +6,11 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+
 from ..errors import AnchorlensError
 from ..results.record import Record
-from ..system.files import write_whole
+from ..system.files import write_atomically
 
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #1c2024; background: #fff;
@@ -32,21 +34,21 @@ def write_report(
     *,
     title: str = "How the model learns from the examples in its prompt",
     settings: Mapping[str, Any] | None = None,
-    figures: Mapping[str, Any] | None = None,
+    figures: Mapping[str, go.Figure | None] | None = None,
     summary: str = "",
 ) -> Path:
     """Write results as one self-contained HTML page: figures, how to read them, all numbers.
 
     The plotting library is part of the page, so that it opens without a network. Texts are
-    escaped. Numbers of single prompts are left to the saved results.
+    escaped. Numbers of single prompts are not shown; the saved results hold them.
 
     Args:
-        results: Records by heading; what ``al.run`` returns.
+        results: Records by heading, as ``al.run`` returns them.
         path: The ``.html`` file to write.
         title: Heading of the page.
-        settings: What the run was: task, seeds and so on; the records know model and versions.
-        figures: Plotly figures by heading: in place of the plot of the record of that name (None
-            for no plot), or sections of their own, which come last.
+        settings: Settings of the run, such as task and seeds; the records hold model and versions.
+        figures: Plotly figures by heading. A heading that names a record replaces the plot of that
+            record (None for no plot); any other becomes a section at the end.
         summary: Plain text for the top of the page.
 
     Returns:
@@ -62,17 +64,17 @@ def write_report(
     """
     if not (results or figures or summary):
         raise AnchorlensError("there are no results to report")
-    drawn, own = _Drawn(), dict(figures or {})
+    drawn, extra = _Figures(), dict(figures or {})
     infos = [record.info for record in results.values()]
     common = {key: infos[0][key] for key in infos[0] if _agree(infos, key)} if infos else {}
     parts = [f"<h1>{escape(title)}</h1>", _definition_table({**(settings or {}), **common})]
     parts += [f"<pre>{escape(summary)}</pre>"] if summary else []
     for name, record in results.items():
         special = {key: value for key, value in record.info.items() if key not in common}
-        plot = own.pop(name) if name in own else getattr(record, "plot", lambda: None)()
+        plot = extra.pop(name) if name in extra else _plot(record)
         parts += [f"<h2>{escape(name.replace('_', ' '))}</h2>", _reading(record)]
         parts += [_definition_table(special), drawn.html(plot), _numbers(record)]
-    for heading, figure in own.items():
+    for heading, figure in extra.items():
         parts += [f"<h2>{escape(heading)}</h2>", drawn.html(figure)]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
@@ -81,17 +83,22 @@ def write_report(
         + "\n</body></html>\n"
     )
     path = Path(path)
-    write_whole(path, page.encode())
+    write_atomically(path, page.encode())
     return path
 
 
-class _Drawn:
-    """Figures as HTML; the first one brings the plotting library along."""
+def _plot(record: Record) -> go.Figure | None:
+    """The record's plot; None for a record of the user's that defines none."""
+    return None if type(record).plot is Record.plot else record.plot()
+
+
+class _Figures:
+    """Figures as HTML; the first one carries the plotting library for all."""
 
     def __init__(self) -> None:
         self.first = True
 
-    def html(self, figure: Any) -> str:
+    def html(self, figure: go.Figure | None) -> str:
         if figure is None:
             return ""
         text = figure.to_html(full_html=False, include_plotlyjs=self.first, auto_play=False)
@@ -120,7 +127,7 @@ def _plain(value: Any) -> str:
 
 
 def _reading(record: Record) -> str:
-    """How to read the numbers: the record's own documentation."""
+    """How to read the numbers: the docstring of the record's class."""
     # Python 3.13 strips the indentation of docstrings; cleandoc does so on every version.
     text, _, attributes = cleandoc(type(record).__doc__ or "").partition("Attributes:")
     items = "".join(f"<li>{escape(line)}</li>" for line in _entries(attributes))

@@ -1,4 +1,4 @@
-"""Intervals of a result: what is drawn again, and between which quantiles 95 % lie."""
+"""95 % intervals of a result: what is resampled, and how bounds follow from the resamples."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ from .record import Record, Rows
 
 _R = TypeVar("_R", bound=Record)
 
-# A set of demonstrations of so many prompts can be given; so many sets can be a sample of sets.
+# Sets of demonstrations count as given if each has at least MANY_PROMPTS prompts; otherwise at
+# least MANY_SETS sets count as a sample of sets.
 MANY_PROMPTS, MANY_SETS = 10, 10
 # Intervals of fewer units are rough (docs/benchmarks.md has their coverage).
 FEW_UNITS = 20
@@ -24,12 +25,12 @@ FEW_UNITS = 20
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """What the prompts of a run are a sample of (docs/definitions.md, "Intervals").
+    """The population from which a run's prompts are a sample (docs/definitions.md, "Intervals").
 
     Attributes:
-        sets: The set of demonstrations of each prompt as results see it: one where sets are pooled.
-        unit: The number of the unit that each prompt is drawn with: its own, or its set's.
-        strata: The units that replace one another in a resample.
+        sets: The set of demonstrations of each prompt for the result; all 0 if sets are pooled.
+        unit: The unit with which each prompt is drawn: the prompt itself, or its set.
+        strata: Groups of units; a resample draws each unit from the units of its own group.
         name: What is drawn, in words.
     """
 
@@ -40,34 +41,34 @@ class Population:
 
     @property
     def units(self) -> int:
-        """How many units are drawn."""
+        """Number of units in a resample."""
         return sum(map(len, self.strata))
 
     @property
     def independent(self) -> float:
-        """Units of one stratum that give a mean the variance of a mean over the strata."""
+        """Size of a single stratum whose mean has the same variance as the mean over the strata."""
         sizes = self._sizes()
         return len(sizes) ** 2 / float((1 / sizes).sum())
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom of the variance (Welch, Satterthwaite): of a mean over strata."""
+        """Degrees of freedom of the variance of a mean over the strata (Welch, Satterthwaite)."""
         sizes = self._sizes()
         return float((1 / sizes).sum() ** 2 / (1 / (sizes**2 * (sizes - 1))).sum())
 
     @property
     def inflation(self) -> float:
-        """By how much the variance of resamples is too small: n / (n - 1) of one stratum."""
+        """Factor by which the variance of resamples is too small: n / (n - 1) for one stratum."""
         sizes = self._sizes()
         return float((1 / sizes).sum() / ((sizes - 1) / sizes**2).sum())
 
     @property
     def tail(self) -> float:
-        """The share of resamples below a 95 % interval, and above it.
+        """The share of resamples below a 95 % interval, which is also the share above it.
 
-        Plain percentiles are too near: the variance of resamples is too small, and it is estimated.
-        The expanded percentile interval (Hesterberg 2015) corrects for both by further quantiles:
-        those that cut a normal distribution at sqrt(n / (n - 1)) * t.
+        Plain percentiles give too narrow intervals, because the variance of resamples is too small
+        and only estimated. The expanded percentile interval (Hesterberg 2015) corrects both: it
+        uses the quantiles at which a normal distribution is cut at sqrt(n / (n - 1)) * t.
         """
         return float(ndtr(-sqrt(self.inflation) * stdtrit(self.freedom, 0.975)))
 
@@ -75,7 +76,7 @@ class Population:
         return torch.tensor([len(units) for units in self.strata], dtype=torch.double)
 
     def draw(self, generator: torch.Generator) -> Int[Tensor, " prompt"]:
-        """The prompts of one resample, each as often as its unit was drawn."""
+        """The prompts of one resample; each is repeated as often as its unit was drawn."""
         drawn = [
             units[torch.randint(len(units), (len(units),), generator=generator)]
             for units in self.strata
@@ -85,7 +86,7 @@ class Population:
 
 
 def population_of(sets: Int[Tensor, " prompt"]) -> Population:
-    """What prompts with these sets of demonstrations are a sample of."""
+    """The population from which prompts with these sets of demonstrations are a sample."""
     _, unit, sizes = sets.unique(return_inverse=True, return_counts=True)
     prompts, pooled = torch.arange(len(sets)), torch.zeros_like(unit)
     n_sets = len(sizes)
@@ -104,13 +105,13 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
 
 
 def check_resamples(resamples: int) -> None:
-    """Refuse what is no number of resamples: to be called before any model runs."""
+    """Check the number of resamples; call it before the model runs."""
     if not isinstance(resamples, int) or resamples < 0:
         raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples!r}")
 
 
-def warn_of_few(sets: Int[Tensor, " prompt"]) -> None:
-    """Warn of intervals that so few prompts or sets make rough, once for a whole run."""
+def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
+    """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
     population = population_of(sets.cpu())
     if population.units < FEW_UNITS:
         warnings.warn(
@@ -132,25 +133,27 @@ def with_intervals(
 ) -> _R:
     """The result of all rows, with 95 % intervals of a bootstrap over prompts or sets.
 
-    Sets of demonstrations of at least ``MANY_PROMPTS`` prompts are given: prompts are drawn with
-    replacement within their set. Where a set is smaller all prompts count as one set, and whole
-    sets are drawn where there are ``MANY_SETS`` of them, else prompts. Intervals are expanded
-    percentiles, Wilson's for the record's ``proportions``, Bonett and Price's for its
-    ``differences``, and Zou and Donner's of each set's own for its ``means_over_sets``.
+    If each set of demonstrations has at least ``MANY_PROMPTS`` prompts the sets are given: prompts
+    are drawn with replacement within their set. Otherwise the sets are pooled, and whole sets are
+    drawn if there are at least ``MANY_SETS``, else prompts.
+
+    Intervals are Wilson's for the record's ``proportions``, Bonett and Price's for its
+    ``differences``, and expanded percentiles for other fields. For the record's
+    ``means_over_sets`` its own function computes them from the intervals of the given sets.
 
     Args:
         result: Function from rows, Tensor["prompt ..."] each, to a record.
-        rows: What each prompt contributed.
+        rows: The numbers that each prompt contributes.
         resamples: Number of resamples; 0 gives no intervals.
-        info: What the numbers are of.
+        info: Where the numbers come from; see :class:`Record`.
         sets: The set of demonstrations of each prompt; by default the row ``demonstrations_id``,
-            or one set where there is none.
-        seed: Seeds a generator of its own.
+            or a single set if there is no such row.
+        seed: Seed of a separate generator; the global random state is not touched.
 
     Returns:
-        The record; every tensor field without a prompt axis has an interval, and ``info`` tells
-        what is drawn and how many ``units`` there are. NaN where no resample has a number, and of a
-        single unit for all but ``proportions`` and ``differences``.
+        The record with an interval for every tensor field without a prompt axis. ``info`` also
+        tells what is ``drawn`` and the number of ``units``. An interval is NaN if no resample has
+        a number, and for a single unit in all but ``proportions`` and ``differences``.
     """
     count = len(next(iter(rows.values())))
     if sets is None:
@@ -160,15 +163,15 @@ def with_intervals(
         rows = {**rows, "demonstrations_id": population.sets}
     record = result(rows)
     drawn_info = {"drawn": population.name, "units": population.units}
-    record = replace(record, info={**info, **drawn_info})
+    record = replace(record, info={**record.info, **info, **drawn_info})
     if not resamples:
         return record
     generator = torch.Generator().manual_seed(seed)
     averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
     drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
-    of_sets: list[_R] = []
+    records_of_sets: list[_R] = []
     with warnings.catch_warnings():
-        # What is worth a warning was said of all rows already.
+        # The result of all rows has already warned.
         warnings.simplefilter("ignore")
         for _ in range(resamples):
             chosen = population.draw(generator)
@@ -179,24 +182,24 @@ def with_intervals(
             for prompts in population.strata:
                 rows_of_set = {name: values[prompts] for name, values in rows.items()}
                 options: dict[str, Any] = {"resamples": resamples, "info": {}, "seed": seed}
-                of_sets.append(with_intervals(result, rows_of_set, **options))
+                records_of_sets.append(with_intervals(result, rows_of_set, **options))
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
     for name, count in record.proportions().items():
         intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, count)
     for name in record.differences:
         intervals[name] = _of_difference(getattr(record, name), stacked[name], population)
-    for name in record.means_over_sets if of_sets else ():
-        values = torch.stack([getattr(alone, name).double() for alone in of_sets])
-        bounds = torch.stack([alone.intervals[name] for alone in of_sets])
-        intervals[name] = mean_over_sets(values, bounds)
+    for name, interval_of_mean in record.means_over_sets.items() if records_of_sets else ():
+        values = torch.stack([getattr(set_record, name).double() for set_record in records_of_sets])
+        bounds = torch.stack([set_record.intervals[name] for set_record in records_of_sets])
+        intervals[name] = interval_of_mean(values, bounds)
     return replace(record, intervals=intervals)
 
 
 def _percentiles(
     values: Float[Tensor, "resample *axes"], population: Population
 ) -> Float[Tensor, "end *axes"]:
-    """Expanded percentiles; NaN for a single unit, which says nothing of others."""
+    """Expanded percentiles; NaN for a single unit, whose resamples are all the same."""
     if population.units < 2:
         return torch.full_like(values[:1], torch.nan).expand(2, *values.shape[1:])
     tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double)
@@ -209,42 +212,55 @@ def _of_proportion(
     population: Population,
     prompts: int,
 ) -> Float[Tensor, "end *axes"]:
-    """Wilson's interval of a share of cases of so many prompts each.
+    """Wilson's interval of a share of cases; each case has that number of ``prompts``.
 
-    Single prompts that are drawn one by one are that many independent cases. Cases that share a
-    prompt or a set are worth as many as give the variance of the resamples, at least as many as
-    share none.
+    If each prompt is a case and is drawn by itself, the cases are independent and are counted.
+    Otherwise cases share a prompt or a set: then the interval uses the number of independent cases
+    that would have the variance of the resamples, but at least the number of cases that share no
+    prompt.
     """
     share, count, units = share.double(), len(population.unit), population.units
     if units < 2 or (prompts == 1 and units == count):
         return wilson(share, torch.full_like(share, units / prompts), float(ndtri(0.975)))
     variance = _variance(resampled) * population.inflation
     least, most = population.independent / prompts, count if prompts == 1 else torch.inf
-    worth = (share * (1 - share) / variance).nan_to_num(0.0).clamp(least, most)
-    return wilson(share, worth, float(stdtrit(population.freedom, 0.975)))
+    effective = (share * (1 - share) / variance).nan_to_num(0.0).clamp(least, most)
+    return wilson(share, effective, float(stdtrit(population.freedom, 0.975)))
 
 
 def wilson(
     share: Float[Tensor, "*axes"], cases: Float[Tensor, "*axes"], normal: float
 ) -> Float[Tensor, "end *axes"]:
-    """Wilson's interval of a share of ``cases``, ``normal`` standard deviations to each side."""
+    """Wilson's interval of a share of ``cases``, with ``normal`` standard deviations each way."""
     extra = normal**2 / cases
     centre = (share + extra / 2) / (1 + extra)
     half = (share * (1 - share) * extra + extra**2 / 4).sqrt() / (1 + extra)
     return torch.stack([centre - half, centre + half]).clamp(0, 1)
 
 
-def mean_over_sets(
+def interval_of_independent_sets(
     values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
 ) -> Float[Tensor, "end *axes"]:
-    """Zou and Donner's interval (2008) of a mean of independent numbers, from those of each.
+    """Zou and Donner's interval (2008) of a mean of independent numbers, from their intervals.
 
-    To each side the distances of the bounds add up as squares. A small set whose resamples are all
-    alike so counts by its own bounds and not as certain. Sets without a number are left out.
+    On each side the squared distances from a value to its bound are added. So a small set whose
+    resamples are all equal counts with its own bounds, and not as if it were certain. Sets with
+    NaN are left out.
     """
     count = (~values.isnan()).sum(0)
     below, above = (bounds - values[:, None]).square().nansum(0).sqrt() / count
     return values.nanmean(0) + torch.stack([-below, above])
+
+
+def interval_of_alike_sets(
+    values: Float[Tensor, "set *axes"], bounds: Float[Tensor, "set end *axes"]
+) -> Float[Tensor, "end *axes"]:
+    """The mean of the sets' bounds, for a mean whose errors are alike in every set.
+
+    A bias that all sets share does not become smaller in the mean, so the interval must not become
+    narrower.
+    """
+    return bounds.nanmean(0)
 
 
 def _of_difference(
@@ -252,9 +268,9 @@ def _of_difference(
     resampled: Float[Tensor, "resample *axes"],
     population: Population,
 ) -> Float[Tensor, "end *axes"]:
-    """Bonett and Price's interval of a paired difference: with one more unit of 1 and one of -1.
+    """Bonett and Price's interval of a paired difference, which adds a unit of 1 and one of -1.
 
-    Without them prompts that do not differ would say that none ever does.
+    Without these two units the interval would have no width if no prompt in the sample differs.
     """
     difference, units = difference.double(), population.units
     squares = units * _variance(resampled) + difference**2
@@ -265,5 +281,5 @@ def _of_difference(
 
 
 def _variance(resampled: Float[Tensor, "resample *axes"]) -> Float[Tensor, "*axes"]:
-    """Of the resamples that have a number."""
+    """Variance over the resamples that are not NaN."""
     return (resampled - resampled.nanmean(0)).square().nanmean(0)

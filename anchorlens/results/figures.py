@@ -1,8 +1,8 @@
-"""Arrays in, plotly figures out: lines over layers, bars, confusion pairs and token arcs.
+"""Draws tensors as plotly figures: lines over layers, bars, confusion pairs and token arcs.
 
-Each function returns a new `plotly.graph_objects.Figure`, shows and saves nothing, and leaves its
-tensors as they were. Texts are shown literally: plotly would otherwise read `<b>` as markup and
-`$x$` as TeX. NaN values leave gaps. Figures have a height in pixels and fill the page's width.
+Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
+change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
+as TeX. NaN values leave gaps. Figures have a height in pixels and fill the width of the page.
 """
 
 import html
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ..errors import AnchorlensError
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
-# Tokens, and the flows into them, are plain (0), of label words (1) or of the target (2).
+# Tokens, and the flows into them, have a mark: 0 (other), 1 (label word) or 2 (target).
 SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
 FLOWS = ("other flow", "flow into label word ◆", "flow from label word ◆ to target ■")
-# Opacity and pixels of arcs of up to 1/4, 1/2, 3/4 and 1 of their layer's largest flow.
+# Opacity and width in pixels of arcs up to 1/4, 1/2, 3/4 and 1 of the layer's largest flow.
 DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
 VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥", "\xa0": "⍽"})
 
@@ -45,11 +45,11 @@ def lines_by_layer(
 
     Args:
         values: heights of the lines, in the unit that `y_title` names.
-        names: one per series, for the legend.
+        names: a name for each series, for the legend.
         title: text over the figure.
         y_title: text along its y axis.
         low: lower ends of intervals around the values, drawn as bands.
-        high: their upper ends; both or neither.
+        high: upper ends of the intervals; give both or neither.
         dashed: names of the series to draw dashed, such as baselines.
         reference: height of a dotted horizontal line, such as chance.
 
@@ -99,12 +99,12 @@ def grouped_bars(
 
     Args:
         values: heights of the bars, in the unit that `y_title` names.
-        groups: one name per row, for the x axis.
-        series: one name per column, for the legend.
+        groups: a name for each row, for the x axis.
+        series: a name for each column, for the legend.
         title: text over the figure.
         y_title: text along its y axis.
         low: heights of the lower ends of the error bars.
-        high: of their upper ends; both or neither.
+        high: heights of the upper ends; give both or neither.
 
     Returns:
         The figure, with one trace per series.
@@ -123,7 +123,8 @@ def grouped_bars(
     above, below = (ends[1] - values).T.tolist(), (values - ends[0]).T.tolist()
     for column, (name, heights) in enumerate(zip(series, values.T.tolist(), strict=True)):
         bars = go.Bar(x=list(range(len(groups))), y=heights, name=_literal(name))
-        bars.update(error_y={"array": above[column], "arrayminus": below[column]})
+        errors = {"array": above[column], "arrayminus": below[column]}
+        bars.update(error_y={**errors, "visible": low is not None})
         bars.update(customdata=ends[..., column].T.tolist(), hovertemplate="%{x}<br>" + _hover(low))
         pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
         bars.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
@@ -143,18 +144,18 @@ def confusion_pair(
     """Draw a predicted and an actual confusion matrix side by side (paper: Figure 6).
 
     Args:
-        predicted: for every two classes a number from 0 (confused) to 1 (told apart).
-        actual: the same, measured.
-        class_names: one per class.
+        predicted: a number for each pair of classes, from 0 (confused) to 1 (distinguished).
+        actual: the same number, measured.
+        class_names: a name for each class.
         title: text over the figure.
         predicted_title: text over the left matrix.
-        actual_title: text over the right one.
+        actual_title: text over the right matrix.
 
     Returns:
         The figure: heatmaps in the same colours, from 0 to 1, without diagonals.
 
     Raises:
-        AnchorlensError: a matrix has not one row and one column per class name.
+        AnchorlensError: a matrix does not have one row and one column per class name.
 
     Examples:
         >>> matrix = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
@@ -179,14 +180,14 @@ def confusion_pair(
 
 
 def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
-    """Draw a figure of lines under another, each in its own height, under the upper one's title.
+    """Draw a figure of lines under another figure; both keep their heights.
 
     Args:
-        upper: any figure of this module, such as confusion matrices.
+        upper: any figure of this module, such as confusion matrices; its title is used.
         lower: a figure with one pair of axes, such as lines by layer; its title is left out.
 
     Returns:
-        The figure, as high as both; the legend stands over the lines.
+        The figure, as high as both together, with the legend above the lines.
 
     Examples:
         >>> lines = lines_by_layer(torch.ones(1, 3), ["a"], title="", y_title="AUC")
@@ -227,16 +228,16 @@ def token_arcs(
 ) -> go.Figure:
     """Draw the strongest flows between the tokens of a prompt (paper: Figure 1).
 
-    Lines lead from a key on the left to a later query on the right. The darker and wider a line,
-    the nearer is its flow to the layer's largest.
+    Lines lead from a key on the left to a later query on the right. A flow near the layer's
+    largest is drawn darker and wider.
 
     Args:
         tokens: the texts of the prompt's tokens, in order.
-        saliency: size of each flow, in any unit; drawn where key < query and above 0.
+        saliency: size of each flow, in any unit; flows with key < query and above 0 are drawn.
         label_positions: positions of the label words, from 0.
         target_position: position whose next token is the answer, from 0.
         title: text over the figure.
-        strongest: how many flows to draw per layer at most, above 0.
+        strongest: largest number of flows to draw per layer, above 0.
 
     Returns:
         The figure, at layer 0, with a slider over the layers.
@@ -253,10 +254,10 @@ def token_arcs(
     count, height = len(tokens), 240 + 17 * len(tokens)
     _check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
     _check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
-    asked, cure = {*label_positions, target_position}, "count positions in tokens from 0"
-    _check(asked <= set(range(count)), f"positions in 0..{count - 1}", sorted(asked), cure)
-    marks = [2 if at == target_position else int(at in label_positions) for at in range(count)]
-    texts = [_literal(SIGNS[marks[at]] + tokens[at].translate(VISIBLE)) for at in range(count)]
+    marked, cure = {*label_positions, target_position}, "count positions in tokens from 0"
+    _check(marked <= set(range(count)), f"positions in 0..{count - 1}", sorted(marked), cure)
+    marks = [2 if i == target_position else int(i in label_positions) for i in range(count)]
+    texts = [_literal(SIGNS[marks[i]] + tokens[i].translate(VISIBLE)) for i in range(count)]
     layers = [_arcs(flows, strongest, texts, marks) for flows in saliency]
     figure = go.Figure(layout=_layout(title, height))
     for slot, (kind, (opacity, width)) in enumerate(product(range(len(FLOWS)), DEPTHS)):
@@ -265,7 +266,7 @@ def token_arcs(
         # Plotly draws the right axis only if a trace uses it.
         arcs.update(hovertemplate="%{text}<extra></extra>", yaxis="y2" if kind else "y")
         figure.add_trace(arcs.update(name=FLOWS[kind], legendgroup=kind, showlegend=opacity == 1))
-    ticks = [f'<span style="color:{COLORS[marks[at]]}">{texts[at]}</span>' for at in range(count)]
+    ticks = [f'<span style="color:{COLORS[marks[i]]}">{texts[i]}</span>' for i in range(count)]
     column = {"tickvals": list(range(count)), "ticktext": ticks, "range": [count - 0.4, -0.6]}
     figure.update_layout(yaxis=column, yaxis2=column | {"overlaying": "y", "side": "right"})
     figure.update_xaxes(tickvals=[0, 1], ticktext=["key (from)", "query (to)"], side="top")
@@ -280,7 +281,7 @@ def token_arcs(
 
 
 def _literal(text: str) -> str:
-    """Escape a text so that plotly shows it as it is; plotly knows no `&quot;`."""
+    """Escape a text so that plotly shows it literally; plotly does not know `&quot;`."""
     return html.escape(text, quote=False).replace("$", "&#36;")
 
 
@@ -308,12 +309,12 @@ def _hover(low: Tensor | None) -> str:
 
 
 def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
-    """Outline a band, with one closed part for each run of layers whose ends are both known."""
+    """Outline a band: one closed part for each run of layers with both ends known."""
     x, y = list[Any](), list[Any]()
     for known, run in groupby(range(len(low)), lambda layer: low[layer] <= high[layer]):
         layers = list(run) if known else []
         x += [*layers, *reversed(layers), None]
-        y += [*(low[at] for at in layers), *(high[at] for at in reversed(layers)), None]
+        y += [*(low[layer] for layer in layers), *(high[layer] for layer in reversed(layers)), None]
     return {"x": x, "y": y}
 
 
@@ -322,15 +323,15 @@ def _arcs(
 ) -> dict[str, list[list[Any]]]:
     """Return x, y and text of a layer's arcs, each as one list per kind of flow and depth."""
     known = flows.nan_to_num(0.0, 0.0, 0.0).tril(-1).flatten()
-    sizes, places = known.topk(min(strongest, len(known)))
-    # An empty first point keeps a trace without arcs in the legend.
+    sizes, indices = known.topk(min(strongest, len(known)))
+    # With an empty first point a trace without arcs is still shown in the legend.
     x, y, text = ([list[Any]([None]) for _ in product(FLOWS, DEPTHS)] for _ in range(3))
-    for size, place in zip(sizes[sizes > 0].tolist(), places.tolist(), strict=False):
-        query, key = divmod(place, len(flows))
+    for size, index in zip(sizes[sizes > 0].tolist(), indices.tolist(), strict=False):
+        query, key = divmod(index, len(flows))
         kind = 0 if marks[query] == 2 and marks[key] != 1 else marks[query]
         depth = min(int(size / sizes[0].item() * len(DEPTHS)), len(DEPTHS) - 1)
         slot = kind * len(DEPTHS) + depth
-        # Inner points let the pointer find an arc: many arcs share an end, few a point between.
+        # Inner points, because the pointer finds an arc by its points and many arcs share an end.
         x[slot] += [0.0, 0.25, 0.5, 0.75, 1.0, None]
         y[slot] += [*(key + (query - key) * quarter / 4 for quarter in range(5)), None]
         text[slot] += [f"{texts[key]} ({key}) → {texts[query]} ({query}): {size:.3g}"] * 6
@@ -338,7 +339,7 @@ def _arcs(
 
 
 def _name_ticks(names: Sequence[str]) -> dict[str, Any]:
-    """Name the places 0, 1, ... of an axis: plotly merges equal names and sorts numeric ones."""
+    """Write names at 0, 1, ... of an axis; as values plotly would merge equal names and sort."""
     return {"tickvals": list(range(len(names))), "ticktext": [_literal(name) for name in names]}
 
 

@@ -1,21 +1,23 @@
-"""The base record of every result: numbers with named axes, their intervals, saved and loaded."""
+"""The base record of every result: numbers with named axes, their intervals, saving, loading."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 import pandas as pd
+import plotly.graph_objects as go
 from jaxtyping import jaxtyped
 from torch import Tensor
 
 from ..errors import MetricError, StoreError
-from ..system.files import write_whole
-from ..system.sealed import sealed, unsealed
+from ..system.digest_file import read_with_digest, to_bytes_with_digest
+from ..system.files import write_atomically
 
 Rows = Mapping[str, Tensor]
+IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
 _BOUNDS = "intervals."  # before the name of a field, in a file
 
@@ -25,22 +27,43 @@ class Record:
     """Numbers of one analysis. Tensor fields name their axes in their annotations.
 
     Attributes:
-        intervals: For each tensor field that has one, its 95 % interval over resampled prompts or
-            sets of demonstrations, stacked as (low, high) in front of the field's own axes. NaN
-            where a single prompt or set allows none.
-        info: What the numbers are of: model, class names, number of prompts, versions, and what
-            the intervals draw.
+        intervals: 95 % intervals over resampled prompts or sets of demonstrations, by the name of
+            the field: (low, high) as a first axis, then the axes of the field. NaN where there is
+            a single prompt or set.
+        info: Where the numbers come from: model, class names, number of prompts, versions, and
+            what was resampled for the intervals.
     """
 
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 
-    # Names along an axis, where it has some ("flow": ("wp", "pq", "ww")).
+    # Names of the entries along an axis ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
-    # Fields that are the mean over prompts of a difference of two zeros or ones ("gain").
+    # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.
     differences: ClassVar[Collection[str]] = ()
-    # Proportions that are taken of each given set of demonstrations, then averaged ("aucroc").
-    means_over_sets: ClassVar[Collection[str]] = ()
+    # Fields such as "aucroc" that are computed for each given set of demonstrations and then
+    # averaged, with the function from the values and intervals of the sets to that of the mean.
+    means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The fields of any record, as ``run`` returns records of several classes."""
+
+    def __init_subclass__(cls) -> None:
+        # Without this, @dataclass writes a __repr__ for each subclass that shows whole tensors.
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """One line: the class, each tensor field with its axes, number of prompts and model."""
+        shown = [_field_repr(name, getattr(self, name), axes) for name, axes in self.axes().items()]
+        count, model = self.info.get("prompts"), self.info.get("model")
+        source = [] if count is None else [f"{count} prompt{'' if count == 1 else 's'}"]
+        source += [] if model is None else [str(model)]
+        parts = [", ".join(part) for part in (shown, source) if part]
+        return f"{type(self).__name__}({'; '.join(parts)})"
 
     @classmethod
     @cache
@@ -60,16 +83,17 @@ class Record:
         return {name: getattr(self, name) for name in self.axes()}
 
     def proportions(self) -> Mapping[str, int]:
-        """Fields that are shares of cases, and how many prompts make a case.
+        """The fields that are shares of cases, each with the number of prompts in a case.
 
-        1 where each prompt is a case ("accuracy", a mean of zeros and ones), 2 for pairs of prompts
-        (AUC-ROC: a share of pairs), the number of classes for pairs from two of them. Their
-        intervals are Wilson's, because resamples of zeros alone do not differ.
+        It is 1 where each prompt is a case ("accuracy", a mean of zeros and ones), 2 where pairs of
+        prompts are (AUC-ROC, a share of pairs), and the number of classes where the two prompts
+        of a pair come from two given classes. These fields get Wilson's interval, because
+        resamples of nothing but zeros do not differ.
         """
         return {}
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
-        """Names along an axis: the record's own, or the class names that ``info`` holds."""
+        """Names along an axis: those in ``names``, or the class names in ``info``."""
         if axis in self.names:
             return self.names[axis]
         return self.info.get("labels") if axis.startswith("class") else None
@@ -78,8 +102,9 @@ class Record:
         """All numbers as one long table.
 
         Returns:
-            One row a number: ``quantity``, a column for each axis word (a second axis of the same
-            word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an interval.
+            One row for each number: ``quantity``, a column for each axis word (a second axis of
+            the same word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an
+            interval.
         """
         return pd.concat(
             [self._frame_of(name, axes) for name, axes in self.axes().items()], ignore_index=True
@@ -88,8 +113,8 @@ class Record:
     def _frame_of(self, name: str, axes: tuple[str, ...]) -> pd.DataFrame:
         values = getattr(self, name)
         columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
-        places = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
-        frame = pd.DataFrame(list(product(*places)), columns=columns)
+        entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
+        frame = pd.DataFrame(list(product(*entries)), columns=columns)
         frame.insert(0, "quantity", name)
         frame["value"] = values.flatten().double().tolist()
         if name in self.intervals:
@@ -97,17 +122,28 @@ class Record:
                 frame[column] = bound.flatten().double().tolist()
         return frame
 
-    def save(self, path: str | Path) -> Path:
-        """Write the record into one safetensors file, its ``info`` as json in the header.
+    def plot(self) -> go.Figure:
+        """The record as a figure; every record of this package has one.
 
-        The file holds a digest of all of it. Files of equal records are equal byte for byte.
+        Raises:
+            MetricError: The class defines no ``plot``.
+        """
+        raise MetricError(
+            f"{type(self).__name__} has no plot; define one in the class, or use to_frame()"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record into one safetensors file, with ``info`` as json in the header.
+
+        The file also holds a digest of its contents. Files of equal records are equal byte for
+        byte.
 
         Returns:
             The path.
 
         Raises:
-            StoreError: Json cannot hold ``info``, the tensors are not as the record's fields say,
-                or the file cannot be written.
+            StoreError: Json cannot hold ``info``, a tensor does not fit the annotation of its
+                field, or the file cannot be written.
 
         Examples:
             >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
@@ -117,10 +153,12 @@ class Record:
         """
         path = Path(path)
         if reason := self._misfit():
-            raise StoreError(f"{path} is not written, as no {type(self).__name__} is so: {reason}")
+            raise StoreError(
+                f"{path} is not written, because this is no valid {type(self).__name__}: {reason}"
+            )
         bounds = {f"{_BOUNDS}{name}": bound for name, bound in self.intervals.items()}
         header = {"record": type(self).__name__, "info": dict(self.info)}
-        write_whole(path, sealed(header, self.tensors() | bounds))
+        write_atomically(path, to_bytes_with_digest(header, self.tensors() | bounds))
         return path
 
     @classmethod
@@ -128,18 +166,22 @@ class Record:
         """Read a record that :meth:`save` wrote.
 
         Raises:
-            StoreError: The file cannot be read, is damaged, is none of a record, holds another
-                kind of record, or was saved by an earlier version.
+            StoreError: The file cannot be read, is damaged, holds no record or another kind of
+                record, or was saved by an earlier version.
         """
-        header, stored = unsealed(path)
+        header, stored = read_with_digest(path)
         if header.get("record") != cls.__name__:
             raise StoreError(
-                f"{path} holds a {header.get('record')}, not a {cls.__name__}; load it with that"
+                f"{path} holds a {header.get('record', 'CompressedContext')}, not a "
+                f"{cls.__name__}; use load_record, or load of that class"
             )
+        return cls._restored(path, header.get("info"), stored)
+
+    @classmethod
+    def _restored(cls: type[_R], path: str | Path, info: Any, stored: Mapping[str, Tensor]) -> _R:
         cut = len(_BOUNDS)
         bounds = {name[cut:]: value for name, value in stored.items() if name[:cut] == _BOUNDS}
         values = {name: value for name, value in stored.items() if name[:cut] != _BOUNDS}
-        info = header.get("info")
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
         elif values.keys() != cls.axes().keys():
@@ -155,7 +197,7 @@ class Record:
         )
 
     def _misfit(self) -> str:
-        """What of the tensors is not as the annotations of the fields say; "" where all is."""
+        """Which tensor does not fit the annotation of its field, and how; "" if all fit."""
         hints = get_type_hints(type(self))
         tensors = self.tensors()
         with jaxtyped("context"):  # so that an axis is as long in all fields
@@ -171,23 +213,81 @@ class Record:
         return ""
 
 
+def load_record(path: str | Path) -> Record:
+    """Read a file that any record's :meth:`Record.save` wrote, as a record of the same class.
+
+    The classes of this package are known; a class of your own is known once it is defined.
+
+    Raises:
+        StoreError: The file cannot be read, is damaged, holds no record or a record whose class is
+            not known, or was saved by an earlier version.
+
+    Examples:
+        >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
+        >>> type(al.load_record(result.save(folder / "result.safetensors"))).__name__
+        'IsolationRecord'
+    """
+    header, stored = read_with_digest(path)
+    name = header.get("record")
+    if name is None:
+        raise StoreError(
+            f"{path} holds no record; expected a file that save of a record wrote (a "
+            "CompressedContext has its own load)"
+        )
+    # A notebook cell that runs again defines its class again: the last definition counts.
+    kinds = {
+        (kind.__module__, kind.__qualname__): kind
+        for kind in _record_classes(Record)
+        if kind.__name__ == name
+    }
+    if not kinds:
+        raise StoreError(
+            f"{path} holds a {name}, a class that is not known here; import the module that "
+            f"defines it, or use {name}.load(path)"
+        )
+    if len(kinds) > 1:
+        modules = ", ".join(sorted(module for module, _ in kinds))
+        raise StoreError(
+            f"{path} holds a {name}, but there are several classes {name}, in {modules}; use load "
+            "of the right class"
+        )
+    (kind,) = kinds.values()
+    return kind._restored(path, header.get("info"), stored)
+
+
+def _record_classes(kind: type[Record]) -> Iterator[type[Record]]:
+    """A class and all its subclasses, in the order of their definitions."""
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _record_classes(subclass)
+
+
+def _field_repr(name: str, value: Any, axes: Sequence[str]) -> str:
+    if not isinstance(value, Tensor) or value.ndim != len(axes):
+        return f"{name} {_shape(value)}"
+    if axes:
+        sizes = ", ".join(f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True))
+        return f"{name} [{sizes}]"
+    return f"{name} {value.item():.3g}" if value.is_floating_point() else f"{name} {value.item()}"
+
+
 def _shape(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
-def by_set(rows: Rows) -> list[dict[str, Tensor]]:
+def rows_by_set(rows: Rows) -> list[dict[str, Tensor]]:
     """The rows of each set of demonstrations."""
-    sets = rows["demonstrations_id"]
+    ids = rows["demonstrations_id"]
     return [
-        {name: values[sets == one] for name, values in rows.items()}
-        for one in sets.unique().tolist()
+        {name: values[ids == set_id] for name, values in rows.items()}
+        for set_id in ids.unique().tolist()
     ]
 
 
 def require_gold(gold: Tensor | None, what: str) -> Tensor:
-    """The true labels, or an error that says which quantity needs them."""
+    """The true labels; a MetricError that names the quantity if they are not known."""
     if gold is None:
         raise MetricError(f"{what} needs the true label of each query; give queries with labels")
     return gold

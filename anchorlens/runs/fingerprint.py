@@ -1,4 +1,4 @@
-"""What must be equal for stored numbers to be those of a run: the model, the prompts, the rest."""
+"""A fingerprint of a run: its model, prompts, settings and versions, by which rows are stored."""
 
 import hashlib
 import json
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StoreError
 from ..prompts.batch import PromptBatch
 from ..system.checksum import digest_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 
-# Where an object without a repr of its own lies in memory says nothing about what it is.
+# The address in an object's default repr tells nothing about the object.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Of a configuration, where it comes from and goes to; the rest decides the numbers.
+# Fields of a configuration that do not decide the numbers, or have their own entry.
 _ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
 
 
@@ -30,10 +31,10 @@ def versions() -> dict[str, str]:
 def fingerprint(
     model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """What must be equal for stored rows to be those of this run.
+    """What must be equal if stored rows belong to this run.
 
-    Hooks are functions and cannot be told apart by what they say, so that a resumed run also
-    computes the first batch that is stored (see ``collect``).
+    Functions, for example hooks, cannot be compared, so that a resumed run also computes the first
+    stored batch again (see ``Study.collect``).
     """
     prompts = hashlib.sha256()
     for batch in batches:
@@ -44,21 +45,27 @@ def fingerprint(
             else:
                 prompts.update(f"{name} {value!r}".encode())
     parameters = list(model.parameters())
-    return {
+    devices = {weights.device.type for weights in parameters}
+    facts = {
         **identity(model),
         "attention": _attention(model),
         "dtype": ", ".join(sorted({str(weights.dtype) for weights in parameters})),
-        "device": ", ".join(sorted({weights.device.type for weights in parameters})),
-        "precision": _precision({weights.device.type for weights in parameters}),
+        "device": ", ".join(sorted(devices)),
+        "precision": _precision(devices),
         "prompts": prompts.hexdigest(),
-        **{name: _ADDRESS.sub("", value) for name, value in settings.items()},
         **versions(),
     }
+    if both := facts.keys() & settings.keys():
+        raise StoreError(
+            f"settings cannot be named {', '.join(sorted(both))}: the model and the prompts are "
+            "stored under these names; rename them"
+        )
+    return facts | {name: _ADDRESS.sub("", value) for name, value in settings.items()}
 
 
 def identity(model: Any) -> dict[str, str]:
-    """What tells one model from another: name, configuration, every weight and every buffer."""
-    # None in a HookedTransformer and other models that TransformerLens makes itself.
+    """What identifies a model: its name, configuration, weights and buffers."""
+    # A HookedTransformer has no model of transformers inside.
     original = getattr(getattr(model, "original_model", None), "config", None)
     config = vars(model.cfg) if original is None else original.to_dict()
     deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
@@ -72,9 +79,9 @@ def identity(model: Any) -> dict[str, str]:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A digest of all by which a tokenizer turns a text into a prompt."""
+    """A digest of everything that decides how a tokenizer turns a text into tokens."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # A call leaves its own options there, and every call sets them anew.
+    # A call stores its options there, and every call sets them again.
     rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
     options = {
         name: str(getattr(tokenizer, name, None))
@@ -93,11 +100,11 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
     original = getattr(model, "original_model", None)
     for root in (model,) if original is None else (model, original):
         for path, module in root.named_modules():
-            held = chain(
+            tensors = chain(
                 module.named_parameters(path, recurse=False),
                 module.named_buffers(path, recurse=False),
             )
-            for name, tensor in held:
+            for name, tensor in tensors:
                 if id(tensor) in counted or _follows_the_prompts(module, name):
                     continue
                 counted.add(id(tensor))
@@ -106,9 +113,9 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _follows_the_prompts(module: Any, name: str) -> bool:
-    """Whether each pass writes the buffer anew, after the length of its prompts.
+    """Whether each pass computes the buffer again from the length of its prompts.
 
-    So that it says what ran last, and not what the model is. What it is made from is in another
+    Such a buffer depends on the last pass. The values from which it is computed are in another
     buffer (``original_inv_freq``) and in the configuration.
     """
     kinds = str(getattr(module, "rope_type", ""))
@@ -126,13 +133,13 @@ def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attention(model: Any) -> str:
-    """The implementation of attention: eager, sdpa, ...; of a HookedTransformer its own."""
+    """The implementation of attention (eager, sdpa, ...); "None" for a HookedTransformer."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     return str(getattr(config, "_attn_implementation", None))
 
 
 def _precision(devices: set[str]) -> str:
-    """Settings of the process that change how a model computes."""
+    """Settings of the process that change the precision of computations."""
     automatic = [
         f"autocast {torch.get_autocast_dtype(device)}"
         for device in sorted(devices)

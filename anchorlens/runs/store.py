@@ -1,11 +1,11 @@
-"""What each batch contributed, on disk: so that a run that died goes on where it was."""
+"""Rows of batches on disk, so that an interrupted run continues where it was."""
 
 import hashlib
 import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..errors import StoreError
-from ..system.files import remove_leftovers, write_whole
-from ..system.sealed import sealed, unsealed
+from ..system.digest_file import read_with_digest, to_bytes_with_digest
+from ..system.files import remove_temporary_files, write_atomically
 
-_OURS = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
+_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
 
-class _Kept(NamedTuple):
-    """What a file of rows holds, and whose they are."""
+class _StoredRows(NamedTuple):
+    """The rows of a file, with their run and the number of their batch."""
 
     run: dict[str, str]
     number: int
@@ -33,12 +33,12 @@ class _Kept(NamedTuple):
 class Store:
     """A folder with one file a batch, each written whole or not at all.
 
-    Each file says of which run and batch it is, beside a digest of that and of the rows. It is
-    taken for what it says only if it is byte for byte what would be written now.
+    Each file holds rows with their run and batch, and a digest of all of these. It is used only if
+    it is byte for byte what would be written now.
 
     Attributes:
-        folder: Where the files lie.
-        run: The fingerprint of the run that they are of.
+        folder: The folder of the files.
+        run: The fingerprint of the run to which the rows belong.
     """
 
     folder: Path
@@ -46,36 +46,36 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
-        """The store in ``folder``, new or of the same run.
+        """The store in ``folder``, which is new or holds the same run.
 
         Raises:
-            StoreError: The folder holds another run (the message says what differs), or no folder
-                can be there.
+            StoreError: The folder holds another run (the message names the differences), or cannot
+                be made.
         """
         store = cls(Path(folder), dict(expected))
         try:
             store.folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(store.folder)
+            remove_temporary_files(store.folder)
         except (OSError, ValueError) as error:  # a name with a null character is a ValueError
             reason = getattr(error, "strerror", None) or error
             raise StoreError(
                 f"{folder} cannot be a folder of rows: {reason}; use another folder"
             ) from error
         path = store.folder / "run.json"
-        found = _run_of(path)
-        if found is not None:
-            store._refuse_another(found, store.folder)
+        run = _run_of(path)
+        if run is not None:
+            store._require_same(run, store.folder)
             return store
-        # Without it the rows themselves say of which run they are.
-        for rows in sorted(store.folder.glob("rows-*.safetensors")):
-            kept = _read(rows)
-            if kept is not None:
-                store._refuse_another(kept.run, rows)
-        if _is_of_others(path):
+        # Without this file, the files of rows tell to which run they belong.
+        for path_of_rows in sorted(store.folder.glob("rows-*.safetensors")):
+            stored = _read(path_of_rows)
+            if stored is not None:
+                store._require_same(stored.run, path_of_rows)
+        if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for rows")
         if os.path.exists(path):
             warnings.warn(f"{path} is damaged; it is written anew", stacklevel=2)
-        write_whole(path, _bytes_of_run(store.run))
+        write_atomically(path, _bytes_of_run(store.run))
         return store
 
     def has(self, number: int) -> bool:
@@ -86,54 +86,62 @@ class Store:
         """The rows of a batch, or None where there are none or the file is damaged, with a warning.
 
         Raises:
-            StoreError: The file is whole, but of another run.
+            StoreError: The file is whole, but belongs to another run.
         """
         path = self._path(number)
         if not os.path.exists(path):
             return None
-        kept = _read(path)
-        if kept is not None:
-            self._refuse_another(kept.run, path)
-            if kept.number == number:
-                return kept.rows
-        why = "is damaged" if kept is None else f"holds the rows of batch {kept.number}"
-        warnings.warn(f"{path} {why}; batch {number} is computed again", stacklevel=2)
+        stored = _read(path)
+        if stored is not None:
+            self._require_same(stored.run, path)
+            if stored.number == number:
+                return stored.rows
+        reason = "is damaged" if stored is None else f"holds the rows of batch {stored.number}"
+        warnings.warn(f"{path} {reason}; batch {number} is computed again", stacklevel=2)
         return None
 
+    def complete(self, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:
+        """The rows of a batch if each of ``needed`` begins the name of a row; otherwise None."""
+        rows = self.read(number)
+        is_complete = rows is not None and all(
+            any(name.startswith(start) for name in rows) for start in needed
+        )
+        return rows if is_complete else None
+
     def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
-        """Keep the rows of a batch.
+        """Write the rows of a batch.
 
         Raises:
             StoreError: They cannot be written; the rows of other batches are still there.
         """
         path = self._path(number)
         if path.is_dir():
-            with suppress(OSError):  # one that is not empty fails below, with its name
+            with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
-        write_whole(path, sealed({"run": dict(self.run), "batch": number}, rows))
+        write_atomically(path, to_bytes_with_digest({"run": dict(self.run), "batch": number}, rows))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
 
-    def _refuse_another(self, found: Mapping[str, str], place: Path) -> None:
+    def _require_same(self, run: Mapping[str, str], path: Path) -> None:
         different = [
-            f"{name}: stored {found.get(name)!r}, now {self.run.get(name)!r}"
-            for name in sorted({*found, *self.run})
-            if found.get(name) != self.run.get(name)
+            f"{name}: stored {run.get(name)!r}, now {self.run.get(name)!r}"
+            for name in sorted({*run, *self.run})
+            if run.get(name) != self.run.get(name)
         ]
         if different:
             raise StoreError(
-                f"{place} holds the rows of another run; use another folder, or start over in this "
+                f"{path} holds the rows of another run; use another folder, or start over in this "
                 "one (--fresh, in Python al.forget_rows). " + "; ".join(different)
             )
 
 
 def forget_rows(folder: str | Path) -> None:
-    """Delete what ``run`` keeps in a folder, so that it starts over; other files stay.
+    """Delete the rows that ``run`` stored in a folder, so that it starts over; other files stay.
 
     Args:
-        folder: One that was given to ``run`` or ``isolation_loyalty``, or that is not there yet.
-            A ``run.json`` that is not of such a run stays too.
+        folder: A folder that was given to ``run`` or an experiment, or that does not exist yet. A
+            ``run.json`` that was not written by such a run stays too.
 
     Raises:
         StoreError: A file cannot be deleted.
@@ -144,9 +152,9 @@ def forget_rows(folder: str | Path) -> None:
         >>> results = al.run(model, batches, [al.Accuracy()], folder=rows, progress=False)
     """
     for path in Path(folder).glob("*"):
-        if not _OURS.fullmatch(path.name) or not path.is_file():
+        if not _FILES.fullmatch(path.name) or not path.is_file():
             continue
-        if path.name != "run.json" or not _is_of_others(path):
+        if path.name != "run.json" or not _is_foreign(path):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -171,11 +179,11 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _read(path: Path) -> _Kept | None:
-    """What a file of rows holds; None where it is not byte for byte what was written."""
+def _read(path: Path) -> _StoredRows | None:
+    """What a file of rows holds; None if it is not byte for byte what was written."""
     try:
-        header, rows = unsealed(path)
-        return _Kept(dict(header["run"]), int(header["batch"]), rows)
+        header, rows = read_with_digest(path)
+        return _StoredRows(dict(header["run"]), int(header["batch"]), rows)
     except (StoreError, KeyError, TypeError, ValueError):
         return None
 
@@ -185,21 +193,21 @@ def _bytes_of_run(run: Mapping[str, str]) -> bytes:
     return json.dumps({**run, "digest": digest}, indent=1).encode()
 
 
-def _is_of_others(path: Path) -> bool:
-    """Whether a file is JSON in good order, but nothing that was written here."""
+def _is_foreign(path: Path) -> bool:
+    """Whether a file is valid JSON, but was not written by a store."""
     try:
-        found = json.loads(path.read_bytes())
-        return isinstance(found, dict) and "digest" not in found
+        content = json.loads(path.read_bytes())
+        return isinstance(content, dict) and "digest" not in content
     except (OSError, ValueError, RecursionError):  # brackets deeper than Python reads
         return False
 
 
 def _run_of(path: Path) -> dict[str, str] | None:
-    """The run that a folder says it is of; None where it does not, or not as it was written."""
+    """The run of a folder; None if the file is missing or not as it was written."""
     try:
         data = path.read_bytes()
-        found = dict(json.loads(data))
-        found.pop("digest", None)
-        return found if _bytes_of_run(found) == data else None
+        run = dict(json.loads(data))
+        run.pop("digest", None)
+        return run if _bytes_of_run(run) == data else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None

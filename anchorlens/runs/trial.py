@@ -1,4 +1,4 @@
-"""Where demonstrations that prompts share can be run once, and passes begin late: tried first."""
+"""Trials on two prompts: may shared tokens run once, and may passes begin in a later layer?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..metrics.metric import Metric
+from ..errors import MemoryLimitError
+from ..metrics.metric import Metric, ObservesPrefix
 from ..metrics.products import product_hooks
-from ..models.hooked import BatchHook, Hook, HookedModel, device_of
-from ..models.model_state import has_user_hooks, undisturbed
-from ..passes.forward import run_pass
-from ..passes.late_start import kept_starts
+from ..models.hooked import BatchHook, Hook, HookedModel, device_of, pattern_name
+from ..models.model_state import frozen_in_eval_mode, has_user_hooks
+from ..passes.forward import run_pass, run_prefix
+from ..passes.late_start import stored_starts
 from ..passes.losses import Loss
 from ..passes.memory import of_what_fits
 from ..passes.shared_prefix import (
     TOLERANCE,
     HooksOfBatch,
     Passes,
+    act_alike,
     logit_difference,
     no_hooks,
     only_set,
@@ -27,35 +29,36 @@ from ..passes.shared_prefix import (
     whole_passes,
 )
 from ..prompts.batch import PromptBatch
-from ..system.processes import gathered
+from ..system.processes import gather_from_processes
 
 _HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
 
-SALIENCY_TOLERANCE = 1e-4  # of the largest of its layer
+SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
 
 
 def shared_passes(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    changes: Sequence[HooksOfBatch] = (),
+    changes: Sequence[HooksOfBatch],
     metrics: Sequence[Metric] = (),
     loss: Loss | None = None,
 ) -> Passes:
-    """Passes that run shared demonstrations once, where that gives the same logits and gradients.
+    """Passes that run shared tokens once, if that gives the same logits and gradients.
+
+    All processes use the same kind of passes: after a prefix only if the trial succeeds in each.
 
     Args:
         model: A prepared model.
         batches: All prompts of the run.
-        changes: The interventions of the run, tried on two prompts besides the clean run.
-        metrics: What watches the passes.
-        loss: What is differentiated where a metric needs a gradient.
-
-    Of several processes all run in one way: shared where each finds the same logits.
+        changes: The interventions of the run, tried on two prompts like the clean run. Metrics
+            observe the run with the last of them.
+        metrics: What observes the passes.
+        loss: The loss that is differentiated if a metric needs a gradient.
     """
     passes = _tried(model, batches, changes, metrics, loss)
-    ways = gathered("trial", (bool(passes.lengths), passes.said))
-    alike = next((said for shared, said in ways if not shared), None)
-    return passes if alike is None else Passes(model, {}, alike)
+    of_processes = gather_from_processes("trial", (bool(passes.lengths), passes.status))
+    whole = next((status for is_shared, status in of_processes if not is_shared), None)
+    return passes if whole is None else Passes(model, {}, whole)
 
 
 def _tried(
@@ -65,10 +68,10 @@ def _tried(
     metrics: Sequence[Metric],
     loss: Loss | None,
 ) -> Passes:
-    """The way to run that two prompts allow."""
-    alone = [metric.name for metric in metrics if not _observes_in_parts(metric)]
-    if alone:
-        return whole_passes(model, f"{', '.join(alone)} without observe_demonstrations")
+    """The passes that a trial on two prompts allows."""
+    without = [metric.name for metric in metrics if not _observes_prefix(metric)]
+    if without:
+        return whole_passes(model, f"{', '.join(without)} without observe_prefix")
     if has_user_hooks(model):
         return whole_passes(model, _HOOKS_OF_USER)
     lengths = _shared_lengths(batches)
@@ -76,107 +79,122 @@ def _tried(
         return whole_passes(model, "no two prompts share their demonstrations")
     passes = Passes(model, lengths, "")
     for change in changes:
-        if why := _why_not_in_parts(passes, batches, change):
-            return whole_passes(model, why)
-    # With the longest prompt: rotary embeddings may change with the length.
-    sharing = [one for one in batches if only_set(one) in lengths]
-    longest = max(sharing, key=lambda one: int(one.attention_mask.sum(1).max()))
+        if change is no_hooks:
+            continue
+        if reason := _why_not_after_prefix(passes, batches, change):
+            return whole_passes(model, reason)
+    sharing = [batch for batch in batches if only_set(batch) in lengths]
+    if point := _gradient_not_compared(passes, sharing[0], metrics):
+        return whole_passes(model, f"gradients at {point} are not compared with whole prompts")
+    # The trial needs the longest prompt: rotary embeddings may change with the length.
+    longest = max(sharing, key=lambda batch: int(batch.attention_mask.sum(1).max()))
     few = _two_of(longest).to(device_of(model))
-    ways = [no_hooks, *changes]
+    runs = [no_hooks, *(change for change in changes if change is not no_hooks)]
     trials = []
     if loss is not None and any(metric.needs_gradient for metric in metrics):
-        trials.append(partial(_compare_saliency, passes, ways.pop(), loss))
-    trials.append(partial(_compare_logits, passes, ways))
-    with undisturbed(model):
+        trials.append(partial(_compare_saliency, passes, changes[-1], loss))
+        runs = [change for change in runs if change is not changes[-1]]
+    trials.append(partial(_compare_logits, passes, runs))
+    with frozen_in_eval_mode(model):
         for trial in trials:
-            if why := of_what_fits(few, trial):
-                return whole_passes(model, why)
+            try:
+                reason = of_what_fits(few, trial)
+            except MemoryLimitError:  # it stores more than a pass of the run
+                reason = "the trial does not fit into memory"
+            if reason:
+                return whole_passes(model, reason)
     counts = sorted(set(lengths.values()))
     tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return replace(passes, said=f"{tokens} tokens of each prompt, run once for all")
+    return replace(passes, status=f"{tokens} tokens of each prompt, run once for all")
 
 
 def late_starts(
     passes: Passes, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]
 ) -> dict[int, str]:
-    """Tries on two prompts whether changes may start at the first layer that they act in.
+    """Try on two prompts whether changes may start at the first layer where they act.
 
     Args:
         passes: How the batches are run.
         batches: All prompts of the run.
-        changes: For each first layer, one that acts there and behind it alone.
+        changes: For each first layer, a change that acts only there and in later layers.
 
     Returns:
-        For the layers where logits are other than those of all layers, why; empty where all may.
+        By layer, the reason why a pass cannot start there; empty if all can.
     """
     few = _two_of(batches[0]).to(device_of(passes.model))
     if has_user_hooks(passes.model):
-        why = {layer: _HOOKS_OF_USER for layer in changes if layer}
+        reasons = {layer: _HOOKS_OF_USER for layer in changes if layer}
     else:
-        with undisturbed(passes.model):
-            why = of_what_fits(few, partial(_compare_starts, passes, changes))
-    # Every process takes part, also one with hooks on its model: the others would wait for it.
-    return dict(item for of_process in gathered("late starts", why) for item in of_process.items())
+        with frozen_in_eval_mode(passes.model):
+            reasons = of_what_fits(few, partial(_compare_starts, passes, changes))
+    # Every process takes part, also with hooks on its model, because the others would wait for it.
+    of_processes = gather_from_processes("late starts", reasons)
+    return dict(item for of_process in of_processes for item in of_process.items())
 
 
 def _two_of(batch: PromptBatch) -> PromptBatch:
-    """The first and the last prompt: of build_prompts the shortest and the longest, so padded."""
+    """The first and the last prompt, in batches of build_prompts the shortest and the longest."""
     return batch.prompts(0, len(batch), max(1, len(batch) - 1))
 
 
 def _compare_logits(passes: Passes, changes: Sequence[HooksOfBatch], batch: PromptBatch) -> str:
-    """Why logits cannot come from shared demonstrations; empty where they can."""
+    """The reason why logits cannot come from shared demonstrations; empty if they can."""
     for change in changes:
         expected = run_pass(passes.model, batch, hooks=change(batch))
         try:
-            found = passes.logits(passes.ready(batch), change)
+            logits = passes.logits(batch, change)
         except Exception as error:
             return f"no run from a key-value cache ({reason_of(error)})"
-        if why := _other_logits(found, expected):
-            return why
+        if reason := _other_logits(logits, expected):
+            return reason
     return ""
 
 
 def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: PromptBatch) -> str:
-    """Why logits or A * dL/dA cannot come from shared demonstrations; empty where they can."""
-    model, few = passes.model, passes.ready(batch)
+    """The reason why logits or A * dL/dA cannot come from a shared prefix; empty if they can."""
+    model, few = passes.model, passes.after_prefix(batch)
     whole: dict[int, Tensor] = {}
     upper: dict[int, Tensor] = {}
     lower: dict[int, Tensor] = {}
 
-    def kept_in(products: dict[int, Tensor]) -> dict[str, Any]:
-        def keep(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+    def stored_in(products: dict[int, Tensor]) -> dict[str, Any]:
+        def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
-        hooks, backward_hooks = product_hooks(model, keep, dict.__getitem__)
+        hooks, backward_hooks = product_hooks(model, store, dict.__getitem__)
         return {"observers": hooks, "backward_hooks": backward_hooks}
 
-    at_once = replace(few, first_query=0)
-    logits = run_pass(model, at_once, hooks=change(at_once), loss=loss, **kept_in(whole))
+    prompts = few.whole()
+    logits = run_pass(model, prompts, hooks=change(prompts), loss=loss, **stored_in(whole))
     try:
-        prefix = passes.prefix(few, change, **kept_in(upper))
-        shared = run_pass(model, few, hooks=change(few), loss=loss, prefix=prefix, **kept_in(lower))
+        tokens = passes.shared_tokens(few)
+        prefix = run_prefix(model, tokens, hooks=change(tokens), **stored_in(upper))
+        shared = run_pass(
+            model, few, hooks=change(few), loss=loss, prefix=prefix, **stored_in(lower)
+        )
     except Exception as error:
         return f"no shared gradients ({reason_of(error)})"
-    if why := _other_logits(shared, logits):
-        return why
-    largest = 0.0
+    if reason := _other_logits(shared, logits):
+        return reason
+    differences = []
     for layer, expected in whole.items():
         above, below = expected.tensor_split([few.first_query], dim=2)
         size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-        for found, wanted in (
+        for saliency, reference in (
             (upper[layer], above[..., : few.first_query]),
             (lower[layer], below),
         ):
-            largest = max(largest, float((found - wanted).abs().max() / size))
+            if saliency.numel():
+                differences.append((saliency - reference).abs().max() / size)
+    largest = float(torch.stack(differences).max())  # NaN where any is NaN
     if largest <= SALIENCY_TOLERANCE:
         return ""
     return f"saliencies differ by {largest:.1e} of the largest from those of whole prompts"
 
 
-def _other_logits(found: Tensor, expected: Tensor) -> str:
-    """How far logits are from those of whole prompts; empty where that is rounding."""
-    difference = logit_difference(found, expected)
+def _other_logits(logits: Tensor, expected: Tensor) -> str:
+    """How much logits differ from those of whole prompts; empty if it is only rounding."""
+    difference = logit_difference(logits, expected)
     if difference <= TOLERANCE:
         return ""
     return f"logits differ by {difference:.1e} of the largest from those of whole prompts"
@@ -185,73 +203,84 @@ def _other_logits(found: Tensor, expected: Tensor) -> str:
 def _compare_starts(
     passes: Passes, changes: Mapping[int, HooksOfBatch], batch: PromptBatch
 ) -> dict[int, str]:
-    """Why changes cannot start at their first layer, for each that cannot."""
-    ready, why = passes.ready(batch), {}
-    with kept_starts(passes.model, changes) as starts:
-        passes.logits(ready)
+    """The reason for each change that cannot start at its first layer, by layer."""
+    reasons = {}
+    with stored_starts(passes.model, changes) as starts:
+        passes.logits(batch)
     for layer in sorted(set(changes) - {0}):
-        expected = passes.logits(ready, changes[layer])
+        expected = passes.logits(batch, changes[layer])
         try:
-            found = passes.logits(ready, changes[layer], starts[layer])
-        except Exception as error:  # a layer may need more than what the one before gives out
-            why[layer] = f"no start at layer {layer} ({reason_of(error)})"
+            logits = passes.logits(batch, changes[layer], starts[layer])
+        except Exception as error:  # a layer may need more than the output of the layer before
+            reasons[layer] = f"no start at layer {layer} ({reason_of(error)})"
             continue
-        difference = logit_difference(found, expected)
+        difference = logit_difference(logits, expected)
         if not difference <= TOLERANCE:
-            why[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
-    return why
+            reasons[layer] = f"a start at layer {layer} changes logits by {difference:.1e}"
+    return reasons
 
 
-def _observes_in_parts(metric: Metric) -> bool:
-    """Whether a metric says what to watch in demonstrations; not one of another ``observe``."""
-    names, kinds = ("observe", "observe_demonstrations"), type(metric).__mro__
-    if not hasattr(metric, names[1]):
+def _gradient_not_compared(
+    passes: Passes, batch: PromptBatch, metrics: Sequence[Metric]
+) -> str | None:
+    """A hook point in shared tokens whose gradient a metric observes and the trial does not.
+
+    The gradient of some points does not go through a cached prefix: a bridge calls hook_q, hook_k,
+    hook_v and hook_z with copies of what attention uses.
+    """
+    model = passes.model
+    after = passes.after_prefix(batch.to(device_of(model)))
+    compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
+    for metric in metrics:
+        if metric.needs_gradient and isinstance(metric, ObservesPrefix):
+            observation = metric.observe_prefix(model, passes.shared_tokens(after))
+            for point, _ in observation.backward_hooks:
+                if point not in compared:
+                    return str(point)
+    return None
+
+
+def _observes_prefix(metric: Metric) -> bool:
+    """Whether a metric has ``observe`` and ``observe_prefix`` from the same class.
+
+    A subclass that changes only one of the two could observe different things in them.
+    """
+    if not isinstance(metric, ObservesPrefix):
         return False
-    owners = [next((kind for kind in kinds if name in vars(kind)), kinds[0]) for name in names]
-    return issubclass(owners[1], owners[0])
+    of_whole, of_prefix = (
+        str(getattr(method, "__qualname__", "")).rpartition(".")[0]
+        for method in (metric.observe, metric.observe_prefix)
+    )
+    return of_whole == of_prefix
 
 
-def _why_not_in_parts(
+def _why_not_after_prefix(
     passes: Passes, batches: Sequence[PromptBatch], change: HooksOfBatch
 ) -> str | None:
-    """What keeps hooks from acting in shared demonstrations once for all prompts, if anything."""
-    once: dict[int | None, list[tuple[Any, Tensor]]] = {}
+    """The reason why hooks cannot act in shared tokens once for all prompts; None if they can."""
+    in_prefix: dict[int | None, Sequence[Hook]] = {}
     for batch in batches:
-        ready = passes.ready(batch)
-        hooks = change(replace(ready, first_query=0))
+        after, name = passes.after_prefix(batch), only_set(batch)
+        hooks = change(batch)
         if not all(isinstance(act, BatchHook) for _, act in hooks):
             return "hooks of one's own act on positions of whole prompts"
-        if not ready.first_query:
+        if after.is_whole:
             continue
-        name, shared = only_set(batch), slice(ready.first_query)
-        if name not in once:
+        if name not in in_prefix:
             try:
-                once[name] = _cuts(change(passes.demonstrations(ready)))
-            except Exception as error:  # of a function of the user's, which expects whole prompts
+                in_prefix[name] = change(passes.shared_tokens(after))
+            except Exception as error:  # a function of the user may expect whole prompts
                 return f"hooks do not act on demonstrations alone ({reason_of(error)})"
-        ours, theirs = _cuts(hooks), once[name]
-        if [place for place, _ in ours] != [place for place, _ in theirs] or any(
-            (a[:, shared, shared] != b[:, shared, shared]).any()
-            for (_, a), (_, b) in zip(ours, theirs, strict=True)
-        ):
+        if not act_alike(hooks, in_prefix[name], after.first_query):
             return "hooks differ between prompts that share their demonstrations"
     return None
 
 
-def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, Tensor]]:
-    """Hook point and heads, and the edges that are cut there."""
-    return [
-        ((point, act.heads), act.edges)
-        for point, act in hooks
-        if isinstance(act, BatchHook) and act.edges is not None
-    ]
-
-
 def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
-    """Leading tokens that all prompts of a set share, up to the first target at most.
+    """The number of leading tokens that all prompts of a set share, at most up to a target.
 
-    None for a set that stands in batches of several too: of these, a part that is run by itself
-    because memory ran out could be of that set alone, and share less.
+    A set that also occurs in a batch of several sets is left out: where memory runs out, a part of
+    that batch could have this set alone, and share fewer tokens.
     """
     rows: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
@@ -272,15 +301,16 @@ def _shared_length(batches: Sequence[PromptBatch]) -> int:
     shared = min(int(batch.target_positions.min()) for batch in batches)
     for batch in batches:
         for name in ("label_positions", "label_ends", "label_classes"):
-            if (getattr(batch, name) != getattr(first, name)[0]).any():
+            values, reference = getattr(batch, name), getattr(first, name)[0]
+            if values.shape[1] != len(reference) or (values != reference).any():
                 return 0
         for name in ("tokens", "groups"):
-            ours = getattr(batch, name)[:, :shared]
-            same = (ours == getattr(first, name)[0, :shared]).all(0)
+            values = getattr(batch, name)[:, :shared]
+            same = (values == getattr(first, name)[0, :shared]).all(0)
             shared = int(same.long().cumprod(0).sum())
     return shared if shared > int(first.label_ends.max()) else 0
 
 
 def _has_gaps(batch: PromptBatch) -> bool:
-    """Whether padding stands inside a prompt, after which positions cannot be counted."""
+    """Whether there is padding inside a prompt, so that its positions cannot be counted."""
     return bool((batch.attention_mask.long().diff(dim=1) > 0).any())

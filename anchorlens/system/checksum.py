@@ -1,10 +1,10 @@
-"""A checksum of every byte of a tensor: equal on all devices, and computed on the tensor's own.
+"""Checksums of all bytes of a tensor, computed on its device and equal on all devices.
 
-The bytes are read as words of 32 bits. Each row of 4,096 words gives one number, the sum of its
-words times fixed random odd weights of 64 bits, modulo 2^64. A row that differs in one word always
-gives another number; rows that differ in any other way give the same one with a probability of
-2^-32 at most, over the draw of the weights. Integers are exact in any order of summation, so that
-a GPU and a CPU agree. The order of the rows is in the order of the numbers.
+The bytes are read as words of 32 bits. Each row of 4,096 words gives one number: the sum of its
+words times fixed random odd weights of 64 bits, modulo 2^64. Two rows that differ in one word
+always give different numbers. Two rows that differ in several words give the same number with a
+probability of 2^-32 at most, over the draw of the weights. Integer sums are exact in any order, so
+that a GPU and a CPU agree. The numbers are in the order of the rows.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch import Tensor
 
 WIDTH = 4096
 _ROW = 4 * WIDTH  # bytes
-# Rows at a time: 16 MB for a thread or a GPU, and as little as a cache of a CPU holds.
+# Rows at a time: 16 MB for a thread or a GPU, and as few as a CPU's cache holds.
 _ROWS, _ROWS_CPU = 1024, 16
 _WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * WIDTH), dtype="<i8") | 1
 
@@ -25,7 +25,7 @@ _WEIGHTS = np.frombuffer(hashlib.shake_256(b"anchorlens").digest(8 * WIDTH), dty
 def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
     """A digest of the names, types, shapes and all bytes of tensors.
 
-    Tensors on the meta device have no bytes; the rest of them counts.
+    Tensors on the meta device have no bytes: only their names, types and shapes are used.
     """
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -36,7 +36,7 @@ def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
 
 
 def row_sums(tensor: Tensor) -> np.ndarray:
-    """The number of each row of 16 KiB of a tensor's bytes, the last row padded with zeros."""
+    """The checksum of each row of 16 KiB of a tensor; the last row is padded with zeros."""
     data = _bytes(tensor)
     whole = len(data) // _ROW * _ROW
     sums = [_sums(data[:whole])]
@@ -46,7 +46,8 @@ def row_sums(tensor: Tensor) -> np.ndarray:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What a tensor consists of: a quantised or distributed one holds others."""
+    """The plain tensors of a tensor: a quantised or distributed tensor holds several."""
+    # torch's protocol for such tensors; tests/test_private_names.py verifies it.
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -67,12 +68,12 @@ def _sums(data: Tensor) -> np.ndarray:
 
 
 def _sums_on_cpu(words: np.ndarray) -> np.ndarray:
-    # numpy, because small operations of PyTorch wait for its threads where others use the cores.
+    # numpy, because small PyTorch operations wait for its threads when the cores are busy.
     def sums(part: np.ndarray) -> np.ndarray:
-        few = np.split(part, range(_ROWS_CPU, len(part), _ROWS_CPU))
-        # einsum, because "@" of whole numbers takes half as long again.
+        blocks = np.split(part, range(_ROWS_CPU, len(part), _ROWS_CPU))
+        # einsum, because "@" of integers takes one and a half times as long.
         return np.concatenate(
-            [np.einsum("rw,w->r", rows.astype(np.int64), _WEIGHTS) for rows in few]
+            [np.einsum("rw,w->r", rows.astype(np.int64), _WEIGHTS) for rows in blocks]
         )
 
     parts = np.split(words, range(_ROWS, len(words), _ROWS))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process is killed."""
+"""Write files atomically: a file is complete or absent, even if the process is killed."""
 
 import os
 import platform
@@ -10,16 +10,16 @@ import psutil
 
 from ..errors import StoreError
 
-# Processes on several machines may share a folder; only their own machine knows who is alive.
+# Machines may share a folder, and each knows only its own processes: the name tells them apart.
 _MACHINE = re.sub(r"\W", "-", platform.node())
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write under another name and rename, so that no torn file ever has this name.
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write under a temporary name and rename, so that this name never holds a part of a file.
 
     Raises:
-        StoreError: The disk is full, the folder is gone, or it may not be written into. Nothing
-            is left behind, and what stood under the name still stands there.
+        StoreError: The disk is full, the folder does not exist, or it may not be written into. An
+            earlier file of this name is unchanged, and no temporary file is left.
     """
     temporary = path.with_name(f"{path.name}.{_MACHINE}.{os.getpid()}.tmp")
     try:
@@ -32,8 +32,8 @@ def write_whole(path: Path, data: bytes) -> None:
         _remove(temporary)
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"{path} cannot be written: {reason}; what was written before is kept. Make room or "
-            "mend the folder and start again in the same way: it goes on from there"
+            f"{path} cannot be written: {reason}; what was written before is still there. Make "
+            "room or repair the folder and start again in the same way: the run continues"
         ) from error
     except BaseException:
         _remove(temporary)
@@ -41,8 +41,8 @@ def write_whole(path: Path, data: bytes) -> None:
     _sync(path.parent)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what processes of this machine that were killed in ``write_whole`` left behind."""
+def remove_temporary_files(folder: Path) -> None:
+    """Remove temporary files of processes of this machine that were killed while writing."""
     for path in folder.glob(f"*.{_MACHINE}.*.tmp"):
         number = path.name.split(".")[-2]
         if number.isdigit() and not psutil.pid_exists(int(number)):
@@ -50,13 +50,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove(temporary: Path) -> None:
-    """In a folder that is gone or full of trouble the first error is the one to be told."""
+    # The error of the write is reported, not a second error of the removal.
     with suppress(OSError, ValueError):
         temporary.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:
-    """So that the new name survives a power cut; not every system opens or syncs a folder."""
+    """Make the new name survive a power cut, if the system can sync a folder."""
     with suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:

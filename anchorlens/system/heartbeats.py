@@ -1,7 +1,8 @@
-"""Signs of life of the processes that share a run: who is there, who died, who waits.
+"""Signs of life of the processes that share a run: which have arrived, failed, ended or died.
 
-A thread of each process writes into the store that accelerate's processes met in, and reads what
-the others wrote. The main thread never waits for that store, whose server may have died too.
+A thread of each process writes its sign into the store by which accelerate connected the processes,
+and reads the signs of the others. The main thread never waits for that store, because the server of
+the store may have died too.
 """
 
 import json
@@ -15,13 +16,13 @@ from typing import Any, TypeVar
 
 from ..errors import ProcessError
 
-# Seconds between two signs, and between two readings where this process waits for another.
+# Seconds between two signs, and between two readings while this process waits for another.
 BEAT, POLL = 1.0, 0.01
-# Seconds without a sign, after which a process that gave some is taken for dead.
+# Seconds without a new sign, after which a process that gave signs before counts as dead.
 SILENCE = 60.0
-# Seconds at most for the first sign of a process that never gave one.
+# The longest wait for the first sign of a process, in seconds.
 PATIENCE = 30 * 60.0
-AGAIN = "its own output says why. Start all of them again"
+AGAIN = "see its own output for the reason. Start all of them again"
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Sign:
     Attributes:
         beats: A counter that goes up while the process lives.
         arrived: The number of the last exchange that it began.
-        failed: The number of the exchange before which it failed; -1 where it did not.
+        failed: The number of the exchange before which it failed; -1 if it did not fail.
         left: Whether its interpreter ended.
     """
 
@@ -44,12 +45,12 @@ class Sign:
 
 
 class Heart:
-    """The thread of one process, and what it knows of the others.
+    """The thread of one process, and the signs that it read of the others.
 
     Args:
-        store: Where the signs are; a ``torch.distributed`` store.
-        rank: Number of this process.
-        count: Number of all.
+        store: The ``torch.distributed`` store that holds the signs.
+        rank: The number of this process.
+        count: The number of processes.
     """
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
@@ -66,8 +67,7 @@ class Heart:
         self._changed = Condition()
         self.thread = Thread(target=self._beat, daemon=True, name="anchorlens heart")
         self.thread.start()
-        # The first sign is given before anything else, so that the others know of a process that
-        # dies at once.
+        # The first sign comes before all else, so that the others notice a process that dies early.
         with self._changed:
             self._changed.wait_for(lambda: self._rounds or self._lost, timeout=SILENCE)
 
@@ -75,35 +75,35 @@ class Heart:
         """Tell the others that this process failed before an exchange."""
         self._tell(failed=exchange)
 
-    def someone_failed(self, exchange: int) -> bool:
+    def another_failed(self, exchange: int) -> bool:
         """Whether another process failed before an exchange."""
         self._require_store()
         return any(sign.failed == exchange for sign in self._peers.values())
 
     def arrive(self, exchange: int) -> None:
-        """Announce this process at an exchange, and wait until all others are there.
+        """Announce this process at an exchange, and wait until all others have arrived.
 
         Raises:
-            ProcessError: One of them died, ended, or was never heard of.
+            ProcessError: Another process died, ended, or never gave a sign.
         """
         self._tell(arrived=exchange)
-        for waited, stuck in self._turns():
+        for waited, stuck in self._waits():
             missing = [peer for peer in self._silence if self._arrival(peer) < exchange]
             if not missing:
                 return
             self._require_store()
             self._require_server(stuck)
             for peer in missing:
-                self._require_called(peer, waited)
+                self._require_arrival(peer, waited)
                 self._require_beats(peer)
 
     def watch(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, while all others live; it may wait for them.
+        """Do ``work``, which may wait for the others, and stop waiting if another process dies.
 
-        One that ended has done its share of the work, so that this is no error.
+        A process that ended has done its part of the work, so that this is no error.
 
         Raises:
-            ProcessError: One of them, or the server of the store, was silent for too long.
+            ProcessError: Another process, or the server of the store, gave no sign for too long.
         """
         outcome: Future[T] = Future()
 
@@ -116,7 +116,7 @@ class Heart:
                 self._changed.notify_all()
 
         Thread(target=run, daemon=True, name="anchorlens exchange").start()
-        for _, stuck in self._turns():
+        for _, stuck in self._waits():
             if outcome.done():
                 break
             self._require_server(stuck)
@@ -125,9 +125,9 @@ class Heart:
         return outcome.result()
 
     def stop(self) -> None:
-        """End the thread; the others are told."""
+        """Tell the others that this process ends, and end the thread."""
         self._tell(left=True)
-        self.thread.join(timeout=2 * BEAT)  # it may wait for a server that is dead
+        self.thread.join(timeout=2 * BEAT)  # it may wait for a dead server
 
     def _tell(self, **changes: Any) -> None:
         with self._changed:
@@ -135,8 +135,8 @@ class Heart:
             self._woken = True
             self._changed.notify_all()
 
-    def _turns(self) -> Iterator[tuple[float, float]]:
-        """After each turn of the thread: seconds waited in all, and since its last turn."""
+    def _waits(self) -> Iterator[tuple[float, float]]:
+        """After each round of the thread: seconds waited in all, and since its last round."""
         waited = stuck = 0.0
         self._waiting = True
         try:
@@ -145,7 +145,7 @@ class Heart:
                 with self._changed:
                     rounds, before = self._rounds, monotonic()
                     self._changed.wait(BEAT)
-                    # A process that was stopped for a night has not waited all night.
+                    # Limited, because the time while a process is suspended is no waiting.
                     passed = min(monotonic() - before, 2 * BEAT)
                     waited += passed
                     stuck = 0.0 if self._rounds != rounds else stuck + passed
@@ -155,7 +155,7 @@ class Heart:
     def _arrival(self, peer: int) -> int:
         return self._peers.get(peer, Sign()).arrived
 
-    def _require_called(self, peer: int, waited: float) -> None:
+    def _require_arrival(self, peer: int, waited: float) -> None:
         if peer not in self._peers and waited > self.patience:
             raise ProcessError(
                 f"process {peer} of {self._count} did not call anchorlens within "
@@ -183,12 +183,12 @@ class Heart:
     def _require_store(self) -> None:
         if self._lost is not None:
             raise ProcessError(
-                "the connection to another process is lost, to that which started the others or to "
-                f"process 0 ({self._lost}); {AGAIN}"
+                "the connection to another process is lost: to process 0, or to the process that "
+                f"started the others ({self._lost}); {AGAIN}"
             ) from self._lost
 
     def _beat(self) -> None:
-        """What the thread does, with a connection of its own, which may take long to make."""
+        """The loop of the thread. Its own connection to the store may take long to make."""
         if hasattr(self._store, "clone"):
             try:
                 self._store = self._store.clone()
@@ -221,13 +221,15 @@ class Heart:
         self._store.set(_key(self._rank), text)
 
     def _round(self, passed: float) -> None:
-        """Give a sign, and read those of the others."""
+        """Give a sign, and read the signs of the others."""
         self._give()
-        there = [p for p in self._silence if p in self._peers or self._store.check([_key(p)])]
-        for peer, data in zip(there, self._read(there), strict=True):
+        known = [
+            peer for peer in self._silence if peer in self._peers or self._store.check([_key(peer)])
+        ]
+        for peer, data in zip(known, self._read(known), strict=True):
             sign = Sign(**json.loads(data))
-            same = sign == self._peers.get(peer)
-            self._silence[peer] = self._silence[peer] + passed if same else 0.0
+            unchanged = sign == self._peers.get(peer)
+            self._silence[peer] = self._silence[peer] + passed if unchanged else 0.0
             self._peers[peer] = sign
 
     def _read(self, peers: list[int]) -> list[bytes]:

@@ -1,6 +1,7 @@
-"""Several processes that share one run, as accelerate started them: parts, and what is exchanged.
+"""Several processes that share one run: how the work is divided, exchanged and synchronized.
 
-Nothing of accelerate is imported where nobody made its state: such a process runs alone.
+The processes are those of accelerate. If the state of accelerate was not made, accelerate is not
+imported and the process runs alone.
 """
 
 import atexit
@@ -22,12 +23,12 @@ from .heartbeats import Heart
 
 T = TypeVar("T")
 
-# All have arrived when data begins to move, so that this is for the data alone.
+# The time limit of sending data. Waiting for the others is not part of it: all arrived before.
 MOVING = timedelta(minutes=10)
 
 
-def alone() -> bool:
-    """Whether no other process takes part."""
+def is_single_process() -> bool:
+    """Whether this process runs alone."""
     state = _state()
     return state is None or state.num_processes == 1
 
@@ -38,83 +39,83 @@ def is_main() -> bool:
     return state is None or bool(state.is_main_process)
 
 
-def own_device() -> torch.device | None:
+def process_device() -> torch.device | None:
     """The device that accelerate gave this process; None without accelerate."""
     state = _state()
-    if not alone():
-        _line()  # the others see from now on that this process lives
+    if not is_single_process():
+        _connection()  # from now on the others see that this process lives
     return None if state is None else torch.device(state.device)
 
 
-def own_part(costs: Sequence[int]) -> list[int]:
-    """Numbers of the batches of this process: a contiguous part, about as costly as the others'.
+def batches_of_process(costs: Sequence[int]) -> list[int]:
+    """The numbers of this process's batches: a contiguous part, about as costly as the others.
 
-    Contiguous, so that most sets of demonstrations are run in one process only.
+    The part is contiguous, so that most sets of demonstrations run in one process only.
     """
-    if alone():
+    if is_single_process():
         return list(range(len(costs)))
-    state, total, before, own = _state(), sum(costs) or 1, 0, []
+    state, total, before, part = _state(), sum(costs) or 1, 0, []
     for number, cost in enumerate(costs):
         middle = (2 * before + cost) * state.num_processes // (2 * total)
         if min(middle, state.num_processes - 1) == state.process_index:
-            own.append(number)
+            part.append(number)
         before += cost
-    return own
+    return part
 
 
-def gathered(what: str, value: T) -> list[T]:
-    """The value of each process, on every process; ``[value]`` for one alone.
+def gather_from_processes(what: str, value: T) -> list[T]:
+    """The values of all processes, returned on every process; ``[value]`` if there is only one.
 
     Args:
-        what: In a word, so that processes that are at different places are told apart.
+        what: The name of the exchange, by which processes at different calls are recognised.
         value: Anything that can be pickled, on the CPU.
 
     Raises:
-        ProcessError: A process failed meanwhile (see ``together``), died, or is elsewhere.
+        ProcessError: A process failed (see ``fails_together``), died, or made another call.
     """
-    return [value] if alone() else _exchange(what, value, None)
+    return [value] if is_single_process() else _exchange(what, value, None)
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """A block, or with ``@together()`` a function, that fails in all processes if it does in one.
+def fails_together() -> Iterator[None]:
+    """A block, or with ``@together()`` a function, that fails in all processes if it fails in one.
 
-    Where a process fails it keeps its own error, and the others get a ProcessError from what they
-    exchange next, at the latest at the end of the block: nobody waits for one that will not come.
+    The process that fails raises its own error. The others raise a ProcessError at their next
+    exchange, at the latest at the end of the block, so that no process waits for a failed one.
     """
-    if alone():
+    if is_single_process():
         yield
         return
-    _line()  # the others see from now on that this process lives
+    _connection()  # from now on the others see that this process lives
     try:
         yield
     except ProcessError:
-        raise  # of which all know
+        raise  # all processes know of it
     except Exception as error:
-        if not hasattr(error, "_told"):  # in a block within this one
-            error._told = True  # type: ignore[attr-defined]
-            line = _line()
-            line.heart.fail(line.exchanges)
+        if not hasattr(error, "_announced"):  # announced already by a block inside this block
+            error._announced = True  # type: ignore[attr-defined]
+            connection = _connection()
+            connection.heart.fail(connection.exchanges)
             _exchange("failure", None, error)
         raise
-    gathered("end of a block", None)
+    gather_from_processes("end of a block", None)
 
 
 def failed_elsewhere() -> bool:
-    """Whether another process failed since the last exchange, so that going on is in vain."""
-    if alone():
+    """Whether another process failed since the last exchange, so that this one can stop."""
+    if is_single_process():
         return False
-    line = _line()
-    return line.heart.someone_failed(line.exchanges)
+    connection = _connection()
+    return connection.heart.another_failed(connection.exchanges)
 
 
-def same_everywhere(what: Mapping[str, str]) -> None:
-    """Refuse processes of which each was given something else: their rows are of several runs.
+def require_equal_settings(what: Mapping[str, str]) -> None:
+    """Raise an error if the processes got different settings: their rows do not belong together.
 
     Raises:
-        ProcessError: On all processes; the message says what differs.
+        ProcessError: In all processes; the message names the difference.
     """
-    first, *others = gathered("settings", dict(what))
+    first, *others = gather_from_processes("settings", dict(what))
     for number, other in enumerate(others, start=1):
         different = [
             f"{name}: process 0 {first.get(name)!r}, process {number} {other.get(name)!r}"
@@ -123,26 +124,26 @@ def same_everywhere(what: Mapping[str, str]) -> None:
         ]
         if different:
             raise ProcessError(
-                "all processes must make the same call, which is shared out among them; got "
-                f"different ones ({'; '.join(different)}). To analyse other prompts in each "
+                "all processes must make the same call, whose work is divided among them; got "
+                f"different calls ({'; '.join(different)}). To analyse other prompts in each "
                 "process, make no accelerate state"
             )
 
 
-def refuse_split_weights(model: Any) -> None:
-    """Refuse a model that runs over all processes at once: each must run its own prompts."""
+def require_whole_model(model: Any) -> None:
+    """Raise an error if a model is split among the processes: each must run its own prompts."""
     if any(hasattr(weights, "device_mesh") for weights in model.parameters()):
         raise ProcessError(
-            "prompts are shared out among the processes, so that each needs the whole model; the "
-            "weights of this one are split among them (tensor parallelism or FSDP). Load it whole "
-            "in each process, or over the devices of one process with device_map"
+            "prompts are divided among the processes, so that each needs the whole model, but "
+            "the weights of this one are split among them (tensor parallelism or FSDP). Load the "
+            "whole model in each process, or over the devices of one process with device_map"
         )
 
 
 def main_first(make: Callable[[], T]) -> T:
-    """What is made, in the main process before the others begin: files in one folder, say."""
+    """Call ``make`` in the main process first and then in the others, for example to open files."""
     made = [make()] if is_main() else []
-    gathered("what the main process does first", None)
+    gather_from_processes("what the main process does first", None)
     return made[0] if made else make()
 
 
@@ -153,7 +154,7 @@ def join_launched() -> None:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    # Without an accelerator accelerate would let each process run by itself.
+    # Without an accelerator and this setting, accelerate would let each process run alone.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
     atexit.register(_leave)
@@ -163,96 +164,103 @@ def join_launched() -> None:
             f"{launched} processes were started, but accelerate cannot connect them on "
             f"{state.device}; start them with ACCELERATE_USE_CPU=true in the environment"
         )
-    # Of its launcher's environment this is set for several processes only.
+    # accelerate's launcher sets MASTER_ADDR only if several processes were asked for.
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ and "LOCAL_RANK" not in os.environ:
         warnings.warn(
             "accelerate launch was asked for several processes and started one, as it does on a "
-            "CPU or a single GPU; add --multi_gpu, which starts as many as it is told on any "
-            "machine, or use torchrun --nproc-per-node",
+            "CPU or a single GPU; add --multi_gpu, which starts all of them on any machine, or use "
+            "torchrun --nproc-per-node",
             stacklevel=2,
         )
 
 
 def _leave() -> None:
-    """The group of GPUs warns where a process ends without this."""
+    """Close the group of all processes, because that of GPUs warns if it is left open."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 @dataclass
-class _Line:
-    """What the processes of one state talk over."""
+class _Connection:
+    """The signs of life and the data exchange of the processes of one accelerate state."""
 
     heart: Heart
     exchanges: int = 0
     group: Any = None
 
-    def gather(self, found: list[Any], value: Any) -> None:
-        """Fill the list with the values of all processes, which are there."""
-        # A group of our own: rows lie on the CPU, while that of GPUs would send them through their
-        # memory.
+    def gather(self, values: list[Any], value: Any) -> None:
+        """Fill the list with the values of all processes, which have arrived."""
+        # A separate group for the CPU, because that of GPUs would send rows through their memory.
         self.group = self.group or distributed.new_group(backend="gloo", timeout=MOVING)
-        distributed.all_gather_object(found, value, group=self.group)
+        distributed.all_gather_object(values, value, group=self.group)
 
-    def hang_up(self) -> None:
-        """Threads of a group that is still held when the interpreter goes abort the process."""
+    def close(self) -> None:
+        """Close the group, whose threads would otherwise abort the process when Python ends."""
         self.heart.stop()
         group, self.group = self.group, None
         if group is not None and distributed.is_initialized():
             distributed.destroy_process_group(group)
 
 
-def _line() -> _Line:
-    return _line_of(distributed.group.WORLD)
+def _connection() -> _Connection:
+    return _connection_of(distributed.group.WORLD)
 
 
 @cache
-def _line_of(world: Any) -> _Line:
+def _connection_of(world: Any) -> _Connection:
     state = _state()
-    store = distributed.distributed_c10d._get_default_store()
-    line = _Line(Heart(store, state.process_index, state.num_processes))
-    atexit.register(line.hang_up)
-    return line
+    connection = _Connection(
+        Heart(world.get_group_store(), state.process_index, state.num_processes)
+    )
+    atexit.register(connection.close)
+    return connection
 
 
 def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
-    line, state = _line(), _state()
+    connection, state = _connection(), _state()
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    found: list[Any] = [None] * state.num_processes
+    answers: list[Any] = [None] * state.num_processes
     try:
-        line.heart.arrive(line.exchanges)
-        with _connected():
-            line.heart.watch(lambda: line.gather(found, (what, value, failure)))
+        connection.heart.arrive(connection.exchanges)
+        with _lost_connection_reported():
+            connection.heart.watch(lambda: connection.gather(answers, (what, value, failure)))
     except ProcessError:
         if error is None:
             raise
-        return []  # it is raised all the same
-    line.exchanges += 1
-    failures = [(number, why) for number, (_, _, why) in enumerate(found) if why is not None]
+        return []  # the caller raises its own error
+    connection.exchanges += 1
+    failures = [
+        (number, reason) for number, (_, _, reason) in enumerate(answers) if reason is not None
+    ]
     if error is None and failures:
-        number, why = failures[0]
-        raise ProcessError(f"process {number} of {state.num_processes} failed: {why}")
-    places = [place for place, _, _ in found]
-    if error is None and len(set(places)) > 1:
+        number, reason = failures[0]
+        raise ProcessError(f"process {number} of {state.num_processes} failed: {reason}")
+    calls = [call for call, _, _ in answers]
+    if error is None and len(set(calls)) > 1:
         raise ProcessError(
-            f"all processes must make the same calls in the same order; they are at {places}"
+            f"all processes must make the same calls in the same order; they are at {calls}"
         )
-    return [value for _, value, _ in found]
+    return [value for _, value, _ in answers]
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def _lost_connection_reported() -> Iterator[None]:
+    """Raise a ProcessError in place of PyTorch's error for a closed connection."""
     try:
         yield
     except RuntimeError as closed:
         raise ProcessError(
-            f"the connection to another process is lost; it says itself why it ended ({closed})"
+            "the connection to another process is lost; see its own output for the reason "
+            f"({closed})"
         ) from closed
 
 
 def _state() -> Any:
-    """The accelerate state that somebody made, or None; asking for it would make one."""
+    """The accelerate state of this process, or None if it was not made."""
     module = sys.modules.get("accelerate.state")
-    if module is None or not module.PartialState._shared_state:
+    if module is None:
         return None
-    return module.PartialState()
+    # PartialState() would make the state. An object made without __init__ only tells whether the
+    # state exists; tests/test_private_names.py verifies it.
+    made = module.PartialState.__new__(module.PartialState).initialized
+    return module.PartialState() if made else None

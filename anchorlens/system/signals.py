@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command with one line, and with what was done kept."""
+"""Ctrl-C and SIGTERM end a command with one line, after hooks and files are in order."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 class Stopped(BaseException):
-    """The process was asked to end; like KeyboardInterrupt no error that anyone should handle."""
+    """The process was asked to end; like KeyboardInterrupt, not an error that code handles."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -20,8 +20,8 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def stops_raised() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise ``Stopped`` inside, so that files and hooks are put in order."""
+def signals_raise() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM raise ``Stopped``, so that hooks are removed and files closed."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
@@ -35,27 +35,30 @@ def stops_raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stoppable(then: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """For commands with an ``out``: stopped, they say what is kept there and what comes ``then``.
+def ends_with_one_line(then: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Make a command with an option ``out`` end with one line when it is stopped.
 
     The exit status is that of a shell for the signal: 130 for Ctrl-C, 143 for SIGTERM.
+
+    Args:
+        then: The end of the line, which says what to do next.
     """
 
-    def of(command: Callable[P, None]) -> Callable[P, None]:
+    def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @wraps(command)
         def run(*args: P.args, **options: P.kwargs) -> None:
             number = 0
             try:
-                with stops_raised():
+                with signals_raise():
                     command(*args, **options)
             except Stopped as stop:
                 number = stop.number
-            # Out here the progress bars, which the error's frames held, are closed.
+            # Here the progress bars are closed, which the frames of the error held open.
             if number:
-                line = f"stopped; what was computed is kept in {options['out']}; {then}"
+                line = f"stopped; what was computed is stored in {options['out']}; {then}"
                 typer.echo(line, err=True)
                 raise typer.Exit(128 + number)
 
         return run
 
-    return of
+    return decorate

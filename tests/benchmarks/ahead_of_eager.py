@@ -1,9 +1,9 @@
-"""What could be gained at most by attention that forms no patterns.
+"""The largest possible gain from attention that forms no patterns.
 
     PYTHONPATH=tests python tests/benchmarks/ahead_of_eager.py
 
-A random GPT-2 of plain transformers, without any hook. An AUCROC that forms target rows only and
-leaves the rest to fused attention cannot be faster than fused attention that forms none.
+A random GPT-2 in plain transformers, without hooks. An AUCROC that forms only target rows, and
+leaves the rest to fused attention, cannot be faster than fused attention that forms no pattern.
 """
 
 import torch
@@ -24,10 +24,10 @@ def main() -> None:
 
     for count, length in ((16, 16), (8, 128), (2, 900)):
         tokens = torch.randint(1000, (count, length))
-        ways = {
+        works = {
             attention: lambda a=attention, t=tokens: passes(a, t) for attention in ("eager", "sdpa")
         }
-        say(f"{count} prompts of {length}", in_turns(3, ways), "eager", "")
+        say(f"{count} prompts of {length}", in_turns(3, works), "eager", "")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time a query by whole prompts, by a cached prefix and by a compressed context.
+"""Time of a query with whole prompts, with a cached prefix, and with a compressed context.
 
 python tests/benchmarks/answer_times.py --model M --task trec --train train.jsonl
 """
@@ -26,7 +26,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shots in (1, 2, 4, 8):
         demos = al.sample_demonstrations(examples, shots=shots)
-        queries = [one for one in examples if one not in demos][: options.queries]
+        queries = [example for example in examples if example not in demos][: options.queries]
         for size in (1, 16):
             batches = al.build_prompts(
                 model.tokenizer, al.TASKS[options.task], demos, queries, batch_size=size
@@ -34,12 +34,12 @@ def main() -> None:
             times = al.answer_times(model, batches)
             context = al.compress(model, batches[0])
             milliseconds = [
-                1e3 * float(one) for one in (times.whole, times.cached, times.compressed)
+                1e3 * float(time) for time in (times.whole, times.cached, times.compressed)
             ]
             tokens = int(torch.cat([batch.attention_mask.sum(1) for batch in batches]).sum())
             print(
                 f"| {shots} | {tokens / len(queries):.0f} | {size} | "
-                + " | ".join(f"{one:.0f} ms" for one in milliseconds)
+                + " | ".join(f"{time:.0f} ms" for time in milliseconds)
                 + f" | {times.speed_up:.1f} | {times.speed_up_over_cached:.2f} "
                 f"| {context.kept.sum()} of {len(context.kept)} |",
                 flush=True,

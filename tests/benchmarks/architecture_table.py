@@ -1,7 +1,7 @@
-"""The page of architectures from what the matrix of tests measured: ``make architectures``.
+"""The table of architectures as markdown, from the results of tests: ``make architectures``.
 
-Reads files of ``pytest tests/test_matrix.py --matrix-results FILE``, several TransformerLens lines
-together, and prints markdown.
+Reads the files that ``pytest tests/test_matrix.py --matrix-results FILE`` wrote for one or several
+lines of TransformerLens.
 """
 
 import json
@@ -20,27 +20,29 @@ KINDS = {
 DTYPES = ("float32", "float64")
 INTRODUCTION = """# Architectures
 
-Every row is a tiny model of random weights, biases, norm scales and sinks too, on which the package
-is compared with plain transformers run one prompt at a time: attention by `output_attentions`,
-saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a factor behind the
-softmax, queries and keys as they enter the product of scores. Our side runs padded batches of five
-prompts, padded on the right and on the left (a processed bridge on the left alone). The numbers are
-relative differences, the largest absolute difference over the largest absolute value of the
-reference; each cell holds the largest over {quantities} in float32 and, below it, in float64.
+Each row is a tiny model with random weights, biases, norm scales and sinks. On it, anchorlens is
+compared with plain transformers, which run one prompt at a time: attention by `output_attentions`,
+saliency by `retain_grad`, isolation by masks edited by hand, re-weighting by a factor after the
+softmax, queries and keys as they enter the product of scores. anchorlens runs padded batches of
+five prompts, with padding on the right and on the left (a processed bridge only on the left). The
+numbers are relative differences: the largest absolute difference divided by the largest absolute
+value of the reference. Each cell holds the largest over {quantities} in float32 and, below it, in
+float64.
 
-A *processed* bridge has its layer norms folded and weights centred
-(`enable_compatibility_mode(fold_value_biases=False)`). In float64 both sides are kept from falling
-back to float32 in softmax, norms and rotary embeddings, so that rounding cannot hide an error.
+A *processed* bridge has folded layer norms and centred weights
+(`enable_compatibility_mode(fold_value_biases=False)`). In the float64 tests neither side falls back
+to float32 in softmax, norms and rotary embeddings, so rounding cannot hide an error.
 
 A *Toy* is a model of TransformerLens itself (`TransformerBridge.boot_native`, and on 3.9
-`HookedTransformer(config)`), which transformers does not have: it is compared with the same model
-written out in plain PyTorch. Hooks are *made live* where its own attention calls them too late.
+`HookedTransformer(config)`). transformers does not have it, so it is compared with the same model
+written in plain PyTorch.
 
-*Hooks*: `native` where the hook points of TransformerLens act by themselves, `made live` where the
-model runs the attention of transformers and `al.load_model` or `al.prepare_model` routes scores and
-pattern through them. *refused* means that loading is an error: the model that TransformerLens makes
-of it computes something else, and how is said. *wrong* is the same where TransformerLens makes the
-model by itself, so that nobody can compare. *none*: this line makes no such model.
+The column *Hooks* says `native` if the hook points of TransformerLens act without help. It says
+`made live` if the model runs another attention, which would call them too late, and `al.load_model`
+or `al.prepare_model` routes scores and pattern through them. *refused* means that loading is an
+error, for the reason in the cell. *wrong* means that a model which TransformerLens makes by itself
+computes something else than the original; anchorlens has no original to compare it with, so there
+is no error. *none* means that this line of TransformerLens does not make such a model.
 
 This page is generated from the results of the tests by `make architectures`.
 """
@@ -55,17 +57,19 @@ def page(cases: list[Case]) -> str:
     titles = [f"{line} {KINDS[kind]}" for line, kind in columns]
     rows = []
     for name in dict.fromkeys(case["architecture"] for case in cases):
-        own = [case for case in cases if case["architecture"] == name]
+        of_name = [case for case in cases if case["architecture"] == name]
         cells = [
-            cell([case for case in own if (case["line"], case["kind"]) == column])
+            cell([case for case in of_name if (case["line"], case["kind"]) == column])
             for column in columns
         ]
-        rows.append([f"**{name}**<br>{own[0]['special']}", *cells, hooks(own)])
+        rows.append([f"**{name}**<br>{of_name[0]['special']}", *cells, hooks(of_name)])
     by_quantity = [
         [
             quantity,
             *(
-                worst([one for one in cases if (one["line"], one["kind"]) == column], [quantity])
+                worst(
+                    [case for case in cases if (case["line"], case["kind"]) == column], [quantity]
+                )
                 for column in columns
             ),
         ]
@@ -77,7 +81,7 @@ def page(cases: list[Case]) -> str:
         "## By architecture",
         table(["Architecture, what is special", *titles, "Hooks"], rows),
         "## By quantity",
-        "The largest of all architectures, in float32 and, below it, in float64.",
+        "The largest difference over all architectures, in float32 and, below it, in float64.",
         table(["Quantity", *titles], by_quantity),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -120,11 +124,11 @@ def hooks(cases: list[Case]) -> str:
 
 
 def versions(cases: list[Case]) -> str:
-    found: dict[str, set[str]] = {}
+    by_package: dict[str, set[str]] = {}
     for case in cases:
-        for name, number in case["versions"].items():
-            found.setdefault(name, set()).add(number)
-    listed = [f"{name} {' and '.join(sorted(numbers))}" for name, numbers in found.items()]
+        for package, version in case["versions"].items():
+            by_package.setdefault(package, set()).add(version)
+    listed = [f"{name} {' and '.join(sorted(numbers))}" for name, numbers in by_package.items()]
     return f"Measured with {', '.join(listed)}."
 
 

@@ -1,12 +1,12 @@
-"""Attacks the package with seeded nonsense, and counts what it survives.
+"""Runs the package on random invalid inputs and damaged files, and counts right outcomes.
 
     python tests/benchmarks/attack.py [--seed 0] [--prompts 3000] [--inputs 280] [--metrics 90]
         [--damages 80] [--configurations 60] [--payloads 40] [--kills 20]
     python tests/benchmarks/attack.py --seed 0 --repeat damaged_rows:17
 
 Random prompts, bad inputs, misbehaving metrics, damaged files, configurations of models and html in
-texts, each against what must come; then killed runs (kill_runs.py). Prints a table of tried and
-survived, and each fault with what repeats it. Exit status 1 where something did not survive.
+texts, each compared with the expected outcome; then killed runs (kill_runs.py). Prints a table of
+attempts and outcomes, and each fault with the command that repeats it. Exit status 1 for any fault.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kill_runs import METRICS, Trials, digest_of
 
 import anchorlens as al
 
-# Each section with the option that counts its attempts.
+# Each section, with the option that sets its number of attempts.
 SECTIONS: list[tuple[str, Section]] = [
     ("prompts", fuzzed_prompts),
     ("inputs", bad_values),
@@ -50,16 +50,16 @@ SIZES |= {"payloads": 40, "kills": 20}
 
 
 def killed_runs(kills: int, seed: int) -> Tally:
-    """Half of them at random moments, half at a write, an fsync or a rename."""
-    here = scene()
+    """Runs that are killed: half at random moments, half at a write, an fsync or a rename."""
+    given = scene()
 
     def work(folder: Path) -> str:
         options: dict[str, Any] = {"folder": folder, "resamples": 5, "progress": False}
-        return digest_of(al.run(here.model, here.batches, METRICS, **options))
+        return digest_of(al.run(given.model, given.batches, METRICS, **options))
 
     tally = Tally("killed_runs")
-    with tempfile.TemporaryDirectory() as place:
-        trials = Trials(work, Path(place))
+    with tempfile.TemporaryDirectory() as root:
+        trials = Trials(work, Path(root))
         equal, _ = trials.at_random(kills - kills // 2, seed)
         tally.endings["right"] += equal
         lost = kills - kills // 2 - equal
@@ -76,9 +76,9 @@ def killed_runs(kills: int, seed: int) -> Tally:
 
 def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads stop working in a fork
     os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.simplefilter("ignore")  # of intervals of few prompts
+    warnings.simplefilter("ignore")  # about intervals of few prompts
     by_name = {section.__name__: section for _, section in SECTIONS}
     if options.repeat is not None:
         name, _, number = options.repeat.partition(":")
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", metavar="SECTION:NUMBER", help="one attempt alone")
+    parser.add_argument("--repeat", metavar="SECTION:NUMBER", help="run only this attempt")
     for name, size in SIZES.items():
         parser.add_argument(
             f"--{name}", type=int, default=size, help=f"attempts, {size} by default"

@@ -1,10 +1,10 @@
-"""The same model through a bridge and, on transformer-lens 3.9, as a HookedTransformer.
+"""The same model as a bridge and, on transformer-lens 3.9, as a HookedTransformer.
 
     python tests/benchmarks/both_lines.py --model M --train train.jsonl --test test.jsonl
     PYTHONPATH=.venv/transformer-lens-3.9 python tests/benchmarks/both_lines.py ...
 
-Prints the figures of each kind that the TransformerLens on the path has; with `--numbers FILE` they
-are kept there, and compared with those that the file holds from another line.
+Computes the numbers for each kind of model that the TransformerLens on the path has. Writes them
+into the file `--numbers`, and compares them with the numbers that another line wrote there.
 """
 
 import argparse
@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from hooked_transformers import hooked_transformer
 
 
-def figures_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, list[float]]:
+def indices_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, list[float]]:
     demos = al.sample_demonstrations(al.load_examples(train), shots=1, seed=42)
     chosen = al.load_examples(test)[:queries]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, chosen, batch_size=8)
@@ -51,7 +51,7 @@ def figures_of(model: Any, train: Path, test: Path, queries: int) -> dict[str, l
 def main(options: argparse.Namespace) -> None:
     weights, tokenizer = read_weights(options.model, None, torch.float32)
     weights.config.architectures = [type(weights).__name__]
-    # A .gguf file is read dequantised; its mark alone makes HookedTransformer refuse.
+    # Weights of a .gguf file are dequantised, but HookedTransformer refuses them with this entry.
     vars(weights.config).pop("quantization_config", None)
     line = f"transformer-lens {version('transformer-lens')}"
     kinds: dict[str, Callable[..., Any]] = {"bridge": al.load_model}
@@ -61,13 +61,13 @@ def main(options: argparse.Namespace) -> None:
     for kind, make in kinds.items():
         model = make(copy.deepcopy(weights), tokenizer=copy.deepcopy(tokenizer))
         al.prepare_model(model)
-        found = figures_of(model, options.train, options.test, options.queries)
+        computed = indices_of(model, options.train, options.test, options.queries)
         for other, numbers in known.items():
             for name, values in numbers.items():
-                pairs = zip(values, found[name], strict=True)
+                pairs = zip(values, computed[name], strict=True)
                 largest = max(abs(a - b) for a, b in pairs)
                 print(f"{kind}, {line} - {other}: {name}: {largest:.1e}")
-        known[f"{kind}, {line}"] = found
+        known[f"{kind}, {line}"] = computed
     options.numbers.write_text(json.dumps(known))
 
 

@@ -1,6 +1,6 @@
-"""What a real model keeps behind compressed contexts: Table 2 with intervals, several seeds.
+"""Loyalty and accuracy of a real model after compressed contexts: Table 2 with intervals.
 
-python tests/benchmarks/compressed_loyalty.py --model M --task trec --train train.jsonl ...
+python tests/benchmarks/compressed_loyalty.py --model M --train train.jsonl --test test.jsonl
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python tests/benchmarks/coverage.py --repeats 500
 
-Rows of prompts are drawn from distributions whose true values are known, and go through the
-package's own results and ``with_intervals``. Layers and methods are trials, so that one call makes
-many of them. The first number of a cell is the coverage of plain percentiles within sets of
+Rows of prompts are drawn from distributions whose true values are known. The package's own results
+and ``with_intervals`` are computed from them. Each layer or method is a trial, so one call makes
+many trials. The first number of a cell is the coverage of plain percentiles within sets of
 demonstrations, the second that of the package's intervals.
 """
 
@@ -31,10 +31,10 @@ from anchorlens.results.bootstrap import population_of, with_intervals
 
 Rows = Mapping[str, Tensor]
 Trial = tuple[dict[str, Tensor], Tensor]
-TRIALS = 25  # independent trials of a call: layers, or methods
+TRIALS = 25  # independent trials in a call: layers, or methods
 CLASSES = 6
 
-# Sizes of the sets of demonstrations, and how unlike the sets are.
+# Sizes of the sets of demonstrations, and how much the sets differ.
 LAYOUTS: dict[str, tuple[list[int], float]] = {
     **{f"one set of {n}": ([n], 0.0) for n in (5, 10, 20, 50, 200)},
     "20 sets of 1": ([1] * 20, 0.0),
@@ -52,7 +52,7 @@ FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeanRecord(al.Record):
-    """A mean over prompts, of sets in turn."""
+    """The mean over sets of each set's mean over prompts."""
 
     mean: Float[Tensor, " layer"]
 
@@ -65,7 +65,7 @@ def mean_result(rows: Rows) -> MeanRecord:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a layout: the set of each, and how far each set is from the average one."""
+    """Prompts of a layout: the set of each prompt, and how far each set is from the average."""
 
     sizes: Sequence[int]
     effect: float
@@ -86,7 +86,7 @@ class Prompts:
         return torch.rand(*shape, generator=self.generator, dtype=torch.double)
 
     def effects(self, *shape: int) -> Tensor:
-        """Of each set, [set, ...]."""
+        """The random effect of each set, [set, ...]."""
         return self.effect * self.normal(len(self.sizes), *shape)
 
 
@@ -112,7 +112,7 @@ def skewed_mean(prompts: Prompts) -> Trial:
 
 
 def share(prompts: Prompts) -> Trial:
-    """Sets are given: the mean of their shares. They are drawn: the share of all prompts."""
+    """The mean of the sets' shares if the sets are given, else the share of all prompts."""
     rows, means = flow_sums(prompts)
     three = means[..., :3]
     true = (three / three.sum(-1, keepdim=True)).mean(0)
@@ -120,7 +120,7 @@ def share(prompts: Prompts) -> Trial:
 
 
 def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Tensor]:
-    """Scores of two classes, and AUCROC: how far the predicted class moves the second's score."""
+    """Scores of two classes, and the AUCROC that follows from the distance of their means."""
     sets = prompts.sets
     predicted = (prompts.uniform(len(sets)) < 0.5).long()
     if predicted.sum() in (0, len(sets)):
@@ -136,9 +136,9 @@ def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Ten
 def answers(
     prompts: Prompts, chances: Sequence[float], common: float
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Right or wrong by each method and prompt, and how often each method is right.
+    """Right or wrong answers of each method and prompt, and each method's true accuracy.
 
-    What is ``common`` to the methods makes a prompt hard for all of them.
+    ``common`` is the part of the variance that makes a prompt hard for all methods.
     """
     sets, n_methods = prompts.sets, len(chances)
     limits = torch.special.ndtri(torch.tensor(chances, dtype=torch.double))
@@ -166,7 +166,7 @@ def gain_of(chances: Sequence[float], common: float) -> Callable[[Prompts], Tria
 
 @cache
 def clouds(classes: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Spread of the queries' channels, and keys of the classes."""
+    """Standard deviation of each channel of the queries, and keys of the classes."""
     generator = torch.Generator().manual_seed(1)
     spread = torch.linspace(2, 0.1, channels).double() ** 2
     return spread, torch.randn(classes, channels, generator=generator, dtype=torch.double)
@@ -174,7 +174,7 @@ def clouds(classes: int, channels: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def true_distances(directions: int) -> Tensor:
-    """Of the queries' own distribution: main directions are the channels of the largest spread."""
+    """Distances for the distribution of queries; its main directions are the widest channels."""
     spread, keys = clouds(CLASSES, 24)
     main = (keys * spread)[:, :directions]
     distances = torch.cdist(main, main)
@@ -185,7 +185,7 @@ def distances(prompts: Prompts, trials: int = TRIALS) -> dict[str, Tensor]:
     spread, keys = clouds(CLASSES, 24)
     n = len(prompts.sets)
     queries = prompts.normal(n, trials, 24) * spread
-    # Which class is right, and logits by which near classes are confused.
+    # True classes, and logits that confuse near classes.
     gold = torch.arange(n) % CLASSES
     gold = gold[torch.randperm(n, generator=prompts.generator)]
     near = 1.5 * (true_distances(10) + true_distances(10).roll((2, 2), (0, 1)))
@@ -210,7 +210,7 @@ def distance_trial(prompts: Prompts) -> Trial:
 
 @cache
 def true_correlation() -> Tensor:
-    """Of very many prompts."""
+    """The correlation with very many prompts."""
     many = Prompts([20000], 0.0, torch.Generator().manual_seed(1))
     rows = distances(many, 1)
     confusion = pair_auc(rows["label_logits"], rows["gold"])
@@ -241,7 +241,7 @@ SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] =
 
 
 def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
-    """The interval of plain percentiles within sets; pooled only where every prompt has its own."""
+    """Plain percentiles within sets; pooled only if every prompt has its own set."""
     sets = rows["demonstrations_id"]
     if len(sets.unique()) == len(sets):
         sets = torch.zeros_like(sets)
@@ -251,7 +251,7 @@ def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int)
     generator = torch.Generator().manual_seed(0)
     for _ in range(resamples):
         chosen = torch.cat(
-            [one[torch.randint(len(one), (len(one),), generator=generator)] for one in strata]
+            [rows[torch.randint(len(rows), (len(rows),), generator=generator)] for rows in strata]
         )
         drawn.append(getattr(result({k: v[chosen] for k, v in rows.items()}), name))
     ends = torch.tensor([0.025, 0.975], dtype=torch.double)
@@ -261,7 +261,7 @@ def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int)
 def coverage(
     quantity: str, layout: str, repeats: int, interval: Callable[..., Tensor], resamples: int
 ) -> float:
-    """Share of the intervals that hold the true value, over at least so many trials."""
+    """Share of the intervals that hold the true value, over at least ``repeats`` trials."""
     trial, result, name = (QUANTITIES | SLOW)[quantity]
     sizes, effect = LAYOUTS[layout]
     held: list[Tensor] = []
@@ -270,7 +270,7 @@ def coverage(
         rows, true = trial(prompts)
         rows["demonstrations_id"] = prompts.sets
         low, high = interval(result, rows, name, resamples)
-        # By definition a gain over itself and a distance from itself are 0, the largest is 1.
+        # By definition, a gain over itself and a distance from itself are 0, and the largest is 1.
         trials = torch.ones_like(true).bool()
         if name in ("gain", "anchor_distance"):
             trials = (true != 0) & (true != 1)
@@ -279,7 +279,7 @@ def coverage(
 
 
 def after(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
-    """The interval of the package."""
+    """The package's interval."""
     made = with_intervals(result, rows, resamples=resamples, info={})
     return made.intervals[name]
 
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of few prompts, and of classes that no prompt has
+    warnings.simplefilter("ignore")  # about few prompts, and about classes without prompts
     print_methods(args.repeats)
     print_table([*QUANTITIES], [*LAYOUTS], args.repeats, args.resamples)
     print_table([*SLOW], FOR_DISTANCES, args.repeats // 5, args.resamples)

@@ -1,10 +1,10 @@
-"""Kills runs, starts them again, and counts those that end as if nothing had happened.
+"""Kills runs, starts them again, and counts those that end with the same results and files.
 
     python tests/benchmarks/kill_runs.py [--random 100] [--steps 999]
 
-SIGKILL at random moments; SIGKILL at every write (half of it done), fsync and rename; Ctrl-C and
-SIGTERM to the command. A run that goes on must give the same numbers, intervals and files bit for
-bit, and leave nothing else behind. Exit status 1 where one does not.
+SIGKILL at random moments; SIGKILL at every write (after half of it), fsync and rename; Ctrl-C and
+SIGTERM to the command. A resumed run must give the same numbers, intervals and files bit for bit,
+and leave no other files. Exit status 1 if one does not.
 
 Everything is imported once, and each run is a fork of this process.
 """
@@ -42,14 +42,14 @@ Work = Callable[[Path], str]
 
 
 def digest_of(results: dict[str, Any]) -> str:
-    """Of every number of every result, and of the intervals."""
-    found = hashlib.sha256()
+    """A digest of all numbers of all results, and of their intervals."""
+    digest = hashlib.sha256()
     for name, record in sorted(results.items()):
         for values in (record.tensors(), record.intervals):
             for key, value in sorted(values.items()):
-                found.update(f"{name} {key} {tuple(value.shape)}".encode())
-                found.update(value.numpy().tobytes())
-    return found.hexdigest()
+                digest.update(f"{name} {key} {tuple(value.shape)}".encode())
+                digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def forked(work: Callable[[], str]) -> tuple[int, int]:
-    """Start ``work`` in a process of its own: its number, and a pipe for what it says."""
+    """Start ``work`` in a new process; returns its process id and a pipe with its result."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -82,15 +82,15 @@ def forked(work: Callable[[], str]) -> tuple[int, int]:
 
 
 def end_of(child: tuple[int, int]) -> tuple[int, str]:
-    """Exit status of a process, minus the signal where one killed it, and what it said."""
+    """Exit status of a process (minus the signal if one killed it), and its result."""
     pid, pipe = child
     with os.fdopen(pipe) as text:
-        said = text.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+        result = text.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), result
 
 
 class DiesAtStep:
-    """Kills its own process at one write, fsync or rename of ``anchorlens.system.files``."""
+    """Kills its own process at a given write, fsync or rename of ``anchorlens.system.files``."""
 
     def __init__(self, number: int) -> None:
         self.number, self.count = number, 0
@@ -115,7 +115,7 @@ class DiesAtStep:
 
 @dataclass
 class WritesInTwo:
-    """A file that may be killed between the halves of a write."""
+    """A file that calls ``between`` after the first half of each write."""
 
     file: Any
     between: Callable[[], None]
@@ -131,10 +131,10 @@ class WritesInTwo:
 
 
 class Trials:
-    """Runs of one setting, each in a folder of its own, compared with one that nobody killed."""
+    """Runs of one setting, each in its own folder, compared with an uninterrupted run."""
 
-    def __init__(self, work: Work, place: Path) -> None:
-        self.work, self.place, self.number = work, place, 0
+    def __init__(self, work: Work, root: Path) -> None:
+        self.work, self.root, self.number = work, root, 0
         whole = self.folder()
         started = time.monotonic()
         status, self.expected = end_of(forked(lambda: work(whole)))
@@ -144,29 +144,29 @@ class Trials:
 
     def folder(self) -> Path:
         self.number += 1
-        return self.place / str(self.number)
+        return self.root / str(self.number)
 
-    def goes_on(self, folder: Path) -> bool:
-        """Whether the run that was killed in ``folder`` ends as it should."""
-        status, said = end_of(forked(lambda: self.work(folder)))
-        return (status, said) == (0, self.expected) and contents(folder) == self.files
+    def resumes(self, folder: Path) -> bool:
+        """Whether the run that was killed in ``folder`` resumes and ends as expected."""
+        status, result = end_of(forked(lambda: self.work(folder)))
+        return (status, result) == (0, self.expected) and contents(folder) == self.files
 
     def at_random(self, kills: int, seed: int = 0) -> tuple[int, Counter[int]]:
-        """How many of so many killed at random moments go on, and how many files they had."""
+        """Kill runs at random moments: how many resume as expected, and their numbers of files."""
         moments, equal, killed, had = random.Random(seed), 0, 0, Counter[int]()
         while killed < kills:
             folder = self.folder()
             child = forked(lambda folder=folder: self.work(folder))  # type: ignore[misc]
             time.sleep(moments.random() * self.duration)
             os.kill(child[0], signal.SIGKILL)
-            if end_of(child)[0] == -signal.SIGKILL:  # and not over before
+            if end_of(child)[0] == -signal.SIGKILL:  # and had not ended before
                 killed += 1
                 had[len(contents(folder)) if folder.exists() else 0] += 1
-                equal += self.goes_on(folder)
+                equal += self.resumes(folder)
         return equal, had
 
     def steps(self) -> int:
-        """How many writes, fsyncs and renames a run has."""
+        """Number of writes, fsyncs and renames of a run."""
 
         def count() -> str:
             dying = DiesAtStep(0)
@@ -177,7 +177,7 @@ class Trials:
         return int(end_of(forked(count))[1])
 
     def at_step(self, step: int) -> bool:
-        """Whether a run goes on that was killed at a step."""
+        """Whether a run that was killed at this step resumes as expected."""
 
         def die() -> str:
             DiesAtStep(step)
@@ -186,64 +186,66 @@ class Trials:
         folder = self.folder()
         status, _ = end_of(forked(die))
         assert status == -signal.SIGKILL, f"step {step} was not reached"
-        return self.goes_on(folder)
+        return self.resumes(folder)
 
 
-def command(arguments: list[str], out: Path, number: int = 0, seen: str = "") -> tuple[int, str]:
-    """Exit status of the command and what it said, sent a signal as soon as a file is there."""
+def command(
+    arguments: list[str], out: Path, signal_number: int = 0, awaited: str = ""
+) -> tuple[int, str]:
+    """Exit status and output of the command; it gets the signal as soon as a file exists."""
 
     def work() -> str:
-        os.dup2(told.fileno(), 1)
-        os.dup2(told.fileno(), 2)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         sys.argv = ["anchorlens", *arguments, "--out", str(out)]
         command_line.main()
         return ""
 
-    with tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as output:
         child = forked(work)
-        if number:
-            while not any(out.glob(seen)):
+        if signal_number:
+            while not any(out.glob(awaited)):
                 time.sleep(0.002)
-            os.kill(child[0], number)
+            os.kill(child[0], signal_number)
         status, _ = end_of(child)
-        told.seek(0)
-        return status, told.read()
+        output.seek(0)
+        return status, output.read()
 
 
 def numbers_in(folder: Path) -> dict[str, Any]:
-    """Rows byte for byte; records by what they hold, as the order of their header varies."""
-    found: dict[str, Any] = contents(folder / "rows")
-    assert len(found) > 2 * 12
+    """Files of rows as bytes; records as contents, because the order in their header varies."""
+    numbers: dict[str, Any] = contents(folder / "rows")
+    assert len(numbers) > 2 * 12
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names = sorted(file.keys())
             tensors = {name: file.get_tensor(name).numpy().tobytes() for name in names}
-            found[path.name] = file.metadata(), tensors
-    return found
+            numbers[path.name] = file.metadata(), tensors
+    return numbers
 
 
-def commands(place: Path) -> bool:
-    """Whether the command, stopped in both ways, says so and ends as it should when it goes on."""
-    model = place / "model"
+def commands(root: Path) -> bool:
+    """Whether the command, stopped by each signal, says so, resumes and ends as expected."""
+    model = root / "model"
     tokenizer = byte_level_tokenizer()
     tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(model)
     tokenizer.save_pretrained(model)
     arguments = ["run", "--model", str(model), "--task", "questions", "--queries", "12"]
-    arguments += ["--batch-size", "1", "--layers", "1", "--draws", "2", "--device", "cpu"]
-    status, said = command(arguments, place / "whole")
-    assert status == 0, said
-    expected, right = numbers_in(place / "whole" / "questions"), True
+    arguments += ["--batch-size", "1", "--depth", "1", "--draws", "2", "--device", "cpu"]
+    status, output = command(arguments, root / "whole")
+    assert status == 0, output
+    expected, right = numbers_in(root / "whole" / "questions"), True
     for stop, part in ((signal.SIGINT, "metrics"), (signal.SIGTERM, "isolation*")):
-        out = place / stop.name
-        status, said = command(arguments, out, stop, f"questions/rows/{part}/rows-00002*")
-        last = said.strip().splitlines()[-1]
+        out = root / stop.name
+        status, output = command(arguments, out, stop, f"questions/rows/{part}/rows-00002*")
+        last = output.strip().splitlines()[-1]
         print(f"{stop.name}: exit status {status}: {last}")
-        line = f"stopped; what was computed is kept in {out}; the same command goes on from there"
-        right &= status == 128 + stop and last == line and "Traceback" not in said
+        line = f"stopped; what was computed is stored in {out}; the same command goes on from there"
+        right &= status == 128 + stop and last == line and "Traceback" not in output
         right &= not any(out.rglob("*.tmp")) and not (out / "report.html").exists()
-        status, said = command(arguments, out)
+        status, output = command(arguments, out)
         equal = status == 0 and numbers_in(out / "questions") == expected
-        print(f"{stop.name}: went on and ended {'equal' if equal else f'otherwise: {said}'}")
+        print(f"{stop.name}: resumed and ended {'equal' if equal else f'otherwise: {output}'}")
         right &= equal
     return right
 
@@ -257,20 +259,23 @@ def main(options: argparse.Namespace) -> int:
     batches = questions(model, count=12, batch_size=2)
 
     def work(folder: Path) -> str:
-        found = al.run(model, batches, METRICS, folder=folder, resamples=5, progress=False)
-        return digest_of(found)
+        results = al.run(model, batches, METRICS, folder=folder, resamples=5, progress=False)
+        return digest_of(results)
 
-    with tempfile.TemporaryDirectory() as place:
-        right = commands(Path(place))
-        trials = Trials(work, Path(place) / "trials")
+    with tempfile.TemporaryDirectory() as root:
+        right = commands(Path(root))
+        trials = Trials(work, Path(root) / "trials")
         equal, had = trials.at_random(options.random)
-        print(f"killed at random moments of {trials.duration:.2f} s: {equal} of {options.random}")
-        print(f"files that they had written, of {len(trials.files)}: {dict(sorted(had.items()))}")
+        print(
+            f"killed at random moments of {trials.duration:.2f} s: "
+            f"{equal} of {options.random} resumed"
+        )
+        print(f"files written before, of {len(trials.files)}: {dict(sorted(had.items()))}")
         right &= equal == options.random
         count = trials.steps()
         chosen = sorted(random.Random(1).sample(range(1, count + 1), min(count, options.steps)))
         equal = sum(trials.at_step(step) for step in chosen)
-        print(f"killed at {len(chosen)} of {count} writes, fsyncs and renames: {equal}")
+        print(f"killed at {len(chosen)} of {count} writes, fsyncs and renames: {equal} resumed")
         right &= equal == len(chosen) > 0
     return 0 if right else 1
 
@@ -278,5 +283,5 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--random", type=int, default=100, help="kills at random moments")
-    parser.add_argument("--steps", type=int, default=999, help="kills at steps, at most")
+    parser.add_argument("--steps", type=int, default=999, help="largest number of kills at steps")
     sys.exit(main(parser.parse_args()))

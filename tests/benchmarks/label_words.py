@@ -2,8 +2,8 @@
 
     python tests/benchmarks/label_words.py --model M --train train.jsonl --test test.jsonl
 
-Seeds are fixed beforehand and all reported; 95 % intervals are bootstrapped over prompts, paired
-where two runs of the same prompts are compared.
+The seeds are fixed beforehand, and all are reported. 95 % intervals are bootstrapped over prompts;
+they are paired if two runs of the same prompts are compared.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import anchorlens as al
-from anchorlens.prompts.tasks import sample_queries
+from anchorlens.prompts.examples import sample_queries
 
 
 def interval(values: np.ndarray, seed: int = 0) -> str:
@@ -31,14 +31,14 @@ def interval(values: np.ndarray, seed: int = 0) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LastThirdRecord(al.Record):
-    """AUCROC_l, the mean over the last third of the layers."""
+    """The mean of AUCROC_l over the last third of the layers."""
 
     mean: Float[Tensor, ""]
 
 
 @dataclass(frozen=True)
 class LastThird(al.AttentionAUCROC):
-    """One number of AttentionAUCROC, so that it has an interval of its own."""
+    """AttentionAUCROC with a single number, which gets its own interval."""
 
     name: str = "last_third"
 
@@ -77,14 +77,14 @@ def main() -> None:
         queries = sample_queries(test, options.queries, seed)
         seeds[seed] = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
 
-    everything = [batch for batches in seeds.values() for batch in batches]
+    all_batches = [batch for batches in seeds.values() for batch in batches]
     metrics: list[al.Metric] = [
         al.SaliencyFlows(),
         al.AttentionAUCROC(),
         al.AnchorDistances(),
         LastThird(),
     ]
-    results = al.run(model, everything, metrics)
+    results = al.run(model, all_batches, metrics)
     for name, record in results.items():
         record.save(options.out / f"{name}.safetensors")
     aucroc = results["attention_aucroc"].aucroc
@@ -92,12 +92,12 @@ def main() -> None:
     print("AUCROC_l", [round(float(value), 3) for value in aucroc])
     print(f"AUCROC_l, mean of the last third, all seeds: {mean_of(results['last_third'])}")
     for seed, batches in seeds.items():
-        own = al.run(model, batches, [LastThird()])["last_third"]
-        print(f"  seed {seed}: {mean_of(own)}")
+        of_seed = al.run(model, batches, [LastThird()])["last_third"]
+        print(f"  seed {seed}: {mean_of(of_seed)}")
 
     flows = results["saliency_flows"]
     twin = random_twin(options.model, model.tokenizer)
-    control = al.run(twin, everything, [al.SaliencyFlows()])["saliency_flows"]  # type: ignore[arg-type]
+    control = al.run(twin, all_batches, [al.SaliencyFlows()])["saliency_flows"]  # type: ignore[arg-type]
     for name, record in (("trained", flows), ("random weights", control)):
         low, high = record.intervals["pq_over_tq"]
         bounds = zip(record.pq_over_tq, low, high, strict=True)
@@ -105,34 +105,36 @@ def main() -> None:
         print(f"S_pq / S_tq, {name}: {ratios}; S_pq share last layer {record.share[-1, 1]:.3f}")
 
     for keep_bos in (False, True):
-        if keep_bos and not everything[0].begins_with_bos:
+        if keep_bos and not all_batches[0].begins_with_bos:
             continue
         first, last = [], []
         for seed, batches in seeds.items():
-            early = al.isolation_loyalty(
+            first_5 = al.isolation_loyalty(
                 model, batches, range(5), draws=options.draws, keep_bos=keep_bos
             )
-            late = al.isolation_loyalty(model, batches, range(-5, 0), draws=1, keep_bos=keep_bos)
-            early.save(options.out / f"first5-{seed}-{keep_bos}.safetensors")
-            late.save(options.out / f"last5-{seed}-{keep_bos}.safetensors")
-            first.append(early)
-            last.append(late)
+            last_5 = al.isolation_loyalty(model, batches, range(-5, 0), draws=1, keep_bos=keep_bos)
+            first_5.save(options.out / f"first5-{seed}-{keep_bos}.safetensors")
+            last_5.save(options.out / f"last5-{seed}-{keep_bos}.safetensors")
+            first.append(first_5)
+            last.append(last_5)
         print(f"\nisolated, edge to BOS {'kept' if keep_bos else 'cut'}")
-        for seeds_named, early_ones, late_ones in [
+        for seeds_named, early_records, late_records in [
             *((f"seed {seed}", [a], [b]) for seed, a, b in zip(seeds, first, last, strict=True)),
             ("all seeds", first, last),
         ]:
             for kind, field in (("word", "word_overlap"), ("label", "label_kept")):
-                own = torch.cat([getattr(one, field) for one in early_ones]).numpy()
-                end = torch.cat([getattr(one, field) for one in late_ones]).numpy()
-                draws = torch.cat([getattr(one, f"random_{field}") for one in early_ones]).numpy()
+                early = torch.cat([getattr(record, field) for record in early_records]).numpy()
+                late = torch.cat([getattr(record, field) for record in late_records]).numpy()
+                draws = torch.cat(
+                    [getattr(record, f"random_{field}") for record in early_records]
+                ).numpy()
                 means = draws.mean(0)
                 print(
-                    f"  {seeds_named:<10}{kind} loyalty: first 5 {interval(own)}, "
-                    f"last 5 {interval(end)}, random first 5 {interval(draws.mean(1))} "
+                    f"  {seeds_named:<10}{kind} loyalty: first 5 {interval(early)}, "
+                    f"last 5 {interval(late)}, random first 5 {interval(draws.mean(1))} "
                     f"(draws {means.min():.2f} to {means.max():.2f}); "
-                    f"random - first 5 {interval(draws.mean(1) - own)}, "
-                    f"last 5 - first 5 {interval(end - own)}",
+                    f"random - first 5 {interval(draws.mean(1) - early)}, "
+                    f"last 5 - first 5 {interval(late - early)}",
                     flush=True,
                 )
 

@@ -1,12 +1,12 @@
-"""Memory and time of saliency flows over one long prompt, with and without checkpoints.
+"""Memory and time of saliency flows over one long prompt, with and without checkpointing.
 
     python tests/benchmarks/long_prompts.py
 
-A random model of GPT-2's size with 4096 positions and a small vocabulary, and one prompt that fills
-them, with ten label words. Each way runs in a process of its own, in turns. Peak memory is the
-largest resident size during the pass minus the size before it, after a short prompt has warmed the
-model up. Keeping all layers takes 16 GB; plain transformers, which keeps the gradients as well,
-takes half as much again (--ways transformers kept checkpointed --length 2048).
+A random model of GPT-2's size with 4096 positions and a small vocabulary runs one prompt of that
+length with ten label words. Each way runs in its own process, and the ways take turns. Peak memory
+is the largest resident size during the pass minus the size before it, after a short prompt has
+warmed the model up. Storing all layers takes 16 GB. Plain transformers also stores the gradients
+and takes half as much again (--ways transformers kept checkpointed --length 2048).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def weights(length: int, vocabulary: int) -> GPT2LMHeadModel:
 
 
 def transformers_alone(model: Any, batch: al.PromptBatch) -> torch.Tensor:
-    """As one would write it: every layer's attention with its gradient, and their product."""
+    """Flows in plain transformers: each layer's attention times its gradient."""
     embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
     hidden = model.base_model(inputs_embeds=embedded, output_attentions=True)
     for attention in hidden.attentions:
@@ -70,7 +70,7 @@ def resident() -> int:
 
 
 def measure(way: str, length: int) -> None:
-    """One way in this process; prints gigabytes, seconds and flows."""
+    """Run one way in this process; prints gigabytes, seconds and flows."""
     tokenizer = byte_level_tokenizer()
     model: Any = weights(length, len(tokenizer))
     if way == "transformers":
@@ -78,25 +78,25 @@ def measure(way: str, length: int) -> None:
         model.requires_grad_(False)
     else:
         model = al.load_model(model, tokenizer=tokenizer, device="cpu")
-    options: dict[str, Any] = {"checkpoint": True} if way == "checkpointed" else {}
+    options: dict[str, Any] = {"gradient_checkpointing": True} if way == "checkpointed" else {}
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
         if way == "transformers":
             return transformers_alone(model, batch)
         metrics = [al.SaliencyFlows()]
         results = al.run(model, [batch], metrics, resamples=0, progress=False, **options)
-        found: torch.Tensor = results["saliency_flows"].flows
-        return found
+        values: torch.Tensor = results["saliency_flows"].flows
+        return values
 
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     flows(prompt(64, len(tokenizer)))
     batch, before = prompt(length, len(tokenizer)), resident()
-    worked = time.process_time()
-    took = seconds(lambda: found.append(flows(batch)))
-    worked = time.process_time() - worked
+    started = time.process_time()
+    took = seconds(lambda: results.append(flows(batch)))
+    worked = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     numbers = {"memory": peak / 1e9, "seconds": took, "work": worked}
-    print(json.dumps(numbers | {"flows": found[0].tolist()}))
+    print(json.dumps(numbers | {"flows": results[0].tolist()}))
 
 
 def main() -> None:
@@ -123,8 +123,8 @@ def main() -> None:
     last = options.ways[-1]
     reference = torch.tensor(runs[last][0]["flows"])
     for way in options.ways:
-        found = torch.tensor(runs[way][0]["flows"])
-        difference = float((found - reference).abs().max() / reference.abs().max())
+        values = torch.tensor(runs[way][0]["flows"])
+        difference = float((values - reference).abs().max() / reference.abs().max())
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(runs[last], runs[way], strict=True)]
         print(
             f"{way}: {memory[way]:.2f} GB in {took[way]:.1f} s; {last} / {way}: memory "

@@ -1,9 +1,10 @@
-"""How far bfloat16 and float16 move the flows and the AUCROC of a model from float32.
+"""How far flows and AUCROC in bfloat16 and float16 are from float32.
 
     python tests/benchmarks/precision.py --model M
 
-Over the bundled questions, once against the float32 model (what a user meets) and once against a
-float32 model of weights that were rounded to the type (arithmetic alone).
+Uses the bundled questions. Compares once with the float32 model (the difference for a user) and
+once with a float32 model whose weights were rounded to the type (the difference from arithmetic
+alone).
 """
 
 import argparse
@@ -40,8 +41,8 @@ def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tenso
 def compare(title: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, values in found.items():
         difference = (values - expected[name]).abs()
-        # Shares and AUCROC are numbers from 0 to 1; flows are compared with themselves. Those to
-        # label words in the last layer are 0, because nothing reads them there.
+        # Shares and AUCROC are numbers from 0 to 1; for flows the difference is relative. Flows to
+        # label words in the last layer are 0, because no later layer uses them.
         if name.startswith("flow"):
             difference = difference / expected[name]
         print(

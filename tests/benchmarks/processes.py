@@ -1,10 +1,10 @@
-"""What two processes save over one, each with one thread, and over one with two threads.
+"""Time of a run in two processes, compared with one process and with two threads.
 
     python tests/benchmarks/processes.py
 
-A random model of GPT-2's size with 1000 tokens. The three ways take turns; only the run itself is
-timed, once all processes are there, and not their start. Beside the seconds on the clock stand the
-seconds of work of the busiest process, which say more on a machine that is not idle.
+A random model of GPT-2's size with 1000 tokens. The three ways take turns. Only the run itself is
+timed, after all processes have started. Prints seconds on the clock, and processor seconds of the
+busiest process, which are more reliable on a machine with other work.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from saliency_cost import byte_level_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.system.processes import gathered
+from anchorlens.system.processes import gather_from_processes
 
 WAYS = {
     "1 process, 1 thread": (1, 1),
@@ -31,20 +31,20 @@ WAYS = {
 
 def in_process(model: Any, batches: list[al.PromptBatch], threads: int, path: Path) -> None:
     state = PartialState(cpu=True)
-    torch.set_num_threads(threads)  # behind the state, which sets them to all cores
+    torch.set_num_threads(threads)  # after the state, which sets them to all cores
 
     def flows(prompts: list[al.PromptBatch]) -> torch.Tensor:
         results = al.run(model, prompts, [al.SaliencyFlows()], resamples=0, progress=False)
         return results["saliency_flows"].per_prompt
 
-    flows(batches[-2:])  # warmed up, and all are there
-    begin, worked = time.perf_counter(), time.process_time()
-    found = flows(batches)
-    worked = time.process_time() - worked
+    flows(batches[-2:])  # warm-up; after it all processes have started
+    begin, started = time.perf_counter(), time.process_time()
+    values = flows(batches)
+    worked = time.process_time() - started
     seconds = time.perf_counter() - begin
-    most = max(gathered("seconds", worked))
+    most = max(gather_from_processes("seconds", worked))
     if state.is_main_process:
-        torch.save((seconds, most, found), path)
+        torch.save((seconds, most, values), path)
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
 
-    torch.set_num_threads(1)  # forks of a process whose threads have worked may hang
+    torch.set_num_threads(1)  # a fork may hang if threads of the process have worked
     torch.manual_seed(0)
     tokenizer = byte_level_tokenizer()
     config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
@@ -62,28 +62,28 @@ def main() -> None:
     model = al.load_model(weights, tokenizer=tokenizer)
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples)
-    queries = [one for one in examples if one not in demos][: options.queries]
+    queries = [example for example in examples if example not in demos][: options.queries]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, batch_size=4)
 
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     work: dict[str, list[float]] = {name: [] for name in WAYS}
     numbers = {}
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "found"
+        path = Path(folder) / "results"
         for _ in range(options.repeats):
             for name, (processes, threads) in WAYS.items():
                 debug_launcher(in_process, (model, batches, threads, path), processes)
                 seconds, worked, numbers[name] = torch.load(path)
                 times[name].append(seconds)
                 work[name].append(worked)
-    one, _, two = WAYS
-    assert torch.equal(numbers[one], numbers[two])
+    first, _, last = WAYS
+    assert torch.equal(numbers[first], numbers[last])
     print(f"flows of {len(queries)} prompts in {len(batches)} batches, {options.repeats} repeats")
     for name, taken in times.items():
-        ratios = sorted(a / b for a, b in zip(times[one], taken, strict=True))
+        ratios = sorted(a / b for a, b in zip(times[first], taken, strict=True))
         print(
             f"{name}: {median(taken):.1f} s; times as fast as one: {median(ratios):.2f} "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {median(work[name]):.1f} s of work"
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {median(work[name]):.1f} s of processor time"
         )
 
 

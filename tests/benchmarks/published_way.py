@@ -1,8 +1,9 @@
 """The procedure of the paper's published code in plain transformers: one whole prompt at a time.
 
-Every setting runs every prompt from its first token, eager, without padding. Patterns come from
-``output_attentions``, isolation from the attention masks of its layers, saliency from
-``retain_grad``, as there. What is computed from them is the package's, so that only passes differ.
+Every setting runs every prompt from its first token, with eager attention and without padding. As
+in the published code, patterns come from ``output_attentions``, isolation from the attention masks
+of its layers, saliency from ``retain_grad``. The package computes the metrics from them, so only
+the passes differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,24 +27,26 @@ def attention_and_logits(
     for prompt in prompts_of(batches):
         with torch.no_grad():
             out = plain.forward(weights, prompt, output_attentions=True, logits_to_keep=1)
-        scores = torch.stack([one[0, :, -1, prompt.anchors] for one in out.attentions]).double()
+        scores = torch.stack(
+            [pattern[0, :, -1, prompt.anchors] for pattern in out.attentions]
+        ).double()
         classes = torch.nn.functional.one_hot(
             torch.tensor(prompt.classes), len(prompt.label_token_ids)
         )
         attention.append(scores @ classes.double())
         logits.append(out.logits[0, -1])
-    found = torch.stack(logits)
+    clean = torch.stack(logits)
     ids = torch.cat([batch.demonstrations_id for batch in batches])
-    predicted = found[:, batches[0].label_token_ids].argmax(-1)
+    predicted = clean[:, batches[0].label_token_ids].argmax(-1)
     rows = {"attention": torch.stack(attention), "predicted": predicted, "demonstrations_id": ids}
-    return rows, found
+    return rows, clean
 
 
 def isolated_logits(
     weights: Any, batches: Sequence[al.PromptBatch], cuts: Cuts
 ) -> dict[str, Tensor]:
-    """Logits at the targets with label words, or a draw of other words, isolated."""
-    found: dict[str, list[Tensor]] = {name: [] for name in cuts}
+    """Logits at the targets while label words, or a draw of other words, are isolated."""
+    logits: dict[str, list[Tensor]] = {name: [] for name in cuts}
     for batch in batches:
         for row, prompt in enumerate(plain.prompts_of(batch)):
             for name, (layers, draw) in cuts.items():
@@ -52,14 +55,14 @@ def isolated_logits(
                     drawn = random_positions(batch.prompt(row), draw)[0]
                     words = drawn.nonzero().flatten().tolist()
                 edges = plain.edges_into(words, prompt)
-                found[name].append(
+                logits[name].append(
                     plain.with_cut_masks(weights, prompt, edges, layers, logits_to_keep=1)
                 )
-    return {name: torch.stack(values) for name, values in found.items()}
+    return {name: torch.stack(values) for name, values in logits.items()}
 
 
 def flows(weights: Any, batches: Sequence[al.PromptBatch], **options: Any) -> Tensor:
-    """Flows [prompt, layer, flow], with the logits of all positions as in the published code."""
+    """Flows [prompt, layer, flow]; computes all logits, as in the published code."""
     of_prompts = []
     for prompt in prompts_of(batches):
         embedded = weights.get_input_embeddings()(prompt.tokens).detach().requires_grad_()

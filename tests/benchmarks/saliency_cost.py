@@ -1,10 +1,11 @@
-"""Cost of saliency flows of all layers against plain passes over the same padded batches.
+"""Cost of saliency flows of all layers, compared with plain passes over the same batches.
 
     python tests/benchmarks/saliency_cost.py --model M
 
-Prints ratios measured in one run, in turns, medians: against a plain frozen forward and backward
-of the same hooked model, and of transformers alone, both with the target positions' logits only.
-Without a large vocabulary: a random model of GPT-2's size with 1000 tokens.
+Prints median ratios of times that were measured in turns in one run. Flows are compared with a
+plain forward and backward pass of the same hooked model, and of transformers alone. Both have
+frozen parameters and compute only the logits of target positions. A random model of GPT-2's size
+with 1000 tokens shows the ratios without a large vocabulary.
 """
 
 import argparse
@@ -19,13 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.models.model_state import undisturbed
+from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.weights import read_weights
 from anchorlens.passes.forward import run_pass
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 1000 tokens, made on the spot."""
+    """A tokenizer of 1000 tokens, trained here."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -45,7 +46,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def plain_transformers(weights: Any, batches: Sequence[al.PromptBatch]) -> None:
-    """Forward and backward in plain transformers, logits at the target positions only."""
+    """Forward and backward pass in plain transformers, with logits only at target positions."""
     for batch in batches:
         embedded = weights.get_input_embeddings()(batch.tokens).detach().requires_grad_()
         hidden = weights.base_model(
@@ -67,7 +68,7 @@ def compare(name: str, weights: Any, tokenizer: Any, repeats: int, prompts: int)
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
 
     def floor() -> None:
-        with undisturbed(model):
+        with frozen_in_eval_mode(model):
             for batch in batches:
                 run_pass(model, batch, loss=al.label_cross_entropy)
 

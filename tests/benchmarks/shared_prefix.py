@@ -1,4 +1,4 @@
-"""What running shared demonstrations once saves, and that it changes no number.
+"""Time that is saved by running shared demonstrations once, and the largest difference of numbers.
 
 python tests/benchmarks/shared_prefix.py --model M
 """
@@ -23,7 +23,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def largest_difference(ours: al.Record, theirs: al.Record) -> float:
-    """Over all quantities, of the largest value of each."""
+    """The largest difference over all quantities, relative to the largest value of each."""
     differences = []
     for name, values in theirs.tensors().items():
         size = values.nan_to_num().abs().max().clamp(min=1e-30)
@@ -43,7 +43,7 @@ def main() -> None:
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(), al.Accuracy()]
     for shots in (1, 4):
         demos = al.sample_demonstrations(examples, shots=shots)
-        queries = [one for one in examples if one not in demos][: options.queries]
+        queries = [example for example in examples if example not in demos][: options.queries]
         batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries)
 
         def metrics_of(prompts: list[al.PromptBatch]) -> dict[str, al.Record]:
@@ -61,11 +61,11 @@ def main() -> None:
             with patch.object(trial, "_shared_lengths", lambda batches: {}):
                 whole_time, whole = timed(partial(work, batches))
             off = max(largest_difference(shared[key], whole[key]) for key in whole)
-            said = next(iter(shared.values())).info["shared_prefix"]
+            status = next(iter(shared.values())).info["shared_prefix"]
             print(
                 f"{shots} shots, {name}: {whole_time:.1f} s whole, {shared_time:.1f} s shared, "
                 f"{whole_time / shared_time:.1f} times as fast; largest difference {off:.1e} "
-                f"({said}; {len(queries)} queries)",
+                f"({status}; {len(queries)} queries)",
                 flush=True,
             )
 

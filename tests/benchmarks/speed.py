@@ -1,13 +1,13 @@
-"""How fast: against one prompt at a time, against naive TransformerLens, against the floor.
+"""Speed, compared with one prompt at a time, with naive TransformerLens, and with the floor.
 
     PYTHONPATH=tests python tests/benchmarks/speed.py --model M --train F --test F
 
-Each table is of one run in turns, because a machine's speed drifts: in every turn the fast ways do
-the whole work and the slow ones their part of it. Largest differences say that they give the
-same numbers. *One prompt at a time* is the procedure of
-the paper's published code in plain transformers (``published_way.py``). *Naive TransformerLens*
-runs each prompt with ``run_with_hooks`` and takes the last of all logits. The *floor* is plain
-transformers over the tokens that are needed at all, in batches, with target positions' logits only.
+Each table is one run. Because a machine's speed drifts, the ways take turns: in every turn a fast
+way does the whole work, and a slow way a part of it. The printed largest differences show that the
+ways give the same numbers. *One prompt at a time* is the procedure of the paper's published code in
+plain transformers (``published_way.py``). *Naive TransformerLens* runs each prompt with
+``run_with_hooks`` and takes the last of all logits. The *floor* is plain transformers in batches
+over only the tokens that are needed, with only the logits of target positions.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 import anchorlens as al
 from anchorlens.models.hooked import layer_numbers
 from anchorlens.models.weights import read_weights
-from anchorlens.passes.shared_prefix import Passes
+from anchorlens.passes.shared_prefix import Passes, no_hooks
 from anchorlens.runs.trial import shared_passes
 
 Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}
 DRAW = 0
-NAIVE = 3  # prompts of each batch, because it takes so long
+NAIVE = 3  # prompts of each batch; more would take too long
 
 
 def in_turns(
@@ -41,7 +41,7 @@ def in_turns(
     parts: Mapping[str, Callable[[Batches], Any]] | None = None,
     batches: Batches = (),
 ) -> dict[str, float]:
-    """Seconds of each way for all batches: the mean of its turns, or the sum of its parts."""
+    """Seconds of each way for all batches: the mean over turns, or the sum of its parts."""
     parts = parts or {}
     turns = min(turns, len(batches)) if parts else turns
     spent = dict.fromkeys([*whole, *parts], 0.0)
@@ -69,11 +69,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
-    """AUCROC, and loyalty with words isolated in the first and last 5 layers, with a control."""
-    places = al.first_and_last(model, [5])
+    """AUCROC, and loyalty with isolated words in the first and last 5 layers, with a control."""
+    places = al.sites.first_and_last(model, [5])
     cuts = cuts_of(model, places)
     records: dict[str, Any] = {}
-    passes: list[Any] = []  # rows for AUCROC, clean logits and isolated ones, part by part
+    passes: list[Any] = []  # for each part: rows for AUCROC, clean logits, isolated logits
 
     def ours() -> None:
         records.update(isolate_and_watch(model, batches, places))
@@ -88,25 +88,25 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
             hooks += [
                 al.isolate_labels(model, prompt, layers)
                 if draw is None
-                else al.isolate_random(model, prompt, layers, draw)
+                else al.isolate_random(model, prompt, layers, seed=draw)
                 for layers, draw in cuts.values()
             ]
             with torch.no_grad():
                 for change in hooks:
                     model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
 
-    ready = shared_passes(model, batches)  # its trial is no part of the floor
+    ready = shared_passes(model, batches, [no_hooks])  # its trial does not belong to the floor
 
     def floor() -> None:
         for _ in range(1 + len(cuts)):
-            queries_behind_demonstrations(weights, ready, batches)
+            queries_after_demonstrations(weights, ready, batches)
 
     slow = f"naive TransformerLens, without AUCROC ({NAIVE} prompts of each batch)"
     whole = {"anchorlens": ours, "floor: plain passes of all settings over the same tokens": floor}
     parts = {"one prompt at a time, target logits only": one, slow: naive}
     seconds = in_turns(turns, whole, parts, batches)
     seconds[slow] *= sum(map(len, batches)) / (NAIVE * len(batches))
-    auc, words = numbers_of(passes, batches[0].label_token_ids)
+    auc, words = indices_of(passes, batches[0].label_token_ids)
     found = {f"{name}/None": records[name].word_loyalty for name in places}
     found |= {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in places}
     off_auc = float((records["attention_aucroc"].aucroc - auc).abs().max())
@@ -119,8 +119,8 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     )
 
 
-def numbers_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """AUCROC and word loyalties of the passes that went one prompt at a time."""
+def indices_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """AUCROC and word loyalties from the passes of one prompt at a time."""
     rows, clean, cut = zip(*passes, strict=True)
     joined = {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
     of_all = {name: torch.cat([part[name] for part in cut]) for name in cut[0]}
@@ -132,26 +132,26 @@ def numbers_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Te
 
 
 def isolate_and_watch(
-    model: Any, batches: Batches, places: Mapping[str, al.Where]
+    model: Any, batches: Batches, places: Mapping[str, al.Site]
 ) -> dict[str, Any]:
-    """Everything of the first table in one call."""
+    """All numbers of the first table in one call."""
     metrics = [al.AttentionAUCROC()]
     options = {"draws": 1, "seed": DRAW, "resamples": 0} | QUIET
     return al.isolation_sweep(model, batches, places, metrics=metrics, **options)
 
 
-def cuts_of(model: Any, places: Mapping[str, al.Where]) -> dict[str, Any]:
-    """Layers, and None for the label words or the draw of a control."""
+def cuts_of(model: Any, places: Mapping[str, al.Site]) -> dict[str, Any]:
+    """The layers and the draw of each change; a draw of None isolates the label words."""
     numbers = {name: layer_numbers(model, where.layers) for name, where in places.items()}
     return {f"{name}/{draw}": (numbers[name], draw) for name in places for draw in (None, DRAW)}
 
 
-def queries_behind_demonstrations(weights: Any, passes: Passes, batches: Batches) -> None:
-    """The demonstrations once, then the queries in batches from their keys and values."""
+def queries_after_demonstrations(weights: Any, passes: Passes, batches: Batches) -> None:
+    """The demonstrations once, then the queries in batches after their keys and values."""
     keys: dict[int, Any] = {}
     with torch.no_grad():
         for batch in batches:
-            ready = passes.ready(batch)
+            ready = passes.after_prefix(batch)
             name, start = int(batch.demonstrations_id[0]), ready.first_query
             if name not in keys:
                 keys[name] = DynamicCache()
@@ -159,9 +159,9 @@ def queries_behind_demonstrations(weights: Any, passes: Passes, batches: Batches
                     ready.tokens[:1, :start], past_key_values=keys[name], use_cache=True
                 )
             cache = DynamicCache()
-            for layer, one in enumerate(keys[name].layers):
+            for layer, cached in enumerate(keys[name].layers):
                 wide = (len(batch), -1, -1, -1)
-                cache.update(one.keys.expand(wide), one.values.expand(wide), layer)
+                cache.update(cached.keys.expand(wide), cached.values.expand(wide), layer)
             hidden = weights.base_model(
                 ready.tokens[:, start:],
                 past_key_values=cache,
@@ -174,37 +174,39 @@ def queries_behind_demonstrations(weights: Any, passes: Passes, batches: Batches
 
 def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """Saliency flows of all layers."""
-    found: dict[str, Tensor] = {}
-    one: list[Tensor] = []
+    ours_by_name: dict[str, Tensor] = {}
+    one_at_a_time: list[Tensor] = []
 
     def ours() -> None:
         results = al.run(model, batches, [al.SaliencyFlows()], resamples=0, **QUIET)
-        found["ours"] = results["saliency_flows"].flows
+        ours_by_name["flows"] = results["saliency_flows"].flows
 
     whole = {
         "anchorlens": ours,
         "floor: plain frozen forward and backward": lambda: plain_transformers(weights, batches),
     }
     parts: dict[str, Callable[[Batches], Any]] = {
-        "one prompt at a time": lambda part: one.append(published_way.flows(weights, part)),
+        "one prompt at a time": lambda part: one_at_a_time.append(
+            published_way.flows(weights, part)
+        ),
         "one prompt at a time, target logits only": partial(
             published_way.flows, weights, logits_to_keep=1
         ),
     }
     seconds = in_turns(turns, whole, parts, batches)
-    off = difference(found["ours"], torch.cat(one).double().mean(0))
+    off = difference(ours_by_name["flows"], torch.cat(one_at_a_time).double().mean(0))
     title = f"Saliency flows of all layers, {prompts(batches)}"
     say(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
 
 
 def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
-    """al.run with AUCROC and accuracy, as a user calls it, against plain passes."""
+    """al.run with AUCROC and accuracy, as a user calls it, compared with plain passes."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
-    passes = shared_passes(model, batches)
+    passes = shared_passes(model, batches, [no_hooks])
     ways = {
         "al.run, 200 bootstrap resamples": lambda: al.run(model, batches, metrics, **QUIET),
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
-        "floor: plain passes": lambda: queries_behind_demonstrations(weights, passes, batches),
+        "floor: plain passes": lambda: queries_after_demonstrations(weights, passes, batches),
     }
     seconds = in_turns(turns, ways)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"
@@ -217,7 +219,7 @@ def prompts(batches: Batches) -> str:
 
 
 def growth() -> None:
-    """AUCROC and isolation on small random GPT-2s: seconds, and how many times those of one."""
+    """AUCROC and isolation on small random GPT-2s, compared with one prompt at a time."""
     tokenizer = byte_level_tokenizer()
     examples = al.load_examples("questions")
     task = al.TASKS["trec"]
@@ -241,12 +243,14 @@ def growth() -> None:
         weights = GPT2LMHeadModel(config).eval().requires_grad_(False)
         weights.set_attn_implementation("eager")
         model = al.load_model(weights, tokenizer=tokenizer, device="cpu")
-        some = [one for one in examples if (one.label or 0) < size["classes"]]
-        few = al.Task(task.template, labels=task.labels[: size["classes"]])
-        demos = al.sample_demonstrations(some, shots=size["shots"])
-        queries = [one for one in some * 4 if one not in demos][: size["count"]]
-        batches = al.build_prompts(model.tokenizer, few, demos, queries, batch_size=20)
-        places = al.first_and_last(model, [5])
+        few_examples = [example for example in examples if (example.label or 0) < size["classes"]]
+        few_labels = al.Task(task.template, labels=task.labels[: size["classes"]])
+        demos = al.sample_demonstrations(few_examples, shots=size["shots"])
+        queries = [example for example in few_examples * 4 if example not in demos]
+        batches = al.build_prompts(
+            model.tokenizer, few_labels, demos, queries[: size["count"]], batch_size=20
+        )
+        places = al.sites.first_and_last(model, [5])
         cuts = cuts_of(model, places)
 
         def one(part: Batches, weights: Any = weights, cuts: Any = cuts) -> None:
@@ -276,7 +280,8 @@ def main() -> None:
     weights = weights.eval().requires_grad_(False)
     model = al.load_model(options.model, dtype=torch.float32)
     demos = al.sample_demonstrations(al.load_examples(options.train), shots=1, seed=42)
-    queries = [one for one in al.load_examples(options.test) if one not in demos]
+    test = al.load_examples(options.test)
+    queries = [example for example in test if example not in demos]
 
     def batches(count: int, size: int) -> list[al.PromptBatch]:
         task = al.TASKS["trec"]

@@ -1,4 +1,4 @@
-"""Files of tensors with a digest: what is read is byte for byte what was written."""
+"""Files of tensors with a digest, so that a damaged or changed file is recognised on reading."""
 
 import hashlib
 import json
@@ -13,56 +13,58 @@ from torch import Tensor
 from ..errors import StoreError
 
 _KEY = "anchorlens"
-# What files of earlier versions had in the header, without a digest.
+# Entries of the header in files of earlier versions, which had no digest.
 _EARLIER = ("record", "context")
 
 
 class Sealed(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        header: What the tensors are, as json holds it.
-        tensors: By name.
+        header: Settings and descriptions, as json can store them.
+        tensors: The tensors by name.
     """
 
     header: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
-def sealed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of a safetensors file; equal for equal contents, in every process.
+def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a safetensors file: the same bytes for the same contents, in every process.
 
     Raises:
-        StoreError: Json cannot hold the header, or gives something else back.
+        StoreError: Json cannot store the header, or would change it.
     """
-    # Copies, as safetensors takes no two tensors that share memory.
+    # Copies, because safetensors raises an error for tensors that share memory.
     copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     text = _json(header)
     digest = hashlib.sha256(text.encode() + save(copies)).hexdigest()
-    # One entry, because safetensors writes several in any order.
+    # One entry, because safetensors writes several entries in any order.
     return save(copies, metadata={_KEY: _json({**header, "digest": digest})})
 
 
-def unsealed(path: str | Path) -> Sealed:
-    """What a file holds that :func:`sealed` made.
+def read_with_digest(path: str | Path) -> Sealed:
+    """Read a file that was made by :func:`sealed`.
 
     Raises:
-        StoreError: The file cannot be read, is another kind of file, or is not as it was written.
+        StoreError: The file cannot be read, is of another kind, or is damaged.
     """
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise StoreError(f"{path} cannot be read: {reason}") from error
-    cure = "take a copy of it, or compute the result again and save it"
+    cure = "use a copy of it, or compute the result again and save it"
     try:
         tensors = load(data)
         metadata = dict(_header_of(data)["__metadata__"])
         header = dict(json.loads(metadata.get(_KEY, "{}")))
-        whole = header.pop("digest", None) is not None and sealed(header, tensors) == data
+        whole = (
+            header.pop("digest", None) is not None and to_bytes_with_digest(header, tensors) == data
+        )
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(
-            f"{path} cannot be read as what anchorlens saves, or is damaged ({error}); {cure}"
+            f"{path} is not a file that anchorlens saved, or is damaged ({error}); {cure}"
         ) from error
     if any(name in metadata for name in _EARLIER):
         raise StoreError(
@@ -79,20 +81,20 @@ def _header_of(data: bytes) -> Any:
 
 
 def _json(header: Mapping[str, Any]) -> str:
-    """In one order, whatever the order of the keys."""
+    """Json text with sorted keys, so that equal headers give equal text."""
     try:
         _require_text_keys(header)
         return json.dumps(dict(header), sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(
-            f"json cannot hold what is to be saved beside the tensors: {error}; give strings, "
+            f"json cannot store what is to be saved with the tensors: {error}; use strings, "
             "numbers, lists, and dicts whose keys are strings (a list for a set, .tolist() for a "
             "tensor)"
         ) from error
 
 
 def _require_text_keys(value: Any) -> None:
-    """Json would silently make strings of other keys."""
+    """Raise an error for other keys, which json would silently change to strings."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):

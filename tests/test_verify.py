@@ -12,8 +12,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.models.hooked import Operands, proven
-from anchorlens.models.verify import probe
+from anchorlens.models.hooked import Operands, verified_operands
+from anchorlens.models.verify import verify_hooks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 700,
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=700, **T5)
         ),
-        "is an encoder-decoder; these analyses are of left-to-right",
+        "is an encoder-decoder; these analyses are for left-to-right",
     ),
     "bidirectional": (
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
@@ -71,7 +71,7 @@ def refuses(model: Any, message: str) -> None:
         stand_ins = ["forward" in vars(module) for module in model.modules()]
         with pytest.raises(ModelError, match=message):
             al.prepare_model(model)
-    assert model not in proven
+    assert model not in verified_operands
     assert hooks_on(model) == hooked_before
     assert ["forward" in vars(module) for module in model.modules()] == stand_ins
     assert all(one.requires_grad and one.grad is None for one in model.parameters())
@@ -116,7 +116,7 @@ def test_a_model_without_an_attention_mask(byte_level: Any, monkeypatch: Any) ->
         return whole(input_ids)
 
     monkeypatch.setattr(model.original_model, "forward", forward)
-    refuses(model, r"cannot be given a padded batch: .*'attention_mask'; its forward has to take")
+    refuses(model, r"cannot run a padded batch: .*'attention_mask'; its forward has to take")
 
 
 def test_numbers_that_are_not_finite(byte_level: Any) -> None:
@@ -129,8 +129,8 @@ def test_numbers_that_are_not_finite(byte_level: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> None:
-    """What is said of attention that no tap can be put on."""
-    monkeypatch.setattr("anchorlens.models.load.connect_attention", lambda attention: False)
+    """The error for attention whose forward is not replaced."""
+    monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
     weights = opt()
     weights.set_attn_implementation("eager")
     model = boot(randomize(weights), byte_level)
@@ -140,12 +140,12 @@ def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> 
 
 
 def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> None:
-    assert proven[gemma3][1] == Operands(
+    assert verified_operands[gemma3][1] == Operands(
         "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", heads_first=False
     )
-    faults, operands = probe(gpt2)
+    faults, operands = verify_hooks(gpt2)
     assert not faults
-    assert operands == proven[gpt2]
+    assert operands == verified_operands[gpt2]
     assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False)
 
 
@@ -153,11 +153,11 @@ def test_queries_and_keys_at_no_hook_point(gemma3: Any, monkeypatch: Any) -> Non
     """Before the norm and the rotation they are not what attention multiplies."""
     monkeypatch.setattr("anchorlens.models.verify._QUERY_AND_KEY", (("hook_q", "hook_k"),))
     al.prepare_model(gemma3)
-    assert proven[gemma3] == (None, None, None)
+    assert verified_operands[gemma3] == (None, None, None)
     batch = questions(gemma3, 2)[0]
     with pytest.raises(MetricError, match=r"layers \[0, 1, 2\] of .* at no hook point"):
         al.AnchorDistances().observe(gemma3, batch)
     monkeypatch.setattr(
         "anchorlens.models.verify._QUERY_AND_KEY", (("hook_q_normed", "hook_k_normed"),)
     )
-    assert al.prepare_model(gemma3) and proven[gemma3] == (None, None, None)
+    assert al.prepare_model(gemma3) and verified_operands[gemma3] == (None, None, None)

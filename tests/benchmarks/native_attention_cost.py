@@ -1,11 +1,11 @@
-"""Cost of attention that is tapped against attention that the bridge rebuilds.
+"""Cost of wrapped attention of transformers, compared with attention that the bridge computes.
 
-    python tests/benchmarks/tap_cost.py
+    python tests/benchmarks/native_attention_cost.py
 
-A random Llama of GPT-2's size, which TransformerLens rebuilds; its modules are then tapped as those
-of GPT-J are, so that the same model runs both ways. Prints the ratio of wall times, the two in
-turns, of saliency flows and of a plain forward, and the ratio of peak memory, each in a process of
-its own.
+The bridge computes the attention of a random Llama of GPT-2's size itself. Its modules are then
+wrapped like those of GPT-J, so the same model runs both ways. Prints the ratios of wall times of
+saliency flows and of a plain forward pass, measured in turns, and the ratio of peak memory, each
+measured in its own process.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def llama_of_gpt2_size(tokenizer: Any) -> Any:
     return al.load_model(LlamaForCausalLM(config).eval(), tokenizer=tokenizer, device="cpu")
 
 
-def tap(model: Any) -> None:
-    """What prepare_model does with the modules of GPT-J."""
+def wrap(model: Any) -> None:
+    """Do what prepare_model does with the modules of GPT-J."""
     for block in model.blocks:
         vars(block.attn)["forward"] = partial(native_attention._run_native, block.attn)
 
@@ -57,39 +57,39 @@ def main(way: str | None, repeats: int) -> None:
     def forward() -> Any:
         return [run_pass(model, batch) for batch in batches]
 
-    if way:  # a process of its own, for its peak memory
-        if way == "tapped":
-            tap(model)
+    if way:  # in its own process, to measure its peak memory
+        if way == "wrapped":
+            wrap(model)
         flows()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         return
-    rebuilt = flows()["saliency_flows"].flows
-    tap(model)
-    tapped = flows()["saliency_flows"].flows
-    difference = float((tapped - rebuilt).abs().max() / rebuilt.max())
+    native = flows()["saliency_flows"].flows
+    wrap(model)
+    wrapped = flows()["saliency_flows"].flows
+    difference = float((wrapped - native).abs().max() / native.max())
     print(f"relative difference of flows: {difference:.1e}")
     for name, work in (("saliency flows", flows), ("plain forward", forward)):
         ratios = []
         for _ in range(repeats):
-            tap(model)
-            with_taps = seconds(work)
-            native_attention.restore(model)
-            ratios.append(with_taps / seconds(work))
+            wrap(model)
+            with_wrapping = seconds(work)
+            native_attention.unwrap_model(model)
+            ratios.append(with_wrapping / seconds(work))
         print(
-            f"{name}: tapped / rebuilt {statistics.median(ratios):.2f} "
+            f"{name}: wrapped / native {statistics.median(ratios):.2f} "
             f"({min(ratios):.2f} to {max(ratios):.2f})"
         )
     peaks = {}
-    for name in ("tapped", "rebuilt"):
+    for name in ("wrapped", "native"):
         command = [sys.executable, __file__, "--way", name]
         done = subprocess.run(command, capture_output=True, check=True, text=True)
         peaks[name] = int(done.stdout)
-    print(f"peak memory: tapped / rebuilt {peaks['tapped'] / peaks['rebuilt']:.2f}")
+    print(f"peak memory: wrapped / native {peaks['wrapped'] / peaks['native']:.2f}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=["tapped", "rebuilt"], help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=["wrapped", "native"], help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     main(options.way, options.repeats)

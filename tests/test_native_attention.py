@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.hooked import pattern_name, proven, scores_name
+from anchorlens.models.hooked import pattern_name, scores_name, verified_operands
 
 Make = Callable[..., Any]
 
@@ -46,7 +46,7 @@ def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range)
     return torch.stack(found)
 
 
-def edit_of(layer: int, factor: float = 0.5) -> tuple[str, Any]:
+def edit_in_place_message(layer: int, factor: float = 0.5) -> tuple[str, Any]:
     return pattern_name(layer), lambda pattern, hook: pattern * factor
 
 
@@ -105,7 +105,7 @@ def test_gradient_and_edit_agree(make: Make, byte_level: Any) -> None:
         loss().backward()
     slope = (seen["pattern"] * seen["gradient"]).sum()
     with torch.no_grad():
-        high, low = (loss([edit_of(1, factor)]) for factor in (1.01, 0.99))
+        high, low = (loss([edit_in_place_message(1, factor)]) for factor in (1.01, 0.99))
     # The softmax of transformers rounds to float32 on its way.
     assert float((high - low) / 0.02) == pytest.approx(float(slope), rel=1e-3)
 
@@ -121,11 +121,11 @@ def test_restored(make: Make, byte_level: Any) -> None:
     hooked_before = hooks_on(model)
     for _ in range(2):
         assert al.prepare_model(al.prepare_model(model)) is model
-        assert not torch.equal(logits_of(model, batch, [edit_of(0)]), clean)
+        assert not torch.equal(logits_of(model, batch, [edit_in_place_message(0)]), clean)
         assert al.restore_model(al.restore_model(model)) is model
-        with pytest.raises(ModelError, match="not been proven to act"):
+        with pytest.raises(ModelError, match="not been verified"):
             al.isolate_labels(model, batch, 0)
-        assert torch.equal(logits_of(model, batch, [edit_of(0)]), clean)
+        assert torch.equal(logits_of(model, batch, [edit_in_place_message(0)]), clean)
         assert [set(vars(module)) for module in modules] == before
     assert hooks_on(model) == hooked_before
 
@@ -139,7 +139,7 @@ def test_fused_kernels_are_given_back(byte_level: Any) -> None:
     al.prepare_model(model)
     assert fused.config._attn_implementation == "eager"
     assert difference(logits_of(model, batch, []), clean) <= 1e-5
-    assert not torch.allclose(logits_of(model, batch, [edit_of(1)]), clean)
+    assert not torch.allclose(logits_of(model, batch, [edit_in_place_message(1)]), clean)
     al.restore_model(model)
     assert fused.config._attn_implementation == "sdpa"
     assert torch.equal(logits_of(model, batch, []), clean)
@@ -150,18 +150,18 @@ def test_models_do_not_meet(byte_level: Any) -> None:
     one, other = (al.prepare_model(bridge_of(make, byte_level)) for make in (gptj, opt))
     raw = bridge_of(gpt_neo, byte_level)
     batch = questions(one, 2)[0]
-    expected = logits_of(one, batch, [edit_of(1)])
-    inside = logits_of(other, batch, [edit_of(0)])
+    expected = logits_of(one, batch, [edit_in_place_message(1)])
+    inside = logits_of(other, batch, [edit_in_place_message(0)])
     alone = logits_of(raw, batch, [])
     calls = []
 
     def run_another(scores: Tensor, hook: Any) -> Tensor:
         calls.append(scores.softmax(-1).shape)
-        assert torch.equal(logits_of(other, batch, [edit_of(0)]), inside)
+        assert torch.equal(logits_of(other, batch, [edit_in_place_message(0)]), inside)
         assert torch.equal(logits_of(raw, batch, []), alone)
         return scores
 
-    hooks = [(scores_name(2), run_another), edit_of(1)]
+    hooks = [(scores_name(2), run_another), edit_in_place_message(1)]
     assert torch.equal(logits_of(one, batch, hooks), expected)
     assert len(calls) == 1
 
@@ -174,9 +174,9 @@ def test_models_do_not_meet(byte_level: Any) -> None:
         heads = query.transpose(1, 2)
         (heads @ heads.mT).softmax(-1)
         assert torch.equal(logits_of(raw, batch, []), alone)
-        assert torch.equal(logits_of(other, batch, [edit_of(0)]), inside)
+        assert torch.equal(logits_of(other, batch, [edit_in_place_message(0)]), inside)
 
-    inner = [("blocks.0.attn.hook_q", run_all), count, edit_of(1)]
+    inner = [("blocks.0.attn.hook_q", run_all), count, edit_in_place_message(1)]
     assert torch.equal(logits_of(one, batch, inner), expected)
     assert counted == [1]
 
@@ -186,7 +186,7 @@ def test_a_fused_kernel_set_later(byte_level: Any) -> None:
     model: Any = al.prepare_model(bridge_of(opt, byte_level))
     batch = questions(model, 2)[0]
     model.original_model.set_attn_implementation("sdpa")
-    with pytest.raises(ModelError, match=r"needs one softmax .* took 0.*restore_model"):
+    with pytest.raises(ModelError, match=r"needs exactly one softmax .* ran 0.*restore_model"):
         logits_of(model, batch, al.isolate_labels(model, batch, 0))
     al.prepare_model(al.restore_model(model))
     assert logits_of(model, batch, al.isolate_labels(model, batch, 0)).isfinite().all()
@@ -226,7 +226,7 @@ def test_in_train_mode(byte_level: Any) -> None:
     clean = logits_of(model, batch, [])
     flows = al.saliency(model, batch)
     model.train()
-    silence = logits_of(model, batch, [edit_of(layer, 0.0) for layer in range(3)])
+    silence = logits_of(model, batch, [edit_in_place_message(layer, 0.0) for layer in range(3)])
     assert not torch.equal(silence, clean)
     state = torch.get_rng_state()
     # Dropout is off in our own passes, and on again afterwards.
@@ -239,18 +239,18 @@ def test_in_train_mode(byte_level: Any) -> None:
 def test_copies_have_hooks_of_their_own(make: Make, byte_level: Any) -> None:
     model: Any = al.prepare_model(bridge_of(make, byte_level))
     batch = questions(model, 2)[0]
-    expected = logits_of(model, batch, [edit_of(1)])
+    expected = logits_of(model, batch, [edit_in_place_message(1)])
     clean = logits_of(model, batch, [])
     twin = copy.deepcopy(model)
-    assert twin not in proven
+    assert twin not in verified_operands
     calls: list[int] = []
     with model.hooks(fwd_hooks=[(pattern_name(1), lambda pattern, hook: calls.append(1))]):
-        assert torch.equal(logits_of(twin, batch, [edit_of(1)]), expected)
+        assert torch.equal(logits_of(twin, batch, [edit_in_place_message(1)]), expected)
     assert not calls
     assert torch.equal(logits_of(model, batch, []), clean)
     al.prepare_model(twin)
     al.restore_model(model)
-    assert torch.equal(logits_of(twin, batch, [edit_of(1)]), expected)
+    assert torch.equal(logits_of(twin, batch, [edit_in_place_message(1)]), expected)
 
 
 def test_rotary_hooks_of_rebuilt_attention(byte_level: Any) -> None:

@@ -1,0 +1,246 @@
+"""A plan: how the batches of a study run, and what metrics observe in them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import AnchorlensError, MetricError, RunError
+from ..metrics.metric import Metric, Observation, ObservesPrefix, observes_nothing
+from ..models.hooked import Hook, read_only
+from ..models.kv_cache import Prefix
+from ..passes.forward import run_pass, run_prefix
+from ..passes.late_start import Start
+from ..passes.losses import Loss
+from ..passes.shared_prefix import HooksOfBatch, Passes, no_hooks
+from ..prompts.batch import PromptBatch
+from ..results.record import Record, Rows
+from ..system.processes import gather_from_processes
+from .checks import check_observation
+
+
+@dataclass
+class Plan:
+    """How the batches of a study run, and what metrics observe in them.
+
+    If a metric raises an AnchorlensError, the other metrics go on without it. An error of another
+    kind is a mistake in its code and is raised at once.
+
+    Attributes:
+        passes: How batches are run.
+        metrics: What observes them.
+        hooks: Function of the batch to hooks that change the run; None for the clean run.
+        loss: The loss that is differentiated for metrics with a gradient.
+        gradient_checkpointing: See ``run_pass``.
+        failures: The errors of metrics, by name.
+        trusted: Set when a batch has shown that no metric changes what others observe.
+        trusted_in_prefix: The same for what metrics observe in shared tokens.
+    """
+
+    passes: Passes
+    metrics: Sequence[Metric] = ()
+    hooks: HooksOfBatch | None = None
+    loss: Loss | None = None
+    gradient_checkpointing: bool = False
+    failures: dict[str, AnchorlensError] = field(default_factory=dict)
+    trusted: Event = field(default_factory=Event)
+    trusted_in_prefix: Event = field(default_factory=Event)
+
+    @property
+    def status(self) -> str:
+        """Whether the tokens that prompts share are run once, and otherwise the reason."""
+        return self.passes.status
+
+    @property
+    def needed(self) -> list[str]:
+        """Beginnings of the names of rows that every batch has, unless a metric failed there."""
+        return [f"{metric.name}/" for metric in self.metrics]
+
+    def logits(
+        self, batch: PromptBatch, hooks: HooksOfBatch = no_hooks, start: Start | None = None
+    ) -> Float[Tensor, "batch vocab"]:
+        """Logits at the targets of a batch.
+
+        Args:
+            batch: A batch of the study.
+            hooks: Function of the batch to hooks that change the run.
+            start: Where the pass begins; at the first layer by default.
+        """
+        return self.passes.logits(batch, hooks, start)
+
+    def rows(self, batch: PromptBatch) -> dict[str, Tensor]:
+        """Rows of every metric for a batch."""
+        return self.rows_and_logits(batch)[0]
+
+    def rows_and_logits(
+        self, batch: PromptBatch
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
+        """Rows of every metric for a batch, and the logits of the pass that they observed."""
+        model, hooks = self.passes.model, no_hooks if self.hooks is None else self.hooks
+        clean = None if self.hooks is None else self.passes.logits(batch)
+        batch = self.passes.after_prefix(batch)
+        in_prefix, prefix = self._observed_prefix(batch, hooks)
+        observations = [metric.observe(model, batch) for metric in self.metrics]
+        observers, backward_hooks = self._hooks_of(observations, self.trusted)
+        logits = run_pass(
+            model,
+            batch,
+            hooks=hooks(batch),
+            observers=observers,
+            backward_hooks=backward_hooks,
+            loss=self.loss if any(metric.needs_gradient for metric in self.metrics) else None,
+            prefix=prefix,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        # By these a resumed run recognises other hooks, which rows of metrics may not show.
+        rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
+        for metric, before, after in zip(self.metrics, in_prefix, observations, strict=True):
+            try:
+                of_metric = _rows_of(before, after, logits, clean)
+            except AnchorlensError as error:
+                self.failures.setdefault(metric.name, error)
+                continue
+            rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+        self.trusted.set()
+        if not batch.is_whole:
+            self.trusted_in_prefix.set()
+        return rows, logits
+
+    def results(
+        self,
+        rows: Rows,
+        record: Callable[[Callable[[Rows], Record], Rows], Record],
+        known: Mapping[str, Record],
+    ) -> dict[str, Record]:
+        """The record of every metric after the known records; see :meth:`Study.results`.
+
+        Args:
+            rows: The rows of all prompts.
+            record: Makes a record with its intervals from a result function and rows.
+            known: Records that come before those of the metrics.
+        """
+        failures = {name: str(error) for name, error in self.failures.items()}
+        reasons = _first_failures(gather_from_processes("failures", failures))
+        results = dict(known)
+        cause: Exception | None = None
+        for metric in self.metrics:
+            start = f"{metric.name}/"
+            of_metric = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+            if not of_metric:
+                reasons.setdefault(
+                    metric.name, "its rows are missing in some batch, or not of one shape in all"
+                )
+                continue
+            try:
+                results[metric.name] = record(metric.result, of_metric)
+            except AnchorlensError as error:
+                reasons.setdefault(metric.name, str(error))
+            except Exception as error:  # the passes are made: other results must not be lost
+                reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
+                cause = error
+        if reasons:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise RunError(f"no result for {listed}", results) from cause
+        return results
+
+    def _hooks_of(
+        self, observations: Sequence[Observation], trusted: Event
+    ) -> tuple[list[Hook], list[Hook]]:
+        """Forward and backward hooks of all metrics, which must not change what others observe."""
+        forward, backward = [], []
+        for metric, observation in zip(self.metrics, observations, strict=True):
+            owner = f"metric {metric.name!r}"
+            forward += read_only(owner, observation.hooks, trusted)
+            backward += read_only(owner, observation.backward_hooks, trusted)
+        return forward, backward
+
+    def _observed_prefix(
+        self, batch: PromptBatch, hooks: HooksOfBatch
+    ) -> tuple[Sequence[Observation], Prefix | None]:
+        """What metrics observe in the tokens before a batch, and the keys and values there."""
+        if batch.is_whole:
+            return [observes_nothing() for _ in self.metrics], None
+
+        def run() -> tuple[Sequence[Observation], Prefix]:
+            shared = self.passes.shared_tokens(batch)
+            observations = []
+            for metric in self.metrics:
+                assert isinstance(metric, ObservesPrefix)  # otherwise whole prompts run
+                observations.append(metric.observe_prefix(self.passes.model, shared))
+                check_observation(self.passes.model, metric, observations[-1])
+            observers, backward_hooks = self._hooks_of(observations, self.trusted_in_prefix)
+            prefix = run_prefix(
+                self.passes.model,
+                shared,
+                hooks=hooks(shared),
+                observers=observers,
+                backward_hooks=backward_hooks,
+            )
+            return observations, prefix
+
+        return self.passes.once(batch, "observed", run)
+
+
+def _rows_of(
+    before: Observation, after: Observation, logits: Tensor, clean: Tensor | None
+) -> dict[str, Tensor]:
+    """What a metric observed in the shared tokens and after them, for each prompt of a batch."""
+    # Copies, so that a metric that changes its logits does not change those of the next metric.
+    shared = _checked(before.rows(logits[:0], None), len(logits), alike=True)
+    rows = _checked(
+        after.rows(logits.clone(), None if clean is None else clean.clone()), len(logits)
+    )
+    for name in shared.keys() & rows.keys():
+        if shared[name].shape != rows[name].shape:
+            raise MetricError(
+                f"row {name!r} must have one shape in observe_prefix and observe, whose sum it is; "
+                f"got {tuple(shared[name].shape)} and {tuple(rows[name].shape)}"
+            )
+        rows[name] = shared[name].double() + rows[name].double()
+    return shared | rows
+
+
+def checking(
+    rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
+) -> Callable[[PromptBatch], dict[str, Tensor]]:
+    """The same function, which raises an error if its rows do not fit the prompts."""
+    return lambda batch: _checked(rows_of_batch(batch), len(batch.tokens))
+
+
+def _checked(rows: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
+    """Rows of ``count`` prompts; with ``alike`` also rows with one entry for all prompts."""
+    if not isinstance(rows, Mapping):
+        raise MetricError(f"rows must be a dict of tensors; got a {type(rows).__name__}")
+    for name, values in rows.items():
+        if not isinstance(values, Tensor) or values.ndim == 0:
+            got = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
+            raise MetricError(f"row {name!r} must be a tensor with an entry a prompt; got {got}")
+        if values.layout != torch.strided or values.is_meta:
+            got = "on the device meta" if values.is_meta else f"of the layout {values.layout}"
+            raise MetricError(
+                f"row {name!r} must be a dense tensor of numbers; got one {got}; give "
+                "values.to_dense(), on a device that holds numbers"
+            )
+        if len(values) != count and not (alike and len(values) == 1):
+            raise MetricError(
+                f"row {name!r} must have one entry a prompt, {count}; got the shape "
+                f"{tuple(values.shape)}"
+            )
+    # Detached, because a metric that does not detach would store the graph of every batch.
+    return {
+        name: values.detach().cpu().expand(count, *values.shape[1:])
+        for name, values in rows.items()
+    }
+
+
+def _first_failures(of_processes: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The first failure of each metric, which is of the earliest batch: the parts are in order."""
+    first: dict[str, str] = {}
+    for failures in of_processes:
+        for name, reason in failures.items():
+            first.setdefault(name, reason)
+    return first

@@ -1,0 +1,386 @@
+"""A study checks a model and its prompts, plans passes, collects rows, and makes results.
+
+``run`` and the experiments of the package use it, and so can your own experiment.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..errors import MetricError, PromptError, StoreError
+from ..metrics.metric import Metric
+from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
+from ..passes.losses import Loss, label_cross_entropy
+from ..passes.memory import PartsThatFit, joined
+from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
+from ..prompts.batch import PromptBatch, check_batch
+from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
+from ..results.record import Record, Rows
+from ..system.processes import (
+    batches_of_process,
+    failed_elsewhere,
+    fails_together,
+    gather_from_processes,
+    is_main,
+    is_single_process,
+    main_first,
+    require_equal_settings,
+    require_whole_model,
+)
+from .checks import check_hooks, check_metrics, refuse_moved_hooks
+from .fingerprint import fingerprint, versions
+from .order import order_of_queries, sets_of
+from .plan import Plan, checking
+from .store import Store, same_rows
+from .trial import shared_passes
+
+R = TypeVar("R", bound=Record)
+
+
+class Study:
+    """A model and its prompts, for one experiment. Use it with ``with``.
+
+    It checks both before the experiment runs, divides the batches among the processes of
+    accelerate, stores what each batch contributed, makes smaller batches where memory runs out, and
+    computes intervals. Inside, the model's parameters are frozen and dropout is off.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts from ``build_prompts``; batches of several calls may be joined.
+        settings: What distinguishes this experiment from others on the same model and prompts, by
+            name. Stored rows of other settings are an error.
+        folder: Stores what each batch contributed; the same call after an interruption continues
+            from there, and after ``forget_rows`` from the start.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        progress: Show a progress bar.
+
+    Raises:
+        AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
+            raised on entering, before any pass over the prompts.
+        ProcessError: Another process got other arguments, or failed.
+
+    Examples:
+        The divergence of the next token from the clean run, in nats, with label words isolated in
+        the first layer and in the first two layers.
+
+        >>> with al.Study(model, batches, {"experiment": "depths"}, progress=False) as study:
+        ...     plan = study.plan()
+        ...     def rows_of(batch):
+        ...         clean = plan.logits(batch).log_softmax(-1)
+        ...         def isolated(depth):
+        ...             hooks = lambda batch: al.isolate_labels(model, batch, range(depth))
+        ...             return plan.logits(batch, hooks).log_softmax(-1)
+        ...         kl = [(clean.exp() * (clean - isolated(depth))).sum(-1) for depth in (1, 2)]
+        ...         return {"kl": torch.stack(kl, dim=1).cpu()}
+        ...     rows = study.collect(rows_of)
+        >>> rows["kl"].shape == (sum(map(len, batches)), 2)
+        True
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        batches: Sequence[PromptBatch],
+        settings: Mapping[str, Any],
+        *,
+        folder: str | Path | None = None,
+        resamples: int = 200,
+        progress: bool = True,
+    ) -> None:
+        if not isinstance(settings, Mapping):
+            raise PromptError(
+                "settings tell one experiment from another by name, {'experiment': 'depths'}; "
+                f"got a {type(settings).__name__}"
+            )
+        self.model, self._given = model, batches
+        self._checked: list[PromptBatch] | None = None
+        self._has_collected = False
+        self.settings = {str(name): _text(value) for name, value in settings.items()}
+        self.folder, self.resamples, self.progress = folder, resamples, progress
+
+    def __enter__(self) -> "Study":
+        with ExitStack() as stack:
+            stack.enter_context(fails_together())
+            check_resamples(self.resamples)
+            self._checked = checked_batches(self.model, self._given)
+            if self.resamples and is_main():
+                warn_if_few_units(torch.cat([batch.demonstrations_id for batch in self.batches]))
+            self._check_same_call()
+            stack.enter_context(frozen_in_eval_mode(self.model))
+            self._leave = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._leave.__exit__(*error)
+
+    @property
+    def batches(self) -> list[PromptBatch]:
+        """The prompts as they are run, padded on the right."""
+        if self._checked is None:
+            raise PromptError(
+                "a study checks its prompts on entering; write: with al.Study(...) as study:"
+            )
+        return self._checked
+
+    def plan(
+        self,
+        metrics: Sequence[Metric] = (),
+        *,
+        hooks: HooksOfBatch | None = None,
+        interventions: Sequence[HooksOfBatch] = (),
+        loss: Loss | None = label_cross_entropy,
+        gradient_checkpointing: bool = False,
+        share_prefix: bool = True,
+    ) -> Plan:
+        """A plan that runs batches after the tokens that prompts share, or as whole prompts.
+
+        Wrong arguments are an error here, before the model runs. Passes after the shared tokens are
+        then tried on two prompts.
+
+        Args:
+            metrics: What observes the passes.
+            hooks: Function of the batch to hooks that change the run that metrics observe.
+            interventions: Functions of the batch to hooks that ``plan.logits`` will get; they are
+                tried too. ``plan.logits`` also accepts others.
+            loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
+            gradient_checkpointing: See :func:`run`.
+            share_prefix: False runs whole prompts without a trial.
+
+        Raises:
+            AnchorlensError: As :func:`run`.
+        """
+        check_metrics(self.model, self.batches, metrics, hooks, loss)
+        refuse_moved_hooks(self._given, self.batches, no_hooks if hooks is None else hooks)
+        for change in interventions:
+            for batch in self.batches:
+                check_hooks(self.model, change, batch.to(device_of(self.model)))
+            refuse_moved_hooks(self._given, self.batches, change)
+        if gradient_checkpointing and not any(metric.needs_gradient for metric in metrics):
+            raise MetricError(
+                "gradient_checkpointing=True saves memory of the gradient, but none of "
+                f"{[metric.name for metric in metrics]} needs one and the memory is the same "
+                "without; leave it out (--gradient-checkpointing)"
+            )
+        self._store  # noqa: B018 - the folder of another run is an error before the trial
+        if gradient_checkpointing:
+            passes = whole_passes(self.model, "blocks are checkpointed")
+        elif not share_prefix:
+            passes = whole_passes(self.model, "share_prefix=False")
+        else:
+            changes = [*interventions, no_hooks if hooks is None else hooks]
+            passes = shared_passes(self.model, self.batches, changes, metrics, loss)
+        return Plan(passes, metrics, hooks, loss, gradient_checkpointing)
+
+    def collect(
+        self,
+        rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
+        *,
+        needed: Sequence[str] = (),
+    ) -> dict[str, Tensor]:
+        """The rows of all prompts in the order of their queries, whatever the order of batches is.
+
+        A batch that does not fit into memory is run in smaller parts, and so are the next batches.
+        Each of several processes computes a part of the batches, and all return all rows.
+
+        Args:
+            rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
+                [prompt, ...] by name, on the CPU.
+            needed: Beginnings of names. Stored rows are computed again if one of these has no name.
+
+        Raises:
+            MetricError: The rows of a batch do not have one entry for each of its prompts, or are
+                not the same in all batches.
+            StoreError: The folder holds another run, cannot be written into, or holds the rows of
+                this study already: one with a folder collects once.
+            MemoryLimitError: A prompt alone does not fit into memory.
+        """
+        store, device = self._store, device_of(self.model)
+        if store is not None and self._has_collected:
+            raise StoreError(
+                f"{store.folder} holds the rows that this study has collected already; collect all "
+                "rows in one call, or open another study with another folder"
+            )
+        self._has_collected = True
+        fitting = PartsThatFit(checking(rows_of_batch))
+        collected = []
+        if store is not None:
+            if is_main():
+                self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
+            gather_from_processes("what is stored", None)
+        quiet, is_single = not (self.progress and is_main()), is_single_process()
+        for number in tqdm(self._numbers(store), disable=quiet, desc="batches"):
+            if not is_single and failed_elsewhere():
+                break
+            rows = None if store is None else store.complete(number, needed)
+            if rows is None:
+                rows = fitting.rows(self.batches[number].to(device))
+                if store is not None:
+                    store.write(number, rows)
+            collected.append(rows)
+        parts = _of_all_processes(collected)
+        rows = joined(parts)
+        # Those of a metric are missing where it failed, which its plan reports.
+        names = {name for part in parts for name in part if not name.startswith(tuple(needed))}
+        if unlike := names - rows.keys():
+            raise MetricError(
+                f"the rows {', '.join(sorted(unlike))} must be in every batch, with the same shape "
+                "but for the prompts"
+            )
+        order = order_of_queries(self.batches)
+        return {name: values[order] for name, values in rows.items()}
+
+    def record(
+        self, result: Callable[[Rows], R], rows: Rows, info: Mapping[str, Any] | None = None
+    ) -> R:
+        """The record of all rows, with its intervals.
+
+        Args:
+            result: Pure function from the rows of all prompts to a record.
+            rows: From :meth:`collect`.
+            info: What the numbers describe, apart from the model and the prompts.
+        """
+        return with_intervals(
+            result,
+            rows,
+            sets=sets_of(self.batches),
+            resamples=self.resamples,
+            info=self.describe() | dict(info or {}),
+        )
+
+    def results(
+        self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None
+    ) -> dict[str, Record]:
+        """The record of every metric of a plan, after the records that are known already.
+
+        Raises:
+            RunError: A metric has no result; all others are in its ``results``.
+        """
+
+        def record(result: Callable[[Rows], Record], rows: Rows) -> Record:
+            return self.record(result, rows, {"shared_prefix": plan.status})
+
+        return plan.results(rows, record, known or {})
+
+    def describe(self) -> dict[str, Any]:
+        """The model, the prompts and the versions to which the numbers belong."""
+        return describe(self.model, self.batches)
+
+    @cached_property
+    def _store(self) -> Store | None:
+        """The folder of rows, which is opened after the arguments were checked."""
+        if self.folder is None:
+            return None
+        folder, expected = self.folder, fingerprint(self.model, self.batches, self.settings)
+        return main_first(lambda: Store.open(folder, expected))
+
+    def _check_same_call(self) -> None:
+        """Raise an error if the processes got different models, prompts or settings."""
+        if is_single_process():
+            return
+        require_whole_model(self.model)
+        described = fingerprint(self.model, self.batches, self.settings)
+        require_equal_settings(described | {"folder": str(self.folder)})
+
+    def _numbers(self, store: Store | None) -> list[int]:
+        """Numbers of this process's batches; what is stored is as the main process sees it."""
+        costs = [
+            0 if store and store.has(number) else batch.tokens.numel()
+            for number, batch in enumerate(self.batches)
+        ]
+        return batches_of_process(gather_from_processes("batches", costs)[0])
+
+    def _check_stored(
+        self,
+        store: Store,
+        needed: Sequence[str],
+        compute: Callable[[PromptBatch], dict[str, Tensor]],
+    ) -> None:
+        """Compute the first stored batch again: a fingerprint does not tell what functions do."""
+        for number, batch in enumerate(self.batches):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the loop warns of a damaged file
+                stored = store.complete(number, needed)
+            if stored is None:
+                continue
+            if not same_rows(stored, compute(batch)):
+                raise StoreError(
+                    f"batch {number} gives other numbers than those stored in {store.folder}, so "
+                    "hooks, loss or weights are not those of the stored run; use another folder, "
+                    "or start over in this one (--fresh, in Python al.forget_rows)"
+                )
+            return
+
+
+def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
+    """The model, the prompts and the versions to which numbers belong."""
+    ids = torch.cat([batch.demonstrations_id for batch in batches])
+    weights = next(iter(model.parameters()))  # type: ignore[attr-defined]
+    return {
+        "model": str(model.cfg.model_name),
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "labels": [label.strip() for label in batches[0].labels] or None,
+        "prompts": len(ids),
+        "demonstration_sets": len(ids.unique()),
+        "versions": versions(),
+    }
+
+
+def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """The batches as they are run; the model is prepared if it was not.
+
+    They are padded on the right, because some models count positions by columns (in Llama 4 the
+    temperature of attention depends on them).
+
+    Raises:
+        ModelError: The model's hooks do not act.
+        PromptError: The batches do not fit the model or one another.
+    """
+    ensure_prepared(model)
+    _check_batches(model, batches)
+    return [batch.padded_right() for batch in batches]
+
+
+def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
+    if isinstance(batches, PromptBatch):
+        raise PromptError("expected a list of batches; got a single one, so write [batch]")
+    if not isinstance(batches, Sequence):
+        raise PromptError(f"expected a list of batches; got a {type(batches).__name__}")
+    if not batches:
+        raise PromptError("there are no batches to run")
+    if wrong := [batch for batch in batches if not isinstance(batch, PromptBatch)]:
+        raise PromptError(
+            f"expected a list of batches; got one of {type(wrong[0]).__name__}; lists of several "
+            "calls are joined by +"
+        )
+    for batch in batches:
+        check_batch(batch)
+        check_fits(model, batch)
+        if batch.label_token_ids.tolist() != batches[0].label_token_ids.tolist():
+            raise PromptError(
+                "the batches of one run must have the same label words; run each task by itself"
+            )
+
+
+def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The rows of all batches; the parts are contiguous, so that they only need to be joined."""
+    if is_single_process():
+        return collected
+    # Copies, because a view would be sent with its whole storage.
+    rows_of_part = [{name: values.clone() for name, values in rows.items()} for rows in collected]
+    return [rows for part in gather_from_processes("rows", rows_of_part) for rows in part]
+
+
+def _text(value: Any) -> str:
+    """A setting as it is stored and compared."""
+    if isinstance(value, str):
+        return value
+    return ", ".join(map(repr, value)) if isinstance(value, Sequence) else repr(value)

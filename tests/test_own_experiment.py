@@ -1,0 +1,306 @@
+"""The experiment and the metric of the documentation, as a user would write them."""
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import difference, hooks_on, questions
+
+import anchorlens as al
+from anchorlens.errors import HookError, MetricError, PromptError, StoreError
+
+DOCS = Path(al.__file__).parents[1] / "docs"
+QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
+
+
+def code_of(page: str) -> str:
+    """The first block of code of a page."""
+    found = re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def names_of(page: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": page}
+    exec(compile(code_of(page), page, "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
+def test_the_code_is_short_and_imports_no_private_name(page: str) -> None:
+    code = code_of(page)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    modules = {
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert [name for name in modules if name and name.startswith("anchorlens")] == ["anchorlens"]
+
+
+def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
+    """KL(clean || isolated) by run_with_hooks alone, one prompt at a time."""
+    values = []
+    for number in range(len(batch)):
+        prompt = batch.prompt(number)
+        cut = al.isolate_labels(model, prompt, layers=range(depth))
+        clean, changed = (
+            model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, -1]
+            .detach()
+            .double()
+            .log_softmax(-1)
+            for hooks in ([], cut)
+        )
+        values.append(torch.nn.functional.kl_div(changed, clean, log_target=True, reduction="sum"))
+    return torch.stack(values)
+
+
+def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    experiment = names_of("experiments.md")["divergence_by_depth"]
+    record = experiment(gpt2, batches, [1, 2], folder=tmp_path, **QUIET)
+    expected = [
+        torch.cat([divergence(gpt2, batch, depth) for batch in batches]).mean() for depth in (1, 2)
+    ]
+    assert difference(record.kl, torch.stack(expected)) < 1e-5
+    assert "run once for all" in record.info["shared_prefix"]
+    low, high = record.intervals["kl"]
+    assert (low <= record.kl).all() and (record.kl <= high).all() and (low < high).all()
+    (tmp_path / "rows-00001.safetensors").unlink()
+    again = experiment(gpt2, batches, [1, 2], folder=tmp_path, **QUIET)
+    assert torch.equal(again.kl, record.kl)
+    with pytest.raises(StoreError, match=r"depths: stored '1, 2', now '1, 3'"):
+        experiment(gpt2, batches, [1, 3], folder=tmp_path, **QUIET)
+
+
+def test_hooks_of_ones_own_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
+    """Hooks that count positions from the first token: silently wrong after a cached prefix."""
+    batches = questions(gpt2, 6, batch_size=3)
+
+    def hooks(batch: al.PromptBatch) -> list[Any]:
+        def clear_second(resid: torch.Tensor, hook: Any) -> torch.Tensor:
+            cleared = resid.clone()
+            cleared[:, 1] = 0.0
+            return cleared
+
+        return [("blocks.1.hook_resid_pre", clear_second)]
+
+    def differing(batch: al.PromptBatch) -> list[Any]:
+        """Cuts other edges of the demonstrations in every prompt of a batch."""
+        return al.isolate_random(gpt2, batch, range(2), seed=int(batch.index[0]))
+
+    with al.Study(gpt2, batches, {}, **QUIET) as study:
+        plan = study.plan()
+        assert "run once for all" in plan.status
+        for change in (hooks, differing):
+            for batch in batches:
+                expected = gpt2.run_with_hooks(
+                    batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=change(batch)
+                )[torch.arange(len(batch)), batch.target_positions]
+                assert difference(plan.logits(batch, change), expected.detach()) < 1e-5
+
+
+def test_hooks_made_for_each_batch_fill_no_memory(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=2)
+    with al.Study(gpt2, batches, {}, **QUIET) as study:
+        plan = study.plan()
+        for batch in batches:
+            plan.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
+        assert len(plan.passes.prefixes) <= 2
+
+
+def test_whole_prompts_on_request(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    shared = al.run(gpt2, batches, metrics, **QUIET)
+    whole = al.run(gpt2, batches, metrics, share_prefix=False, **QUIET)
+    assert whole["saliency_flows"].info["shared_prefix"] == "off: share_prefix=False"
+    for name, record in whole.items():
+        for field, values in record.tensors().items():
+            assert difference(getattr(shared[name], field), values) < 1e-5
+
+
+def test_the_metric_equals_the_pattern(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=3)
+    metric = names_of("metrics.md")["TargetEntropy"]()
+    assert isinstance(metric, al.ObservesPrefix) and isinstance(metric, al.Metric)
+    record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
+    assert "run once for all" in record.info["shared_prefix"]
+    rows = []
+    for batch in batches:
+        for number in range(len(batch)):
+            _, cache = gpt2.run_with_cache(batch.prompt(number).tokens)
+            rows.append(
+                torch.stack(
+                    [
+                        torch.special.entr(cache[f"blocks.{k}.attn.hook_pattern"][0, :, -1]).sum(-1)
+                        for k in range(gpt2.cfg.n_layers)
+                    ]
+                )
+            )
+    assert difference(record.entropy, torch.stack(rows).mean(0)) < 1e-5
+
+
+def constant(rows: Any, batch: al.PromptBatch) -> Any:
+    return rows
+
+
+@pytest.mark.without_jaxtyping
+def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    settings: Any = ["depths"]
+    with pytest.raises(PromptError, match="settings tell one experiment from another by name"):
+        al.Study(gpt2, batches, settings)
+    study = al.Study(gpt2, batches, {}, **QUIET)
+    with pytest.raises(PromptError, match=r"write: with al\.Study"):
+        study.plan()
+    before = hooks_on(gpt2)
+    with al.Study(gpt2, batches, {}, **QUIET) as study:
+        wrong: Any = al.isolate_labels(gpt2, batches[0], 0)
+        with pytest.raises(HookError, match="hooks is a function of the batch to hooks"):
+            study.plan(interventions=[wrong])
+        for rows, message in (
+            (None, "rows must be a dict of tensors"),
+            ({"x": 1.0}, "row 'x' must be a tensor with an entry a prompt"),
+            ({"x": torch.zeros(3)}, "row 'x' must have one entry a prompt, 2"),
+        ):
+            returned: Any = rows
+            with pytest.raises(MetricError, match=message):
+                study.collect(partial(constant, returned))
+    assert hooks_on(gpt2) == before
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """The sum of the gradient at a hook point: of all tokens, or at the target alone."""
+
+    point: str
+    in_prefix: bool
+    name: str = "gradient"
+    needs_gradient: bool = True
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        sums: list[torch.Tensor] = []
+
+        def add(gradient: torch.Tensor, hook: Any) -> None:
+            if not self.in_prefix:
+                gradient = gradient[torch.arange(len(batch)), batch.target_rows]
+            sums.append(gradient.flatten(1).abs().sum(1).cpu().double())
+
+        return al.Observation(lambda logits, clean: {"sum": sums[0]}, (), [(self.point, add)])
+
+    def observe_prefix(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        if self.in_prefix:
+            return self.observe(model, batch)
+        return al.Observation(lambda logits, clean: {})
+
+    def result(self, rows: Any) -> al.AccuracyRecord:
+        return al.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("in_prefix", [True, False])
+@pytest.mark.parametrize("point", ["blocks.1.attn.hook_q", "blocks.0.hook_resid_pre"])
+def test_gradients_anywhere_are_those_of_whole_prompts(
+    gpt2: Any, point: str, in_prefix: bool
+) -> None:
+    """A bridge calls hook_q with a copy: after a cached prefix its gradient was 0."""
+    batches = questions(gpt2, 4)
+    metric = GradientSum(point, in_prefix)
+    shared, whole = (
+        al.run(gpt2, batches, [metric], share_prefix=share, **QUIET)["gradient"]
+        for share in (True, False)
+    )
+    assert ("not compared with whole prompts" in shared.info["shared_prefix"]) is in_prefix
+    assert whole.correct.min() > 0
+    assert difference(shared.correct, whole.correct) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
+def test_settings_take_no_name_of_what_is_stored(gpt2: Any, tmp_path: Path, name: str) -> None:
+    """They would stand in the place of the digest of the prompts."""
+    study = al.Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
+    with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
+        study.plan()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_of_one_collection(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+
+    def zeros(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(len(batch))}
+
+    with al.Study(gpt2, batches, {}, folder=tmp_path, **QUIET) as study:
+        study.collect(zeros)
+        with pytest.raises(StoreError, match="has collected already"):
+            study.collect(zeros)
+
+
+def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    widths = iter((2, 3))
+    study = al.Study(gpt2, batches, {}, **QUIET)
+    with study, pytest.raises(MetricError, match="the rows x must be in every batch"):
+        study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
+
+
+def test_prompts_with_other_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
+    tokens = torch.arange(5, 17)[None].repeat(2, 1)
+    batches = [
+        al.PromptBatch.from_positions(
+            tokens, label_positions=[p] * 2, label_classes=[c] * 2, label_token_ids=[1, 2]
+        )
+        for p, c in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
+    ]
+    with al.Study(gpt2, batches, {}, **QUIET) as study:
+        plan = study.plan()
+        for batch in batches:
+            expected = gpt2.run_with_hooks(batch.tokens, fwd_hooks=[])[:, -1].detach()
+            assert difference(plan.logits(batch), expected) < 1e-5
+
+
+def test_hooks_of_ones_own_for_prompts_padded_on_the_left(gpt2: Any) -> None:
+    batches = questions(gpt2, 5, padding_side="left")
+
+    def hooks(batch: al.PromptBatch) -> list[Any]:
+        return [("blocks.0.hook_resid_pre", lambda resid, hook: resid)]
+
+    study = al.Study(gpt2, batches, {}, **QUIET)
+    with study, pytest.raises(HookError, match="padded on the left"):
+        study.plan(interventions=[hooks])
+
+
+def test_a_function_without_weak_references(gpt2: Any) -> None:
+    @dataclass(slots=True)
+    class Cut:
+        layer: int
+
+        def __call__(self, batch: al.PromptBatch) -> Any:
+            return al.isolate_labels(gpt2, batch, self.layer)
+
+    (batch,) = questions(gpt2, 4)
+    with al.Study(gpt2, [batch], {}, **QUIET) as study:
+        plan = study.plan(interventions=[Cut(0)])
+        assert "run once for all" in plan.status
+        expected = gpt2.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask, fwd_hooks=Cut(0)(batch)
+        )[torch.arange(len(batch)), batch.target_positions]
+        assert difference(plan.logits(batch, Cut(0)), expected.detach()) < 1e-5
+
+
+def test_a_study_runs_without_dropout_outside_of_collect_too(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 4)
+    modes = []
+    gpt2.train()
+    with al.Study(gpt2, [batch], {}, **QUIET) as study:
+        plan = study.plan()
+        modes.append(any(module.training for module in gpt2.modules()))
+        plan.logits(batch)
+    assert modes == [False] and gpt2.training

@@ -1,0 +1,293 @@
+"""Names of other packages that are private or undocumented, and what we need them to do.
+
+Each has no public replacement. A failure names the package, the need, and our file to look into.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+import anchorlens as al
+
+PACKAGE = Path(al.__file__).parent
+
+
+class Use(NamedTuple):
+    """One use of a private name.
+
+    Attributes:
+        package: The package that owns it.
+        names: The names.
+        files: Our files that use them, inside ``anchorlens/``.
+        need: What we need them to do.
+        holds: Raises an error, or is False, if they do not do it.
+    """
+
+    package: str
+    names: tuple[str, ...]
+    files: tuple[str, ...]
+    need: str
+    holds: Callable[[], Any]
+
+
+def version_counts_edits() -> bool:
+    tensor = torch.zeros(2)
+    before = tensor._version
+    tensor.add_(1)
+    edited = tensor._version
+    tensor.sum()
+    return before < edited == tensor._version
+
+
+def hook_tables_hold_all_hooks() -> bool:
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    tables: list[Any] = [getattr(module, name) for name in names]
+    return all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
+
+
+def handles_tell_permanent_hooks() -> bool:
+    point: Any = HookPoint()
+    point.add_hook(print, is_permanent=True)
+    (handle,) = point.fwd_hooks
+    known = handle.user_hook is print and handle.is_permanent
+    return known and list(point._forward_hooks) == [handle.hook.id]
+
+
+def a_call_of_a_module_is_one_frame() -> bool:
+    code = nn.Module.__call__.__code__
+    counts = []
+
+    def count(*_: Any) -> None:
+        frame = inspect.currentframe()
+        number = 0
+        while frame is not None:
+            number += frame.f_code is code
+            frame = frame.f_back
+        counts.append(number)
+
+    inner = nn.Linear(1, 1)
+    inner.register_forward_hook(count)  # also with hooks, which PyTorch calls in another way
+    outer = nn.Sequential(nn.Sequential(inner), nn.ReLU())
+    outer(torch.zeros(1))
+    inner(torch.zeros(1))
+    count()
+    return counts == [3, 1, 0]
+
+
+def quantised_tensors_name_their_parts() -> bool:
+    nested: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    names, _ = nested.__tensor_flatten__()
+    plain = not hasattr(torch.zeros(1), "__tensor_flatten__")
+    return plain and all(isinstance(getattr(nested, name), torch.Tensor) for name in names)
+
+
+def configurations_tell_the_attention() -> bool:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
+    model.set_attn_implementation("eager")
+    return model.config._attn_implementation == "eager"
+
+
+def a_bridge_stores_its_last_pattern() -> bool:
+    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+
+    config = SimpleNamespace(n_heads=1, d_head=1, d_model=1)
+    return vars(AttentionBridge("attn", config))["_pattern"] is None
+
+
+def accelerate_tells_its_state_without_making_it() -> bool:
+    from accelerate import PartialState
+
+    def made() -> bool:
+        return PartialState.__new__(PartialState).initialized
+
+    if made():  # by another test; what follows would end it
+        return True
+    before = made() or made()
+    PartialState(cpu=True)
+    after = made()
+    PartialState._reset_state()
+    return not before and after and not made()
+
+
+def groups_give_their_store() -> bool:
+    if torch.distributed.is_initialized():
+        return True
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group: Any = torch.distributed.group.WORLD
+        own = group.get_group_store()
+        own.set("key", "value")
+        return own.get("key") == b"value" and own.timeout is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def annotations_tell_their_axes() -> bool:
+    from jaxtyping import Float
+
+    annotation: Any = Float[torch.Tensor, "layer flow"]
+    return annotation.dim_str == "layer flow"
+
+
+USES = [
+    Use(
+        "torch",
+        ("_version",),
+        ("models/hooked.py",),
+        "Tensor._version counts edits in place",
+        version_counts_edits,
+    ),
+    Use(
+        "torch",
+        ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+        ("models/model_state.py",),
+        "these four dictionaries of a Module hold all hooks on it, by the number of their handle",
+        hook_tables_hold_all_hooks,
+    ),
+    Use(
+        "torch",
+        ("__call__.__code__",),
+        ("models/native_attention.py",),
+        "each call of a Module is one Python frame of Module.__call__",
+        a_call_of_a_module_is_one_frame,
+    ),
+    Use(
+        "torch",
+        ("__tensor_flatten__",),
+        ("system/checksum.py",),
+        "a tensor that consists of others names them in __tensor_flatten__()",
+        quantised_tensors_name_their_parts,
+    ),
+    Use(
+        "torch",
+        ("get_group_store",),
+        ("system/processes.py",),
+        "ProcessGroup.get_group_store() returns the store by which the processes met",
+        groups_give_their_store,
+    ),
+    Use(
+        "accelerate",
+        ("__new__",),
+        ("system/processes.py",),
+        "PartialState.__new__(PartialState).initialized tells whether the state was made, and "
+        "does not make it",
+        accelerate_tells_its_state_without_making_it,
+    ),
+    Use(
+        "transformers",
+        ("_attn_implementation",),
+        ("models/native_attention.py", "runs/fingerprint.py"),
+        "the configuration of a model tells its attention implementation",
+        configurations_tell_the_attention,
+    ),
+    Use(
+        "transformers",
+        ("_name_or_path",),
+        ("runs/fingerprint.py",),
+        "a configuration as a dict has the folder it came from under this name",
+        lambda: "_name_or_path" in configuration_with_name(),
+    ),
+    Use(
+        "transformer_lens",
+        ("user_hook", "hook.id", "is_permanent"),
+        ("models/model_state.py",),
+        "the handles of a HookPoint tell the user's function, its number, and if it is permanent",
+        handles_tell_permanent_hooks,
+    ),
+    Use(
+        "transformer_lens",
+        ("_pattern",),
+        ("passes/recompute.py",),
+        "an AttentionBridge stores its last pattern as _pattern, None before",
+        a_bridge_stores_its_last_pattern,
+    ),
+    Use(
+        "jaxtyping",
+        ("dim_str",),
+        ("results/record.py",),
+        "an annotation tells its axes as dim_str",
+        annotations_tell_their_axes,
+    ),
+]
+
+
+def configuration_with_name() -> dict[str, Any]:
+    from transformers import GPT2Config
+
+    options: dict[str, Any] = {"name_or_path": "folder"}
+    return GPT2Config(**options).to_dict()
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
+def test_private_name(use: Use) -> None:
+    where = ", ".join(f"anchorlens/{file}" for file in use.files)
+    try:
+        holds = use.holds()
+    except Exception as error:
+        pytest.fail(f"{use.package} changed: see {where}. We need: {use.need}. Got {error!r}")
+    assert holds, f"{use.package} changed: see {where}. We need: {use.need}"
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
+def test_the_list_is_up_to_date(use: Use) -> None:
+    for file in use.files:
+        text = (PACKAGE / file).read_text()
+        missing = [name for name in use.names if name not in text]
+        assert not missing, f"anchorlens/{file} no longer uses {missing}: remove it from USES"
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names with one leading underscore that are read as attributes or given as strings."""
+    for node in ast.walk(tree):
+        name = getattr(node, "attr", None) or getattr(node, "value", None)
+        if isinstance(name, str) and re.fullmatch(r"_[a-z]\w*", name):
+            yield name
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file defines: functions, classes, fields, and attributes that it sets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_no_private_name_is_missing_from_the_list() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    # Documented methods of a NamedTuple, and the end of some metrics' names.
+    other = {"_fields", "_replace", "_asdict", "_loyalty"}
+    listed = {(PACKAGE / file, name) for use in USES for file in use.files for name in use.names}
+    unlisted = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path, tree in trees.items()
+        for name in private_names(tree)
+        if name not in own | other and (path, name) not in listed
+    }
+    assert not unlisted, "private names of other packages: use public ones, or add them to USES"
+
+
+def test_private_names_are_found() -> None:
+    """The check above sees an attribute and a string, and not a name of our own."""
+    tree = ast.parse("def _ours(x):\n    return x._theirs, getattr(x, '_text'), x._ours")
+    assert set(private_names(tree)) - set(own_names(tree)) == {"_theirs", "_text"}

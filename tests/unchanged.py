@@ -1,0 +1,113 @@
+"""What a test must leave as it was: the models that its fixtures gave it, and global state."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from transformers import PreTrainedModel
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "fwd_hooks",  # what TransformerLens adds at its hook points
+    "bwd_hooks",
+)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model as it was before a test."""
+
+    modules: dict[str, dict[str, Any]]
+    tensors: dict[str, tuple[Tensor, Tensor, bool]]  # itself, its values, whether it is trained
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "ModelState":
+        return cls(
+            modules={name: module_state(module) for name, module in model.named_modules()},
+            tensors={
+                name: (tensor, tensor.detach().clone(), tensor.requires_grad)
+                for name, tensor in named_tensors(model).items()
+            },
+        )
+
+    def changes(self, model: torch.nn.Module) -> list[str]:
+        """What differs now, a line each."""
+        found = []
+        modules = {name: module_state(module) for name, module in model.named_modules()}
+        for name in modules.keys() | self.modules.keys():
+            before, after = self.modules.get(name, {}), modules.get(name, {})
+            found += [
+                f"module {name!r}: {what} was {before.get(what)}, is {after.get(what)}"
+                for what in sorted(before.keys() | after.keys())
+                if before.get(what) != after.get(what)
+            ]
+        tensors = named_tensors(model)
+        if tensors.keys() != self.tensors.keys():
+            found.append(f"tensors {sorted(tensors.keys() ^ self.tensors.keys())} came or went")
+        for name, (tensor, values, requires_grad) in self.tensors.items():
+            now = tensors.get(name, tensor)
+            if now is not tensor or now.requires_grad != requires_grad or now.grad is not None:
+                found.append(f"tensor {name!r}: another object, requires_grad or a gradient")
+            elif not torch.equal(now.detach().nan_to_num(), values.nan_to_num()):
+                found.append(f"tensor {name!r} has other values")
+        return found
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    attributes = vars(module)
+    state: dict[str, Any] = {name: number_of_hooks(attributes.get(name)) for name in HOOKS}
+    return state | {"training": module.training, "forward": attributes.get("forward")}
+
+
+def number_of_hooks(hooks: Any) -> int:
+    """Without those with which transformers, from its first use on, records outputs."""
+    hooks = hooks.values() if isinstance(hooks, dict) else hooks or ()
+    return sum(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def global_state(with_python: bool) -> dict[str, Any]:
+    """Random states and modes; beartype draws from ``random``, so that it can be left out."""
+    numpy: Any = np.random.get_state()
+    return {
+        "the random state of torch": torch.get_rng_state().numpy().tobytes(),
+        "the random state of numpy": (numpy[0], np.asarray(numpy[1]).tobytes(), *numpy[2:]),
+        "the random state of Python": random.getstate() if with_python else None,
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "the default type of torch": torch.get_default_dtype(),
+        "the number of torch's function modes": len(_get_current_function_mode_stack()),
+    }
+
+
+@contextmanager
+def models_made_without_global_draws() -> Iterator[None]:
+    """Making a transformers model leaves the random state alone, so that tests may make them."""
+    begin, end = PreTrainedModel.__init__, PreTrainedModel.post_init
+
+    def begin_and_store(self: Any, *args: Any, **options: Any) -> None:
+        state = torch.get_rng_state()
+        begin(self, *args, **options)
+        vars(self)["random_state"] = state
+
+    def end_and_restore(self: Any) -> None:
+        end(self)
+        torch.set_rng_state(vars(self).pop("random_state"))
+
+    with (
+        patch.object(PreTrainedModel, "__init__", begin_and_store),
+        patch.object(PreTrainedModel, "post_init", end_and_restore),
+    ):
+        yield
