@@ -166,12 +166,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "Value biases are never folded",
     )
     parser.addoption(
-        "--share-models",
-        action="store_true",
-        help="make gpt2, llama and gemma3 once for all tests of a process, and fail each test that "
-        "leaves the models of its fixtures or the global state changed",
-    )
-    parser.addoption(
         "--matrix-results",
         metavar="FILE",
         help="add what test_matrix.py measures to FILE, one JSON object a line",
@@ -197,9 +191,10 @@ def kinds_of(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What depends on the kind of model is tested on each kind that was asked for."""
+    """What differs by kind of model is tested on each kind that was asked for."""
     kinds = kinds_of(metafunc.config)
-    if "raw" in metafunc.fixturenames and kinds != ["bridge"]:
+    differs = metafunc.definition.get_closest_marker("every_kind") is not None
+    if differs and "raw" in metafunc.fixturenames and kinds != ["bridge"]:
         metafunc.parametrize("kind_of_model", kinds, indirect=True, scope="session")
 
 
@@ -226,18 +221,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
-    """Where a mark says that a test shows the same everywhere, it runs in one place only.
-
-    A test without a mark runs on every kind of model that its fixtures make, and on every line.
-    """
+    """A test runs on a bridge of the newest line; one marked ``every_kind`` on the others too."""
     if item.get_closest_marker("published_table") and not config.getoption("--matrix-results"):
         return False
-    kind = kind_of(item)
-    if kind is None and "bridge" not in kinds_of(config):
+    if kind_of(item) is None and "bridge" not in kinds_of(config):
         return False
-    if kind in (None, "bridge"):
-        return LINE.startswith("4.") or item.get_closest_marker("one_line") is None
-    return item.get_closest_marker("one_kind") is None
+    return LINE.startswith("4.") or item.get_closest_marker("every_kind") is not None
 
 
 def boot(weights: Any, tokenizer: Any) -> Any:
@@ -294,8 +283,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer: Any) -> Any:
     """A model that all tests of this process share, or one that this test may change."""
     hooked = request.getfixturevalue("hooked")
-    is_own = request.node.get_closest_marker("changes_model") is not None
-    if is_own or not request.config.getoption("--share-models"):
+    if request.node.get_closest_marker("changes_model") is not None:
         return hooked(make(len(tokenizer)), tokenizer)
     key = (make, request.getfixturevalue("kind_of_model"))
     if key not in SHARED:
@@ -320,14 +308,10 @@ def gemma3(request: Any, sentencepiece_like: PreTrainedTokenizerFast, hooked: An
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """With ``--share-models`` the models of a test's fixtures are as they were after it.
+    """The models of a test's fixtures are as they were after it, and so is the global state.
 
-    So is the global state after each test with a model. A test that changes them on purpose says so
-    with the marks ``changes_model`` and ``draws``.
+    A test that changes them on purpose says so with the marks ``changes_model`` and ``draws``.
     """
-    if not item.config.getoption("--share-models"):
-        yield
-        return
     models = {id(m): m for m in getattr(item, "funcargs", {}).values() if isinstance(m, Module)}
     if item.get_closest_marker("changes_model"):
         models = {}

@@ -18,7 +18,6 @@ QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
-    pytest.mark.one_line,
     pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:in layers", "ignore:some pairs"),
 ]
 

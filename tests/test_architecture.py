@@ -12,8 +12,6 @@ import pytest
 
 import anchorlens
 
-pytestmark = pytest.mark.one_line
-
 ROOT = Path(anchorlens.__file__).parent
 # The journey of the data: a folder, or a file beside the folders, imports only from those above it.
 FOLDERS = [

@@ -14,7 +14,6 @@ from attempts import Section, attack, listing
 from anchorlens.prompts import build
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
 ]
 

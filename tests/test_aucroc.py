@@ -13,8 +13,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess, predicted_class
 
-pytestmark = pytest.mark.one_line
-
 NAN = float("nan")
 
 
@@ -155,6 +153,7 @@ def test_predicted_class_and_ties() -> None:
     assert predicted_class(logits, torch.tensor([2, 3, 1])).tolist() == [2, 0, 0]
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> None:

@@ -23,8 +23,6 @@ from anchorlens.errors import (
 )
 
 pytestmark = [
-    pytest.mark.one_line,
-    pytest.mark.one_kind,
     pytest.mark.without_jaxtyping,
 ]
 

@@ -13,8 +13,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.prompts.examples import sample_queries
 
-pytestmark = pytest.mark.one_line
-
 
 def example(name: str) -> Any:
     """An example file as a module, without its main."""

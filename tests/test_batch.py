@@ -12,8 +12,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.prompts.batch import GROUPS, PADDING
 
-pytestmark = pytest.mark.one_line
-
 refused = partial(pytest.raises, PromptError)
 PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]
 LEFT = [[0, 0, *PROMPTS[0]], PROMPTS[1]]

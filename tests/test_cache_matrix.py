@@ -25,6 +25,7 @@ from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 
 pytestmark = [
+    pytest.mark.every_kind,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
@@ -95,9 +96,7 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
         return al.isolate_labels(model, batch, layers=layers)
 
     flows, _ = possible(model, [batch], [al.SaliencyFlows()])  # not of folded value biases
-    if flows:
-        yield from al.run(model, [batch], flows, **options).values()
-        yield from al.run(model, [batch], flows, hooks=isolated, **options).values()
+    metrics += flows
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
     places = {"first": al.Site(layers), "last": al.Site(-1)}

@@ -15,7 +15,6 @@ import anchorlens as al
 from anchorlens.cli import commands
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
 ]
 

@@ -10,7 +10,6 @@ from conftest import tiny_gpt2
 from test_cli import call
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
 ]
 

@@ -15,7 +15,7 @@ from anchorlens.errors import HookError, MetricError, ModelError, PromptError, S
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import FORMAT, LABEL, OTHER, TEXT
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
@@ -87,13 +87,13 @@ def test_placements() -> None:
         assert (found[0].tolist(), found[1]) == (keys, query)
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize(
     "keep",
     [al.selection.anchors_and_format, al.selection.label_words, al.selection.random_and_format(1)],
 )
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_equals_masking(model: Any, keep: Any, side: Any) -> None:
-    batches = questions(model, 7, batch_size=3, padding_side=side)
+def test_equals_masking(model: Any, keep: Any) -> None:
+    batches = questions(model, 7, batch_size=3, padding_side="left")
     context = al.compress(model, batches[1], keep=keep)
     for batch in batches:
         expected = masked(model, batch, context.kept)
@@ -106,6 +106,7 @@ def test_equals_masking(model: Any, keep: Any, side: Any) -> None:
     assert context.size == pytest.approx(whole.size * (share if is_bridge else 1))
 
 
+@pytest.mark.every_kind
 def test_restarted_by_hand(gpt2: Any) -> None:
     """The query's position embeddings are those of the first tokens; keys stay as they were."""
     if not hasattr(gpt2, "original_model"):

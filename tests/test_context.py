@@ -12,11 +12,12 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError, PromptError
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
+@pytest.mark.every_kind
 def test_learned_positions_behind_logits_of_a_large_mean(hooked: Any, byte_level: Any) -> None:
     """As GPT-2 has them: what positions do is then little of the largest logit."""
     weights: Any = tiny_gpt2(len(byte_level))
@@ -74,6 +75,7 @@ def test_a_window_that_was_changed(hooked: Any, sentencepiece_like: Any) -> None
     assert difference(context.logits(model, batch), before) > 1e-3
 
 
+@pytest.mark.every_kind
 def test_keys_follow_the_model(gpt2: Any) -> None:
     prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
     assert prefix.to(torch.device("cpu")) is prefix

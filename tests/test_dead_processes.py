@@ -26,7 +26,6 @@ from anchorlens.system import heartbeats, processes
 from anchorlens.system.processes import fails_together, gather_from_processes, process_device
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.without_jaxtyping,
 ]

@@ -12,7 +12,6 @@ from native_models import gptj
 import anchorlens as al
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]

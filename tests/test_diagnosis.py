@@ -16,8 +16,6 @@ import anchorlens as al
 from anchorlens.errors import HookError, StoreError
 from anchorlens.experiments.diagnosis import _orders
 
-pytestmark = pytest.mark.one_line
-
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 

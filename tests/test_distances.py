@@ -20,8 +20,6 @@ from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
 from anchorlens.passes.forward import run_pass
 
-pytestmark = pytest.mark.one_line
-
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,
     "llama": tiny_llama,
@@ -167,6 +165,7 @@ def test_query_and_key_of_gpt2_are_halves_of_c_attn(
     torch.testing.assert_close(both[:, 24:48].unflatten(1, (2, 12)).transpose(0, 1), key[0])
 
 
+@pytest.mark.every_kind
 @FEW
 def test_record_end_to_end(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 14, batch_size=5)

@@ -14,7 +14,6 @@ import anchorlens as al
 MODULES = [one.name for one in pkgutil.walk_packages(al.__path__, "anchorlens.")]
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
 ]

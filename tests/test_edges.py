@@ -12,8 +12,6 @@ from anchorlens.errors import PromptError
 from anchorlens.prompts import edges
 from anchorlens.prompts.batch import GROUPS
 
-pytestmark = pytest.mark.one_line
-
 # (batch, row, query, key) of a pair of tokens, key before query -> whether it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]
 

@@ -19,8 +19,6 @@ from anchorlens.results.figures import (
     token_arcs,
 )
 
-pytestmark = pytest.mark.one_line
-
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 PANELS: dict[str, Any] = {
     "title": "title",

@@ -73,6 +73,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", [(64, 4096), (128, 768), (50, 8)])
 def test_every_change_of_a_weight_shows(
@@ -210,6 +211,7 @@ def contents_of(model: Any) -> dict[str, Tensor]:
     return {name: value for name, value in tensors if value.numel()}
 
 
+@pytest.mark.every_kind
 def test_a_changed_buffer(llama: Any) -> None:
     before = identity(llama)
     assert identity(llama) == before
@@ -225,6 +227,7 @@ def test_a_changed_buffer(llama: Any) -> None:
     assert identity(llama) == before
 
 
+@pytest.mark.every_kind
 def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
     before = identity(gpt2)["weights"]
     tensors = contents_of(gpt2)

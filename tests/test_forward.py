@@ -17,7 +17,10 @@ from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 
 # Four prompts of six classes are few.
-pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
+pytestmark = [
+    pytest.mark.every_kind,
+    pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets"),
+]
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(2)]
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 
+pytestmark = pytest.mark.every_kind
+
 TOLERANCE = 1e-5
 
 

@@ -16,6 +16,8 @@ from anchorlens.errors import HookError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.prompts import edges
 
+pytestmark = pytest.mark.every_kind
+
 
 @pytest.fixture
 def batch(gpt2: Any) -> al.PromptBatch:

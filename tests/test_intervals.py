@@ -27,8 +27,6 @@ from anchorlens.results.bootstrap import (
 )
 from anchorlens.results.record import rows_by_set
 
-pytestmark = [pytest.mark.one_line, pytest.mark.one_kind]
-
 ROUGH = "intervals of {} are rough: with fewer than 20"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 MODELS = ["gpt2", "llama", "gemma3"]
 

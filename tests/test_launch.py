@@ -14,7 +14,7 @@ from test_cli import QUICK, call
 import anchorlens as al
 from anchorlens.system.processes import join_launched
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 RECORDS: dict[str, type[al.Record]] = {
     "saliency_flows": al.SaliencyFlowsRecord,

@@ -11,8 +11,6 @@ import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.passes.forward import run_pass
 
-pytestmark = pytest.mark.one_line
-
 
 def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)

@@ -39,7 +39,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.hooked import scores_name
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
 # What is said of a model that is refused, by the package or by TransformerLens itself.
 REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"

@@ -17,7 +17,7 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.memory import PartsThatFit, is_out_of_memory
 from anchorlens.passes.shared_prefix import only_set
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line, pytest.mark.one_kind]
+pytestmark = pytest.mark.without_jaxtyping
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
 

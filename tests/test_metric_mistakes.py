@@ -13,7 +13,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_kind]
+pytestmark = pytest.mark.without_jaxtyping
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,6 +114,7 @@ def test_hook_points_of_functions_stay_as_they_are(gpt2: Any) -> None:
     assert float(result.mean) == 1 and PATTERN in seen
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize(
     "shared", [watching((NOWHERE, look)), watching((NOWHERE, look), (PATTERN, look))]
 )

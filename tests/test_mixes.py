@@ -16,8 +16,6 @@ from anchorlens.errors import HookError, MetricError, PromptError, RunError
 from anchorlens.runs import trial
 
 pytestmark = [
-    pytest.mark.one_line,
-    pytest.mark.one_kind,
     pytest.mark.without_jaxtyping,
 ]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}

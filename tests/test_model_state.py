@@ -18,7 +18,7 @@ import anchorlens as al
 from anchorlens.models.hooked import modules_of, pattern_name
 from anchorlens.models.model_state import without_user_hooks
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 NAMES = [row.name for row in ROWS if not {LINE, "bridge"} & {*row.refused, *row.wrong}]
 

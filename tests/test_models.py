@@ -24,6 +24,8 @@ from anchorlens.models import load
 from anchorlens.models.hooked import require_prepared
 from anchorlens.passes.forward import run_pass
 
+pytestmark = pytest.mark.every_kind
+
 TEXT = "Review: what a film\nSentiment: Positive"
 
 

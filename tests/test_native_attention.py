@@ -16,6 +16,8 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.hooked import pattern_name, scores_name, verified_operands
 
+pytestmark = pytest.mark.every_kind
+
 Make = Callable[..., Any]
 
 

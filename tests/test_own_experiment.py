@@ -204,6 +204,7 @@ class GradientSum:
         return al.AccuracyRecord(accuracy=rows["sum"].mean(), correct=rows["sum"])
 
 
+@pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("in_prefix", [True, False])
 @pytest.mark.parametrize("point", ["blocks.1.attn.hook_q", "blocks.0.hook_resid_pre"])
@@ -295,6 +296,7 @@ def test_a_function_without_weak_references(gpt2: Any) -> None:
         assert difference(plan.logits(batch, Cut(0)), expected.detach()) < 1e-5
 
 
+@pytest.mark.changes_model
 def test_a_study_runs_without_dropout_outside_of_collect_too(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 4)
     modes = []

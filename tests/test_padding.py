@@ -12,7 +12,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 import anchorlens as al
 from anchorlens.errors import HookError
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TASK = al.Task("{text} ->{label}", labels=(" Human", " Location"))
 DEMONSTRATIONS = [al.Example("Who", 0), al.Example("Where", 1)]

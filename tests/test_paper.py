@@ -23,7 +23,6 @@ QUICK: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 2, "progress": Fals
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
 ]

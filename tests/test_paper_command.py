@@ -18,7 +18,6 @@ from anchorlens.errors import MetricError
 from anchorlens.replication.paper_parts import Number, Setting
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
 ]
 

@@ -16,7 +16,6 @@ from anchorlens.errors import DataError, HookError, MetricError, StoreError
 from anchorlens.replication.paper_parts import Number, Setting, figure_4, figures_3_5_6
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
 ]
 

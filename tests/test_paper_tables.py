@@ -13,8 +13,6 @@ import pytest
 import anchorlens as al
 from anchorlens.replication.paper_parts import Number
 
-pytestmark = pytest.mark.one_line
-
 
 def fields(text: str) -> list[list[str]]:
     """The fields of each line, which two or more spaces separate."""

@@ -18,6 +18,8 @@ from transformer_lens.hook_points import HookPoint
 
 import anchorlens as al
 
+pytestmark = pytest.mark.every_kind
+
 PACKAGE = Path(al.__file__).parent
 
 

@@ -36,8 +36,6 @@ from anchorlens.system.processes import (
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
-    pytest.mark.one_line,
-    pytest.mark.one_kind,
     pytest.mark.filterwarnings(
         "ignore:some pairs of classes have no prompts",
         "ignore:in . of . sets",
@@ -187,6 +185,7 @@ def test_a_part_of_the_paper_that_fails_spares_the_others(
         assert own in said[0] and len(said) == 1
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_model_over_all_processes_is_refused(launches: dict[int, Launch], count: int) -> None:
     for found in launches[count].found:

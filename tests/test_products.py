@@ -8,8 +8,6 @@ from torch import Tensor
 from anchorlens.metrics import products
 from anchorlens.metrics.products import edge_sums, over_heads, pieces
 
-pytestmark = pytest.mark.one_line
-
 
 def operands(
     batch: int = 2, heads: int = 3, queries: int = 7, keys: int = 9

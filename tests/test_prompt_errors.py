@@ -14,8 +14,6 @@ from tokenizers import pre_tokenizers, processors
 import anchorlens as al
 from anchorlens.errors import PromptError
 
-pytestmark = pytest.mark.one_line
-
 refused = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))

@@ -13,8 +13,6 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.prompts.batch import GROUPS, PADDING
 
-pytestmark = pytest.mark.one_line
-
 moderately = settings(max_examples=60, deadline=None)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)

@@ -2,11 +2,7 @@
 
 import re
 
-import pytest
-
 from anchorlens.replication.published import TABLE_1, TABLE_2, TABLE_3
-
-pytestmark = pytest.mark.one_line
 
 PAPER_1 = """
 vanilla      61.28  57.56  73.32  15.44

@@ -11,8 +11,6 @@ from anchorlens.errors import HookError
 from anchorlens.hooks import random_positions
 from anchorlens.prompts import edges
 
-pytestmark = pytest.mark.one_line
-
 
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}

@@ -67,6 +67,7 @@ def fill_with_nan(tensor: Tensor) -> None:
     tensor.data.fill_(torch.nan)
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("where", ["hooks", "backward_hooks"])
 @pytest.mark.parametrize("edit", [multiply, clear_data, fill_with_nan])
@@ -78,6 +79,7 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
         al.run(gpt2, questions(gpt2, 3), metrics, gradient_checkpointing=checkpoint, **QUIET)
 
 
+@pytest.mark.every_kind
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 @pytest.mark.parametrize("edit", [multiply, clear_data])
 @pytest.mark.parametrize("changed", [False, True])

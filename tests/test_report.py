@@ -18,8 +18,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
 
-pytestmark = [pytest.mark.one_line, pytest.mark.one_kind]
-
 EVIL = "<script>alert('a & b')</script>"
 
 

@@ -22,8 +22,6 @@ from anchorlens.results.bootstrap import with_intervals
 from anchorlens.results.record import rows_by_set
 from anchorlens.system.digest_file import to_bytes_with_digest
 
-pytestmark = pytest.mark.one_line
-
 NAN = float("nan")
 
 

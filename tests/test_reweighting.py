@@ -16,7 +16,7 @@ from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import all_but_target
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 QUIET: dict[str, Any] = {"progress": False}
 
@@ -88,6 +88,7 @@ def test_gradient_against_finite_differences(cached: bool) -> None:
         assert float(beta.grad[place]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.every_kind
 def test_training_by_hand(model: Any) -> None:
     """Adam in numpy on gradients of whole prompts, in the published order of things."""
     batches = questions(model, 4, batch_size=1)

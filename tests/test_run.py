@@ -16,7 +16,6 @@ from anchorlens.models.hooked import Hook, pattern_name
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
-    pytest.mark.one_line,
     pytest.mark.filterwarnings(
         "ignore:some pairs of classes have no prompts", "ignore:in 1 of 1 sets"
     ),

@@ -15,7 +15,7 @@ from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts import edges
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line]
+pytestmark = pytest.mark.without_jaxtyping
 
 MAKE: dict[str, Callable[[int], Any]] = {
     "gpt2": tiny_gpt2,
@@ -90,6 +90,7 @@ def test_flows_equal_means_over_edges(gpt2: Any) -> None:
             assert difference(flows[n, :, k], mean) <= 1e-5
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_flows_of_ones_own_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:
     """Edges inside the shared demonstrations, from the query into them, and a set of the paper."""
@@ -139,6 +140,7 @@ def test_functions_that_give_no_edges(gpt2: Any) -> None:
             al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_saliency_equals_finite_differences(
     name: str, hooked: Any, request: pytest.FixtureRequest

@@ -20,8 +20,6 @@ from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import to_bytes_with_digest
 
 pytestmark = [
-    pytest.mark.one_line,
-    pytest.mark.one_kind,
     pytest.mark.without_jaxtyping,
 ]  # wrong types are made on purpose
 

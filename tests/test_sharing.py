@@ -22,7 +22,6 @@ from anchorlens.runs import trial
 from anchorlens.runs.trial import shared_passes
 
 pytestmark = [
-    pytest.mark.one_line,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts", "ignore:in layers"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
@@ -46,9 +45,10 @@ def isolated(model: Any) -> Any:
     return lambda batch: al.isolate_labels(model, batch, range(2))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_metrics_as_of_whole_prompts(model: Any, side: Any, whole: Any) -> None:
-    batches = questions(model, 9, batch_size=4, padding_side=side)
+# Padded on the left: these are padded on the right before they run, so that both sides are shown.
+@pytest.mark.every_kind
+def test_metrics_as_of_whole_prompts(model: Any, whole: Any) -> None:
+    batches = questions(model, 9, batch_size=4, padding_side="left")
     changes = (None, isolated(model))
     ours = [al.run(model, batches, METRICS, hooks=change, **QUIET) for change in changes]
     loyalty = al.run(model, batches, [al.Loyalty()], hooks=changes[1], **QUIET)
@@ -68,12 +68,12 @@ def test_metrics_as_of_whole_prompts(model: Any, side: Any, whole: Any) -> None:
     assert_same(isolation, al.isolation_loyalty(model, batches, range(2), draws=2, **QUIET))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.every_kind
 @pytest.mark.parametrize("changed", [False, True])
-def test_saliency_as_of_whole_prompts(model: Any, side: Any, changed: bool, whole: Any) -> None:
+def test_saliency_as_of_whole_prompts(model: Any, changed: bool, whole: Any) -> None:
     """The gradient goes on through demonstrations that were run once, of two sets in turn."""
-    batches = questions(model, 10, batch_size=4, padding_side=side)
-    batches += questions(model, 10, batch_size=4, padding_side=side, seed=7)
+    batches = questions(model, 10, batch_size=4, padding_side="left")
+    batches += questions(model, 10, batch_size=4, padding_side="left", seed=7)
     metrics = [*METRICS, al.SaliencyFlows(), al.SaliencyFlows(absolute_per_head=True, name="abs")]
     change = isolated(model) if changed else None
     before = hooks_on(model)
@@ -112,6 +112,7 @@ def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatc
     assert_same(record, expected)
 
 
+@pytest.mark.every_kind
 def test_isolation_inside_the_prefix_shows(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
@@ -143,6 +144,7 @@ def test_several_sets_and_joined_batches(llama: Any, whole: Any) -> None:
         assert_same(ours[name], record)
 
 
+@pytest.mark.every_kind
 def test_reweighting_acts_in_the_queries(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
@@ -339,6 +341,7 @@ def test_what_stands_behind_the_blocks_sees_all_demonstrations(gpt2: Any) -> Non
     assert widths == [12]
 
 
+@pytest.mark.every_kind
 def test_nothing_is_left(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     batches = questions(gpt2, 6)

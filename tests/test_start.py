@@ -50,6 +50,7 @@ class Calls:
             del vars(block.attn)["forward"]
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("layer", [1, 2])
 def test_logits_of_all_layers(model: Any, layer: int) -> None:
     (batch,) = questions(model, 3)
@@ -106,11 +107,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_sweep_is_each_place_alone(
-    model: Any, side: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(model, 9, batch_size=4, padding_side=side)
+@pytest.mark.every_kind
+def test_a_sweep_is_each_place_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = questions(model, 9, batch_size=4, padding_side="left")
     with Calls(model) as shared:
         records = al.isolation_sweep(model, batches, PLACES, draws=2, **QUIET)
     skipped = [record.info["skipped_layers"] for record in records.values()]
@@ -141,6 +140,7 @@ def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
         torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.every_kind
 def test_a_start_that_changes_logits_is_not_taken(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

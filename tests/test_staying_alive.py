@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_gpt2
 from safetensors.torch import save_file
 from test_store import Logits, run, same, stored_run
 
@@ -22,7 +21,7 @@ from anchorlens.runs.store import Store, forget_rows
 from anchorlens.system import files
 from anchorlens.system.signals import Stopped, signals_raise
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line, pytest.mark.one_kind]
+pytestmark = pytest.mark.without_jaxtyping
 
 Damage = Callable[[Path], None]
 
@@ -100,13 +99,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def gpt2(byte_level: Any, hooked: Callable[..., Any]) -> Any:
-    """One for all tests: runs leave it as it was."""
-    return hooked(tiny_gpt2(len(byte_level)), byte_level)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole(gpt2: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of a run that ended, and its results."""
     folder = tmp_path_factory.mktemp("whole")

@@ -20,7 +20,7 @@ from anchorlens.errors import StoreError
 from anchorlens.runs.fingerprint import versions
 from anchorlens.runs.store import Store, forget_rows, same_rows
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.one_line, pytest.mark.one_kind]
+pytestmark = pytest.mark.without_jaxtyping
 
 
 class Killed(BaseException):

@@ -11,8 +11,6 @@ import anchorlens as al
 from anchorlens.errors import DataError, PromptError
 from anchorlens.prompts.examples import sample_queries
 
-pytestmark = pytest.mark.one_line
-
 refused = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]
 EXAMPLES = [al.Example("dull", 0), al.Example("schön", 1), al.Example("fun", 1)]

@@ -22,7 +22,10 @@ from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 from anchorlens.runs.fingerprint import fingerprint
 
-pytestmark = pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in .* of .* sets")
+pytestmark = [
+    pytest.mark.every_kind,
+    pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in .* of .* sets"),
+]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 MAKE: dict[str, Callable[..., Any]] = {"native": native_bridge}
 if LINE.startswith("3."):

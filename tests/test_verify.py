@@ -15,6 +15,8 @@ from anchorlens.errors import MetricError, ModelError
 from anchorlens.models.hooked import Operands, verified_operands
 from anchorlens.models.verify import verify_hooks
 
+pytestmark = pytest.mark.every_kind
+
 SIZES: dict[str, Any] = {
     "vocab_size": 700,
     "hidden_size": 32,

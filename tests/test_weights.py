@@ -21,7 +21,7 @@ from transformers import (
 import anchorlens as al
 from anchorlens.errors import ModelError
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error")]
 VOCABULARY = 700
 
 

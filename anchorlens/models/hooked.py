@@ -39,7 +39,8 @@ class HookedModel(Protocol):
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-@dataclass(frozen=True, eq=False)
+# TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
+@dataclass(frozen=True, eq=False, repr=False)
 class BatchHook:
     """A hook made for a whole ``PromptBatch``, which follows the batch's ``first_query``.
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from ..prompts.batch import PromptBatch
 from ..system.checksum import digest_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
+_version_of = cache(version)  # it reads files of the installed package
 
 # The address in an object's default repr tells nothing about the object.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -25,7 +27,7 @@ _ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch
 
 def versions() -> dict[str, str]:
     """Versions of the packages that decide the numbers."""
-    return {package: version(package) for package in PACKAGES}
+    return {package: _version_of(package) for package in PACKAGES}
 
 
 def fingerprint(
