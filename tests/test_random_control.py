@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LONG_LABELS, patterns_of, questions
+from measures import patterns_of
+from tiny_models import LONG_LABELS, questions
 
 import anchorlens as al
 from anchorlens.errors import HookError

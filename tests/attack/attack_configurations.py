@@ -11,7 +11,7 @@ from architecture_row import Architecture
 from architectures import ROWS
 from attempts import Ending, Fault
 from comparison import batch_of, class_attention, precise, tokenizer
-from conftest import difference, hooks_on
+from measures import difference, hooks_on
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 

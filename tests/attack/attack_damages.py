@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from attack_scene import QUICK, scene
 from attempts import Ending, Fault
-from test_staying_alive import DAMAGES
-from test_store import same
+from damages import DAMAGES
+from stored_runs import same
 
-sys.path.append(str(Path(__file__).parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from kill_runs import end_of, forked
 
 import anchorlens as al

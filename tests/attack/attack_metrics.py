@@ -14,7 +14,7 @@ import torch
 from attack_scene import QUICK, scene
 from attempts import Ending, Fault
 from jaxtyping import Float
-from test_store import same
+from stored_runs import same
 from torch import Tensor
 
 import anchorlens as al

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from attack_tokenizers import KINDS, made
 from attempts import Ending, Fault
-from test_prompts import Row, pieces, rows
+from plain_prompts import Row, pieces, rows
 
 import anchorlens as al
 from anchorlens.errors import PromptError

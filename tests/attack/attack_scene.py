@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import byte_level_tokenizer, hooks_on, logits_of, questions, tiny_gpt2
+from measures import hooks_on, logits_of
+from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 import anchorlens as al
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from conftest import TEXTS, byte_level_tokenizer, sentencepiece_like_tokenizer
+from tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_like_tokenizer
 from tokenizers import (
     AddedToken,
     Regex,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("support", "attack"))
 from attack_configurations import random_configurations
 from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
 from attack_inputs import bad_values, wrong_types

@@ -22,7 +22,7 @@ import torch
 import anchorlens as al
 from anchorlens.models.weights import read_weights
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from hooked_transformers import hooked_transformer
 
 

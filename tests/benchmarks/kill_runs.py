@@ -34,8 +34,8 @@ import anchorlens as al
 from anchorlens.cli import commands as command_line
 from anchorlens.system import files
 
-sys.path.append(str(Path(__file__).parents[1]))
-from conftest import byte_level_tokenizer, questions, tiny_gpt2
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
 Work = Callable[[Path], str]
@@ -197,6 +197,7 @@ def command(
     def work() -> str:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output  # pytest has put others there
         sys.argv = ["anchorlens", *arguments, "--out", str(out)]
         command_line.main()
         return ""

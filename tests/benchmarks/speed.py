@@ -1,6 +1,6 @@
 """Speed, compared with one prompt at a time, with naive TransformerLens, and with the floor.
 
-    PYTHONPATH=tests python tests/benchmarks/speed.py --model M --train F --test F
+    PYTHONPATH=tests/references python tests/benchmarks/speed.py --model M --train F --test F
 
 Each table is one run. Because a machine's speed drifts, the ways take turns: in every turn a fast
 way does the whole work, and a slow way a part of it. The printed largest differences show that the

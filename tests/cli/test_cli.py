@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize
+from tiny_models import randomize
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al

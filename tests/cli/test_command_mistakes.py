@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_gpt2
 from test_cli import call
+from tiny_models import tiny_gpt2
 
 pytestmark = [
     pytest.mark.without_jaxtyping,

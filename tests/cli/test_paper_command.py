@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import tiny_gpt2
 from test_cli import call
+from tiny_models import tiny_gpt2
 
 import anchorlens as al
 from anchorlens.cli import command_data, commands

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, hooks_on, questions, tiny_gpt2, tiny_llama
+from measures import difference, hooks_on
 from sklearn.metrics import accuracy_score
+from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -21,7 +22,7 @@ QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 

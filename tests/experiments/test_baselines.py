@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import byte_level_tokenizer, difference, questions, tiny_gpt2
+from measures import difference
 from sklearn.linear_model import LogisticRegression
+from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -16,7 +17,7 @@ from anchorlens.prompts.examples import sample_queries
 
 def example(name: str) -> Any:
     """An example file as a module, without its main."""
-    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import questions
 from scipy.stats import spearmanr
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import byte_level_tokenizer, difference, hooks_on, questions, tiny_gpt2
+from measures import difference, hooks_on
+from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -22,7 +23,7 @@ QUIET: dict[str, Any] = {"progress": False}
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions, tiny_gpt2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GoldenCase, centred, difference
+from golden_case import GoldenCase
+from measures import centred, difference
 from torch import Tensor
 
 import anchorlens as al

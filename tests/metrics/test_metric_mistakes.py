@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions
 from jaxtyping import Float
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import difference
+from measures import difference
 from torch import Tensor
 
 from anchorlens.metrics import products

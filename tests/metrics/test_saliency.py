@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import centred, difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from measures import centred, difference
 from plain import flows_of, prompts_of
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al

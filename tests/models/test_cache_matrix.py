@@ -9,9 +9,8 @@ import pytest
 import torch
 from architectures import ALL
 from comparison import DIRECTIONS, batch_of, cut_layers, weights_of
-from conftest import centred, difference
+from measures import assert_same, centred, difference
 from test_matrix import LINE, hooked
-from test_run import assert_same
 from torch import Tensor
 from toys import TOYS
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import logits_of, questions, randomize, tiny_gemma3, tiny_gpt2
+from measures import logits_of
 from native_models import gptj
+from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 
 import anchorlens as al
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from measures import difference
+from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 

@@ -31,8 +31,9 @@ from comparison import (
     tokenizer,
     weights_of,
 )
-from conftest import boot, logits_of
 from hooked_transformers import hooked_transformer
+from measures import logits_of
+from tiny_models import boot
 from toys import PlainToy, hooked_toy, native_bridge
 
 import anchorlens as al
@@ -108,7 +109,7 @@ CASES = [
 ]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=6)  # those of one architecture: types by kinds
 def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
     weights = copy.deepcopy(weights_of(name, dtype))
     with precise(dtype):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from architectures import BY_NAME, ROWS
 from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
-from conftest import boot, difference, questions, tiny_gpt2
 from hooked_transformers import with_its_bos
+from measures import difference
 from test_matrix import LINE
+from tiny_models import boot, questions, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.models.hooked import modules_of, pattern_name

@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import boot, questions, randomize, tiny_gemma3, tiny_gpt2
+from tiny_models import boot, questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import (
     BertConfig,
     BertForMaskedLM,

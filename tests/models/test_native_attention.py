@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import boot, centred, difference, hooks_on, logits_of, questions, randomize
+from measures import centred, difference, hooks_on, logits_of
 from native_models import NATIVE, TOKENS, gpt_neo, gptj, opt
+from tiny_models import boot, questions, randomize
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 

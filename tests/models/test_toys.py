@@ -11,7 +11,8 @@ import pytest
 import torch
 from architecture_row import LINE
 from architectures import BY_NAME
-from conftest import difference, hooks_on, questions, randomize
+from measures import difference, hooks_on
+from tiny_models import questions, randomize
 from toys import COMMON, hooked_toy, native_bridge
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge

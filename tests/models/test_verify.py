@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import boot, hooks_on, questions, randomize, tiny_gpt2, tiny_llama
+from measures import hooks_on
 from native_models import opt
+from tiny_models import boot, questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -151,6 +152,7 @@ def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> N
     assert operands[0] == Operands("blocks.0.attn.hook_q", "blocks.0.attn.hook_k", False)
 
 
+@pytest.mark.changes_model
 def test_queries_and_keys_at_no_hook_point(gemma3: Any, monkeypatch: Any) -> None:
     """Before the norm and the rotation they are not what attention multiplies."""
     monkeypatch.setattr("anchorlens.models.verify._QUERY_AND_KEY", (("hook_q", "hook_k"),))

@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from conftest import randomize, tiny_gpt2, tiny_llama
 from safetensors.torch import load_file, save_file
+from tiny_models import randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import (
     GPT2ForSequenceClassification,

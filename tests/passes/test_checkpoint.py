@@ -9,9 +9,10 @@ import torch
 from comparison import batch_of as architecture_batch
 from comparison import tokenizer as architecture_tokenizer
 from comparison import weights_of
-from conftest import difference, questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from live import Live
+from measures import difference
 from test_forward import failing, unchanged
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al

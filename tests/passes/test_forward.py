@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import questions, tiny_gpt2
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al

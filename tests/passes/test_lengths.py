@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions
+from tiny_models import questions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

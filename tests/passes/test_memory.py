@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import hooks_on, questions
-from test_store import Logits, run, same
+from measures import hooks_on
+from stored_runs import Logits, run, same
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

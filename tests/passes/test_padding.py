@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2
 from hooked_transformers import with_its_bos
+from measures import difference
+from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import anchorlens as al

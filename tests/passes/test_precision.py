@@ -6,8 +6,9 @@ from typing import Any
 import plain
 import pytest
 import torch
-from conftest import difference, questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from measures import difference
 from native_models import gpt_neo, gptj, opt
+from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al

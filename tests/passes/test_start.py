@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, questions
-from test_run import assert_same
+from measures import assert_same, difference
+from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
@@ -21,7 +21,7 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 

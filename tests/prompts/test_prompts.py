@@ -3,15 +3,14 @@
 import re
 from typing import Any, NamedTuple
 
-import conftest
 import hypothesis.strategies as st
 import pytest
-import torch
+import tiny_models
 from hypothesis import given, settings
+from plain_prompts import Row, pieces, rows
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.prompts.batch import GROUPS, PADDING
 
 moderately = settings(max_examples=60, deadline=None)
 SST2 = al.TASKS["sst2"]
@@ -42,53 +41,6 @@ def prompts(draw: st.DrawFn) -> Prompts:
     asked = draw(st.lists(st.tuples(texts, st.sampled_from(classes)), min_size=1, max_size=4))
     demos = [al.Example(draw(texts), label) for label in labels]
     return Prompts(task, demos, [al.Example(*query) for query in asked])
-
-
-class Row(NamedTuple):
-    """One prompt of a batch without its padding."""
-
-    tokens: list[int]
-    groups: list[str]
-    words: list[tuple[int, int, int]]  # first token, last token, class
-    query_start: int
-    target: int
-    gold: int | None
-    demonstrations: int
-
-
-def rows(batches: list[al.PromptBatch]) -> list[Row]:
-    """The prompts of all batches in the order of their queries."""
-    found = {}
-    for batch in batches:
-        for row, mask in enumerate(batch.attention_mask):
-            start = int(mask.long().argmax())
-            words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
-            assert mask[start : start + int(mask.sum())].all()
-            assert ((batch.groups[row] == PADDING) == ~mask).all()
-            found[int(batch.index[row])] = Row(
-                tokens=batch.tokens[row, mask].tolist(),
-                groups=[GROUPS[group] for group in batch.groups[row, mask]],
-                words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
-                query_start=int(batch.query_start[row]) - start,
-                target=int(batch.target_positions[row]) - start,
-                gold=None if batch.gold is None else int(batch.gold[row]),
-                demonstrations=int(batch.demonstrations_id[row]),
-            )
-    assert sorted(found) == [*range(len(found))]
-    return [found[place] for place in sorted(found)]
-
-
-def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str, str, int]]:
-    before, between, after = re.fullmatch(  # type: ignore[union-attr]
-        r"(.*)\{text\}(.*)\{label\}(.*)", task.template, re.DOTALL
-    ).groups()
-    parts = [("other", task.prefix, -1)]
-    for demo in demos:
-        assert demo.label is not None
-        parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
-        parts += [("label", task.labels[demo.label], demo.label)]
-        parts += [("format", after + task.separator, -1)]
-    return [*parts, ("query", before + query + between, -1)]
 
 
 def spelled(token: str, tokenizer: Any) -> int:
@@ -229,8 +181,8 @@ def test_nothing_is_added_to_what_is_asked(byte_level: Any) -> None:
 @pytest.fixture
 def indenting(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Like GPT-NeoX's: one token for a newline and the spaces after it."""
-    monkeypatch.setattr(conftest, "TEXTS", [*conftest.TEXTS, *["a\n   b\n\n c"] * 30])
-    return conftest.byte_level_tokenizer()
+    monkeypatch.setattr(tiny_models, "TEXTS", [*tiny_models.TEXTS, *["a\n   b\n\n c"] * 30])
+    return tiny_models.byte_level_tokenizer()
 
 
 def test_white_space_may_share_a_token(indenting: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from conftest import randomize
 from hooked_transformers import CONVERTED
+from tiny_models import randomize
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LINE = ".".join(version("transformer-lens").split(".")[:2])

@@ -13,7 +13,8 @@ import numpy as np
 import plain
 import torch
 from architectures import BY_NAME
-from conftest import byte_level_tokenizer, centred, difference, logits_of
+from measures import centred, difference, logits_of
+from tiny_models import byte_level_tokenizer
 from torch import Tensor
 
 import anchorlens as al
@@ -80,14 +81,14 @@ def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def weights_of(name: str, dtype: torch.dtype) -> Any:
     """Drawn in float32, so that they are the same numbers in both types."""
     assert torch.get_default_dtype() == torch.float32
     return BY_NAME[name].build(len(tokenizer()), dtype)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def reference(name: str, dtype: torch.dtype) -> Reference:
     model = weights_of(name, dtype)
     prompts = plain.prompts_of(batch_of("right"))

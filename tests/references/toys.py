@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from architecture_row import LINE
-from conftest import randomize
 from hooked_transformers import with_its_bos
+from tiny_models import randomize
 from torch import Tensor, nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, tiny_gpt2
+from tiny_models import randomize, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.replication import paper_parts

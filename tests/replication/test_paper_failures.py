@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from conftest import boot, tiny_gpt2
 from test_paper import EMOTIONS, EXAMPLES, QUICK, SEEDS, setting
+from tiny_models import boot, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError

@@ -11,8 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 import torch
-from conftest import questions, tiny_gpt2
 from jaxtyping import Float
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions
 from jaxtyping import Float, Int
 from safetensors.torch import load, save, save_file
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import questions
 from native_models import xglm
+from tiny_models import questions
 from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al

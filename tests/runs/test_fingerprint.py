@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import questions, tiny_gpt2, tiny_llama
-from test_store import Logits, run
+from stored_runs import Logits, run
+from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 

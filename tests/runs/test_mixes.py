@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import byte_level_tokenizer, questions, randomize
 from jaxtyping import Float
-from test_run import assert_same
+from measures import assert_same
+from tiny_models import byte_level_tokenizer, questions, randomize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, hooks_on, questions
+from measures import difference, hooks_on
+from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import debug_launcher
-from conftest import questions, tiny_gpt2
 from process_work import (
     ANALYSES,
     QUIET,
@@ -23,6 +22,7 @@ from process_work import (
     tensors_of,
     two_sets,
 )
+from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import PromptError

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import questions
+from measures import assert_same
 from test_mixes import MeanRecord
-from test_run import assert_same
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al

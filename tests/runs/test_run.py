@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import questions
 from jaxtyping import Float
+from measures import assert_same
+from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
@@ -74,18 +75,6 @@ class WrongRows(SelfAttention):
 
 def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: Any) -> Any:
     return al.run(model, batches, metrics, **({"resamples": 0, "progress": False} | options))
-
-
-def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:
-    """Within ``tolerance`` of each tensor's largest value; NaN where the other is NaN."""
-    assert type(ours) is type(theirs)
-    for name, values in ours.tensors().items():
-        other = getattr(theirs, name)
-        assert torch.equal(values.isnan(), other.isnan()), name
-        values, other = (one.detach().nan_to_num().double() for one in (values, other))
-        largest = float(other.abs().max())
-        assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
-    assert set(ours.intervals) == set(theirs.intervals)
 
 
 def test_a_metric_of_ones_own(gpt2: Any) -> None:

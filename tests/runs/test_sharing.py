@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import difference, hooks_on, questions
-from test_run import SelfAttention, assert_same
+from measures import assert_same, difference, hooks_on
+from test_run import SelfAttention
+from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.contexts import compression
@@ -31,7 +32,7 @@ QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
-def model(request: pytest.FixtureRequest, raw: Any) -> Any:
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 

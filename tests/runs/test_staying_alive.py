@@ -6,14 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_store import Logits, run, same, stored_run
+from damages import DAMAGES, Damage, flipped_after, rewritten
+from stored_runs import Logits, run, same, stored_run
 
 import anchorlens as al
 from anchorlens.errors import StoreError
@@ -22,77 +23,6 @@ from anchorlens.system import files
 from anchorlens.system.signals import Stopped, signals_raise
 
 pytestmark = pytest.mark.without_jaxtyping
-
-Damage = Callable[[Path], None]
-
-
-def flipped(place: float, bit: int = 0) -> Damage:
-    """One bit at a place from 0, the first byte, to 1, the last."""
-
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[round(place * (len(data) - 1))] ^= 1 << bit
-        path.write_bytes(data)
-
-    return damage
-
-
-def flipped_after(word: bytes) -> Damage:
-    """One bit behind a word of the header."""
-
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[data.index(word) + len(word)] ^= 1
-        path.write_bytes(data)
-
-    return damage
-
-
-def rewritten(change: Callable[[bytes], bytes]) -> Damage:
-    return lambda path: (path.write_bytes(change(path.read_bytes())), None)[1]
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def swapped(path: Path) -> None:
-    other = path.with_name("rows-00003.safetensors")
-    ours, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(ours)
-
-
-DAMAGES: dict[str, Damage] = {
-    "a bit of the header's length": flipped(0),
-    "a high bit of the header's length": rewritten(
-        lambda data: data[:7] + bytes([data[7] ^ 0x40]) + data[8:]
-    ),
-    "the first bit of the header": rewritten(lambda data: data[:8] + b"z" + data[9:]),
-    "a bit in the fingerprint": flipped_after(b"weights"),
-    "a bit in the digest": flipped_after(b"digest"),
-    "a bit in the name of a row": flipped_after(b'"logits'),
-    "a bit in a type": flipped_after(b'"dtype":"'),
-    "a bit in a shape": flipped_after(b'"shape":['),
-    "a bit in the middle": flipped(0.5, 3),
-    "a bit of a number": flipped(0.995, 5),
-    "the last bit": flipped(1, 7),
-    "the last byte is cut off": rewritten(lambda data: data[:-1]),
-    "half of it is cut off": rewritten(lambda data: data[: len(data) // 2]),
-    "all but its length is cut off": rewritten(lambda data: data[:8]),
-    "empty": rewritten(lambda data: b""),
-    "a byte more": rewritten(lambda data: data + b"\0"),
-    "zeros, as after a power cut": rewritten(lambda data: bytes(len(data))),
-    "zeros at the end": rewritten(lambda data: data[:-16] + bytes(16)),
-    "a folder": a_folder,
-    "another batch": lambda path: (
-        shutil.copy(path.with_name("rows-00002.safetensors"), path),
-        None,
-    )[1],
-    "swapped with another": swapped,
-    "rows of somebody else's": lambda path: save_file({"logits/logits": torch.ones(1, 6)}, path),
-}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -322,17 +252,16 @@ def test_signals_are_raised_and_their_handlers_put_back(number: signal.Signals) 
     assert signal.getsignal(number) is before
 
 
-def test_killed_runs_and_stopped_commands_end_as_if_nothing_had_happened() -> None:
-    script = Path(__file__).parent / "benchmarks" / "kill_runs.py"
-    # This anchorlens, before any that is installed, and the TransformerLens of these tests.
-    path = os.pathsep.join([str(Path(al.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, script, "--random", "5", "--steps", "7"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_runs_and_stopped_commands_end_as_if_nothing_had_happened(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import kill_runs
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the script sets it for good
+    assert kill_runs.main(Namespace(random=5, steps=7)) == 0
+    printed = capfd.readouterr().out
     for line in (
         "SIGINT: exit status 130: stopped; what was computed is stored in",
         "SIGTERM: exit status 143: stopped; what was computed is stored in",
@@ -341,4 +270,4 @@ def test_killed_runs_and_stopped_commands_end_as_if_nothing_had_happened() -> No
         " s: 5 of 5 resumed\n",
         "killed at 7 of 28 writes, fsyncs and renames: 7 resumed\n",
     ):
-        assert line in done.stdout
+        assert line in printed

@@ -3,16 +3,17 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from conftest import questions, tiny_gpt2
 from jaxtyping import Float
 from safetensors.torch import save
+from stored_runs import Killed, Logits, run, same, stored_run
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
@@ -21,68 +22,6 @@ from anchorlens.runs.fingerprint import versions
 from anchorlens.runs.store import Store, forget_rows, same_rows
 
 pytestmark = pytest.mark.without_jaxtyping
-
-
-class Killed(BaseException):
-    """What a job that runs out of time looks like."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LogitsRecord(al.Record):
-    logits: Float[Tensor, "prompt class"]
-
-
-@dataclass(frozen=True)
-class Logits:
-    """A user's metric: the label words' logits. Counts its batches and may die in one."""
-
-    seen: list[int] = field(default_factory=list, repr=False)
-    dies_in: int | None = field(default=None, repr=False)
-    scale: float = 1.0
-    name: ClassVar[str] = "logits"
-    needs_gradient: ClassVar[bool] = False
-
-    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            if len(self.seen) == self.dies_in:
-                raise Killed
-            self.seen.append(len(batch))
-            return {"logits": self.scale * logits[:, batch.label_token_ids].cpu()}
-
-        return al.Observation(rows)
-
-    def result(self, rows: Any) -> LogitsRecord:
-        return LogitsRecord(logits=rows["logits"])
-
-
-def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict[str, Any]:
-    batches = options.pop("batches", None) or questions(model, count=4, batch_size=1)
-    metrics = options.pop("metrics", [metric, al.SaliencyFlows(), al.AttentionAUCROC()])
-    return al.run(model, batches, metrics, folder=folder, progress=False, resamples=5, **options)
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Bit for bit, intervals too."""
-    return (
-        found.keys() == expected.keys()
-        and all(
-            torch.equal(value.nan_to_num(-1), getattr(expected[name], field).nan_to_num(-1))
-            and found[name].intervals.keys() == expected[name].intervals.keys()
-            for name, record in found.items()
-            for field, value in record.tensors().items()
-        )
-        and all(
-            torch.equal(bound.nan_to_num(-1), expected[name].intervals[field].nan_to_num(-1))
-            for name, record in found.items()
-            for field, bound in record.intervals.items()
-        )
-    )
-
-
-def stored_run(folder: Path, **changes: str) -> Store:
-    """The store of a folder as its own run opens it, or one that says otherwise."""
-    said = json.loads((folder / "run.json").read_text())
-    return Store(folder, {name: said[name] for name in said if name != "digest"} | changes)
 
 
 def isolated(model: Any, layers: Any) -> Callable[[al.PromptBatch], Any]:

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import PartialState
-from conftest import questions
-from test_store import Logits
+from stored_runs import Logits
+from tiny_models import questions
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor

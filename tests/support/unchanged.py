@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
+from anchorlens.models.hooked import verified_operands
+
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -29,6 +31,7 @@ class ModelState:
 
     modules: dict[str, dict[str, Any]]
     tensors: dict[str, tuple[Tensor, Tensor, bool]]  # itself, its values, whether it is trained
+    operands: Any  # where it was verified that attention takes its queries and keys from
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelState":
@@ -38,11 +41,14 @@ class ModelState:
                 name: (tensor, tensor.detach().clone(), tensor.requires_grad)
                 for name, tensor in named_tensors(model).items()
             },
+            operands=verified_operands.get(model),
         )
 
     def changes(self, model: torch.nn.Module) -> list[str]:
         """What differs now, a line each."""
         found = []
+        if self.operands != verified_operands.get(model):
+            found.append("the verified operands of its attention")
         modules = {name: module_state(module) for name, module in model.named_modules()}
         for name in modules.keys() | self.modules.keys():
             before, after = self.modules.get(name, {}), modules.get(name, {})

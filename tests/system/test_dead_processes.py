@@ -120,7 +120,7 @@ CASES: list[Case] = [
     (0, exchanging, killed, LOST),
     (0, exchanging, stopped, LOST),
 ]
-AT_A_TIME = 7  # pairs: where more connect at once, it may take seconds
+AT_A_TIME = 9  # pairs: where more connect at once, it may take seconds
 
 
 def name_of(case: Case) -> str:

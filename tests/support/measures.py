@@ -1,0 +1,57 @@
+"""What tests measure of models, tensors and records."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+import anchorlens as al
+from anchorlens.models.hooked import pattern_name
+
+
+def hooks_on(model: Any) -> list[int]:
+    """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
+    assert not _get_current_function_mode_stack()
+    return [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        for module in model.modules()
+    ]
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference."""
+    assert ours.shape == theirs.shape
+    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
+
+
+def centred(logits: Tensor) -> Tensor:
+    """Up to the constant in each row that says nothing: a centred unembedding takes it off."""
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
+    with torch.no_grad():
+        logits = model.run_with_hooks(
+            batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
+        )
+    return centred(logits[torch.arange(len(batch)), batch.target_positions])
+
+
+def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
+    seen: list[Tensor] = []
+    watch = [(pattern_name(k), lambda a, hook: seen.append(a)) for k in range(model.cfg.n_layers)]
+    logits_of(model, batch, [*hooks, *watch])
+    return torch.stack(seen, 1)  # [batch, layer, head, query, key]
+
+
+def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:
+    """Within ``tolerance`` of each tensor's largest value; NaN where the other is NaN."""
+    assert type(ours) is type(theirs)
+    for name, values in ours.tensors().items():
+        other = getattr(theirs, name)
+        assert torch.equal(values.isnan(), other.isnan()), name
+        values, other = (one.detach().nan_to_num().double() for one in (values, other))
+        largest = float(other.abs().max())
+        assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
+    assert set(ours.intervals) == set(theirs.intervals)

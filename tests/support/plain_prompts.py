@@ -1,0 +1,56 @@
+"""The prompts of batches as plain lists, and the pieces of text that a prompt is made of."""
+
+import re
+from typing import NamedTuple
+
+import torch
+
+import anchorlens as al
+from anchorlens.prompts.batch import GROUPS, PADDING
+
+
+class Row(NamedTuple):
+    """One prompt of a batch without its padding."""
+
+    tokens: list[int]
+    groups: list[str]
+    words: list[tuple[int, int, int]]  # first token, last token, class
+    query_start: int
+    target: int
+    gold: int | None
+    demonstrations: int
+
+
+def rows(batches: list[al.PromptBatch]) -> list[Row]:
+    """The prompts of all batches in the order of their queries."""
+    found = {}
+    for batch in batches:
+        for row, mask in enumerate(batch.attention_mask):
+            start = int(mask.long().argmax())
+            words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
+            assert mask[start : start + int(mask.sum())].all()
+            assert ((batch.groups[row] == PADDING) == ~mask).all()
+            found[int(batch.index[row])] = Row(
+                tokens=batch.tokens[row, mask].tolist(),
+                groups=[GROUPS[group] for group in batch.groups[row, mask]],
+                words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
+                query_start=int(batch.query_start[row]) - start,
+                target=int(batch.target_positions[row]) - start,
+                gold=None if batch.gold is None else int(batch.gold[row]),
+                demonstrations=int(batch.demonstrations_id[row]),
+            )
+    assert sorted(found) == [*range(len(found))]
+    return [found[place] for place in sorted(found)]
+
+
+def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str, str, int]]:
+    before, between, after = re.fullmatch(  # type: ignore[union-attr]
+        r"(.*)\{text\}(.*)\{label\}(.*)", task.template, re.DOTALL
+    ).groups()
+    parts = [("other", task.prefix, -1)]
+    for demo in demos:
+        assert demo.label is not None
+        parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
+        parts += [("label", task.labels[demo.label], demo.label)]
+        parts += [("format", after + task.separator, -1)]
+    return [*parts, ("query", before + query + between, -1)]

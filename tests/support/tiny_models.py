@@ -1,0 +1,171 @@
+"""Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
+
+from typing import Any
+
+import torch
+from hooked_transformers import hooked_transformer, with_its_bos
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import anchorlens as al
+
+# Label words of several tokens.
+LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
+
+
+TEXTS = [
+    *(
+        f"{example.text}"
+        for name in ("sentiment", "questions")
+        for example in al.load_examples(name)
+    ),
+    *(task.template for task in al.TASKS.values()),
+] + [f"Answer{word}" for task in al.TASKS.values() for word in task.labels for _ in range(20)]
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Like GPT-2's: byte-level BPE whose offsets trim spaces, and no BOS."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+
+
+def sentencepiece_like_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Gemma's and Llama's: spaces are symbols, bytes as a fallback, and a BOS."""
+    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<pad>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS, trainer)
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", core.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> torch.nn.Module:
+    """Every parameter drawn anew: the zeros and ones of a fresh model hide errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_scale = parameter.ndim == 1 or "norm" in name
+            is_norm_scale = is_scale and not name.endswith("bias")
+            parameter.copy_(noise * scale + (1.0 if is_norm_scale else 0.0))
+    return model.eval()
+
+
+def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
+    """Learned positions, value biases."""
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 24, "n_positions": 512} | changes
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        **sizes,
+    )
+    return randomize(GPT2LMHeadModel(config))
+
+
+def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+    """Rotary positions, two query heads a key head."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    return randomize(LlamaForCausalLM(config))
+
+
+def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
+    """Query and key norms, sliding and full layers, one key head."""
+    config = Gemma3TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=512,
+    )
+    return randomize(Gemma3ForCausalLM(config))
+
+
+def boot(weights: Any, tokenizer: Any) -> Any:
+    """A bridge as anyone makes one: not prepared."""
+    weights.config.architectures = [type(weights).__name__]
+    with torch.random.fork_rng(devices=[]):  # making layers draws what is overwritten at once
+        return TransformerBridge.boot_transformers(
+            "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
+        )
+
+
+def raw_model(kind: str, weights: Any, tokenizer: Any, fold: bool = False) -> Any:
+    """A model of a kind (--kind), unprepared; to fold the value biases, a bridge is processed."""
+    if kind == "hooked-transformer":
+        return hooked_transformer(weights, tokenizer, fold_value_biases=fold)
+    bridge = boot(weights, tokenizer)
+    if kind == "processed" or fold:
+        bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=fold)
+    return bridge
+
+
+def hooked_model(kind: str, weights: Any, tokenizer: Any) -> Any:
+    """A prepared model of a kind; a bridge as al.load_model gives it."""
+    if kind == "bridge":
+        return al.load_model(weights, tokenizer=tokenizer)
+    return al.prepare_model(raw_model(kind, weights, tokenizer))
+
+
+def questions(model: Any, count: int = 12, seed: int = 1, **options: Any) -> list[al.PromptBatch]:
+    """Prompts of the bundled questions, one demonstration a class."""
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=seed)
+    queries = [example for example in examples if example not in demos][:count]
+    return al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, **options)
