@@ -1,4 +1,4 @@
-"""The walls of the house: a folder imports only from folders above it."""
+"""Each folder of the package imports only from the folders above it."""
 
 import ast
 import re
@@ -13,7 +13,8 @@ import pytest
 import anchorlens
 
 ROOT = Path(anchorlens.__file__).parent
-# The journey of the data: a folder, or a file beside the folders, imports only from those above it.
+# In the order in which data passes through them. A folder, or a file next to the folders, imports
+# only from those above it.
 FOLDERS = [
     "errors",
     "system",
@@ -38,9 +39,9 @@ FILES = {
 
 
 def imports_of(name: str) -> set[str]:
-    """Files of the package that a file imports, wherever in it the import stands."""
+    """Files of the package that a file imports, at its top or inside a function."""
     folder = name.split(".")[:-1]
-    found = set()
+    imports = set()
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("anchorlens") for alias in node.names), name
@@ -48,35 +49,35 @@ def imports_of(name: str) -> set[str]:
             continue
         if not node.level:
             if (node.module or "").split(".")[0] == "anchorlens":
-                found.add("__init__")
+                imports.add("__init__")
             continue
         parts = folder[: len(folder) - node.level + 1] + (node.module or "").split(".")
         target = ".".join(part for part in parts if part)
         for alias in node.names:
-            deeper = f"{target}.{alias.name}".strip(".")
-            found.add(deeper if deeper in FILES else target)
-    return found
+            submodule = f"{target}.{alias.name}".strip(".")
+            imports.add(submodule if submodule in FILES else target)
+    return imports
 
 
 def folder_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def test_every_file_has_a_folder() -> None:
+def test_folders_of_all_files_are_listed() -> None:
     assert {folder_of(name) for name in FILES} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_imports_only_from_folders_above(name: str) -> None:
+def test_a_file_imports_only_from_folders_above_it(name: str) -> None:
     above = FOLDERS[: FOLDERS.index(folder_of(name)) + 1]
     imports = imports_of(name)
-    assert imports <= set(FILES), f"{name} imports what is no file: {imports - set(FILES)}"
+    assert imports <= set(FILES), f"{name} imports names that are not files: {imports - set(FILES)}"
     below = {other for other in imports if folder_of(other) not in above}
     assert not below, f"{name} imports {below} from below"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_circle_inside_a_folder(folder: str) -> None:
+def test_imports_inside_a_folder_have_no_cycle(folder: str) -> None:
     inside = {name for name in FILES if folder_of(name) == folder}
     list(TopologicalSorter({name: imports_of(name) & inside for name in inside}).static_order())
 
@@ -87,24 +88,24 @@ def test_contributing_lists_the_folders() -> None:
     assert listed == [name for name in FOLDERS if not name.startswith("__")]
 
 
-def test_the_rule_sees_imports() -> None:
+def test_imports_of_a_file_are_found() -> None:
     assert {"errors", "prompts.batch", "prompts.edges"} <= imports_of("hooks")
     expected = {"results.figures", "results.record", "metrics.metric"}
     assert expected <= imports_of("metrics.saliency")
 
 
-def test_only_models_knows_transformer_lens_and_transformers() -> None:
-    knowing = {
+def test_only_models_imports_transformer_lens_and_transformers() -> None:
+    importing = {
         folder_of(name)
         for name, path in FILES.items()
         for module in packages_of(ast.parse(path.read_text()))
         if module in ("transformer_lens", "transformers")
     }
-    assert knowing == {"models"}
+    assert importing == {"models"}
 
 
 def packages_of(tree: ast.Module) -> Iterator[str]:
-    """Packages that a file imports, wherever in it the import stands."""
+    """Packages that a file imports, at its top or inside a function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
             yield (node.module or "").partition(".")[0]
@@ -112,8 +113,10 @@ def packages_of(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
 
 
-def test_import_is_light() -> None:
+def test_importing_the_package_loads_no_heavy_package() -> None:
     heavy = ("transformer_lens", "transformers", "datasets", "accelerate")
     code = f"import sys, anchorlens; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ import torch
 
 import anchorlens as al
 
-MODULES = [one.name for one in pkgutil.walk_packages(al.__path__, "anchorlens.")]
+MODULES = [module.name for module in pkgutil.walk_packages(al.__path__, "anchorlens.")]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def names(model_folder: Path) -> dict[str, Any]:
-    """What every example may use."""
+    """The names that every example may use."""
     model = al.load_model(str(model_folder))
     task, examples = al.TASKS["trec"], al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=42)
@@ -40,19 +40,19 @@ def names(model_folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_run(name: str, names: dict[str, Any]) -> None:
+def test_the_examples_of_a_module_run(name: str, names: dict[str, Any]) -> None:
     module = importlib.import_module(name)
-    found = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
-    assert found.failed == 0
+    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
 
 
-def test_there_are_examples() -> None:
+def test_docstrings_have_many_examples_and_skip_none() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     examples = [
-        one
+        example
         for name in MODULES
         for test in finder.find(importlib.import_module(name))
-        for one in test.examples
+        for example in test.examples
     ]
     assert len(examples) > 40
-    assert not any(doctest.SKIP in one.options for one in examples)
+    assert not any(doctest.SKIP in example.options for example in examples)

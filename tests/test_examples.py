@@ -20,12 +20,14 @@ pytestmark = [
 ]
 
 
-def test_there_are_examples() -> None:
+def test_the_folder_has_examples() -> None:
     assert EXAMPLES
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
+def test_an_example_runs_and_writes_a_page(
+    path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path
+) -> None:
     text = path.read_text()
     options = ["--queries", "12"] if "--queries" in text else []
     options += ["--draws", "1"] if "--draws" in text else []
@@ -39,23 +41,25 @@ def test_example(path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Pat
     assert list(tmp_path.glob("*.html"))
 
 
-def test_readme(monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    """All blocks in one name space, from top to bottom; only the model is another."""
+def test_the_code_of_the_readme_runs(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """All blocks run in one namespace, from top to bottom. Only the model is replaced."""
     load = al.load_model
     monkeypatch.setattr(al, "load_model", lambda name: load(str(model_folder)))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 4
-    space: dict[str, Any] = {"__name__": "readme"}
+    namespace: dict[str, Any] = {"__name__": "readme"}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), space)
+        exec(compile(block, "README.md", "exec"), namespace)
     assert (tmp_path / "report.html").exists()
-    assert space["results"]["saliency_flows"].share.shape == (6, 3)
-    assert space["logits"].shape[0] == 1
+    assert namespace["results"]["saliency_flows"].share.shape == (6, 3)
+    assert namespace["logits"].shape[0] == 1
     assert "word_loyalty" in capsys.readouterr().out
 
 
-def test_readme_keeps_its_promise_of_length() -> None:
+def test_the_code_of_the_readme_is_short() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     code = [[line for line in block.splitlines() if line.strip()] for block in blocks]
     assert len(code[0]) <= 15

@@ -1,4 +1,4 @@
-"""Hooks against plain transformers models whose attention is cut by hand, and their refusals."""
+"""Hooks, compared with plain transformers whose attention is written by hand, and their errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ def batch(gpt2: Any) -> al.PromptBatch:
 def cut_by_hand(
     batch: al.PromptBatch, cut: Tensor, layers: range, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> Tensor:
-    """Logits of a plain tiny GPT-2 whose attention function is our own, written out."""
+    """Logits of a plain tiny GPT-2 with an attention function that is written here."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
         scores = query @ key.mT / query.shape[-1] ** 0.5
@@ -66,21 +66,21 @@ def test_isolation_equals_attention_written_by_hand(
     ours = logits_of(gpt2, batch, hooks)
     clean = logits_of(gpt2, batch, [])
     cut = torch.zeros(len(batch), batch.tokens.shape[1], batch.tokens.shape[1], dtype=torch.bool)
-    for row, places in zip(cut, batch.label_positions.tolist(), strict=True):
-        for p in places:
-            row[p, :p] = True
+    for row, label_positions in zip(cut, batch.label_positions.tolist(), strict=True):
+        for position in label_positions:
+            row[position, :position] = True
     theirs = cut_by_hand(batch, cut, layers, monkeypatch, after=not renormalize)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(ours, clean, atol=1e-2)
 
 
 def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> None:
-    """The mask that transformers itself takes: Float["batch 1 query key"], added to the scores."""
+    """transformers adds this mask, Float["batch 1 query key"], to the scores."""
     length = batch.tokens.shape[1]
     allowed = torch.ones(length, length).tril().bool() & batch.attention_mask[:, None, :]
-    for row, places in zip(allowed, batch.label_positions.tolist(), strict=True):
-        for p in places:
-            row[p, :p] = False
+    for row, label_positions in zip(allowed, batch.label_positions.tolist(), strict=True):
+        for position in label_positions:
+            row[position, :position] = False
     mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[:, None]
     plain = tiny_gpt2(700)
     plain.set_attn_implementation("eager")
@@ -93,7 +93,7 @@ def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> 
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_block_edges_in_some_heads(
+def test_block_edges_in_one_head_equals_attention_written_by_hand(
     gpt2: Any, batch: al.PromptBatch, renormalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = edges.pq(batch)
@@ -105,42 +105,49 @@ def test_block_edges_in_some_heads(
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, cut, -1)))
 
 
-def test_rows_before_and_after_the_softmax(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_isolated_rows_are_renormalized_or_only_set_to_zero(
+    gpt2: Any, batch: al.PromptBatch
+) -> None:
     cut = edges.wp(batch)[:, None, None]
     before = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(3)))
     assert not before[cut.expand_as(before)].any()
-    for row, places in zip(before, batch.label_positions, strict=True):
-        assert (row[:, :, places, places] == 1).all()  # attends to itself alone
+    # Each label word attends only to itself.
+    for row, words in zip(before, batch.label_positions, strict=True):
+        assert (row[:, :, words, words] == 1).all()
     clean = patterns_of(gpt2, batch, [])
     after = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0, renormalize=False))
     expected = clean[:, 0].masked_fill(edges.wp(batch)[:, None], 0)
     torch.testing.assert_close(after[:, 0], expected)
 
 
-def test_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_isolate_takes_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
     ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
     bare = al.isolate(gpt2, batch.label_positions, layers=[2, 1, -1])
     assert [name for name, _ in bare] == [pattern_name(k)[:-7] + "attn_scores" for k in (1, 2)]
     assert torch.equal(logits_of(gpt2, batch, bare), ours)
-    one = al.isolate(gpt2, batch.label_positions, layers=range(3), heads=1)
-    mine = patterns_of(gpt2, batch, one)
-    assert (mine[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
-    assert not (mine[0, :, 0].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).any()
+    one_head = al.isolate(gpt2, batch.label_positions, layers=range(3), heads=1)
+    patterns = patterns_of(gpt2, batch, one_head)
+    assert (patterns[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
+    assert not (
+        patterns[0, :, 0].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1
+    ).any()
 
 
-def test_edges_of_one_prompt_serve_all(gpt2: Any, batch: al.PromptBatch) -> None:
-    same = questions(gpt2, 1)[0]
-    twice: dict[str, Any] = {
+def test_edges_of_one_prompt_apply_to_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
+    single = questions(gpt2, 1)[0]
+    doubled: dict[str, Any] = {
         name: torch.cat([value, value])
-        for name, value in vars(same).items()
+        for name, value in vars(single).items()
         if isinstance(value, Tensor) and name != "label_token_ids"
     }
-    one = logits_of(gpt2, same, al.block_edges(gpt2, edges.wp(same), range(3)))
-    two = logits_of(gpt2, replace(same, **twice), al.block_edges(gpt2, edges.wp(same), range(3)))
-    torch.testing.assert_close(two, one.expand_as(two), rtol=1e-4, atol=1e-4)
+    expected = logits_of(gpt2, single, al.block_edges(gpt2, edges.wp(single), range(3)))
+    ours = logits_of(
+        gpt2, replace(single, **doubled), al.block_edges(gpt2, edges.wp(single), range(3))
+    )
+    torch.testing.assert_close(ours, expected.expand_as(ours), rtol=1e-4, atol=1e-4)
 
 
-def test_whole_words(gpt2: Any) -> None:
+def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
     assert (batch.label_ends > batch.label_positions).all()
@@ -149,27 +156,29 @@ def test_whole_words(gpt2: Any) -> None:
     diagonal = patterns_of(gpt2, batch, whole)[0, 0, 0].diagonal()
     pairs = zip(batch.label_positions[0].tolist(), batch.label_ends[0].tolist(), strict=True)
     spans = [list(range(start, end + 1)) for start, end in pairs]
-    alone = [p for p in range(1, len(diagonal)) if diagonal[p] == 1]
-    assert alone == sorted(p for span in spans for p in span)
-    assert [p for p in range(1, len(first)) if first[p] == 1] == sorted(span[0] for span in spans)
+    alone = [position for position in range(1, len(diagonal)) if diagonal[position] == 1]
+    assert alone == sorted(position for span in spans for position in span)
+    assert [position for position in range(1, len(first)) if first[position] == 1] == sorted(
+        span[0] for span in spans
+    )
 
 
-def test_keep_bos_cuts_all_but_that_edge(llama: Any, gpt2: Any) -> None:
+def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> None:
     batch = questions(llama, 3, padding_side="left")[0]
     hooks = al.isolate_labels(llama, batch, range(3), keep_bos=True)
     patterns = patterns_of(llama, batch, hooks)
-    for row, places, mask in zip(
+    for row, label_positions, mask in zip(
         patterns, batch.label_positions.tolist(), batch.attention_mask, strict=True
     ):
         bos = int(mask.long().argmax())
-        for p in places:
-            kept = (row[:, :, p] > 0).any(0).any(0).nonzero().flatten().tolist()
-            assert kept == [bos, p]
+        for position in label_positions:
+            attended = (row[:, :, position] > 0).any(0).any(0).nonzero().flatten().tolist()
+            assert attended == [bos, position]
     with pytest.raises(HookError, match="do not begin with a BOS"):
         al.isolate_labels(gpt2, questions(gpt2, 1)[0], 0, keep_bos=True)
 
 
-REFUSED: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
+INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     (lambda m, b: al.isolate_labels(m, b, 99), r"layers .* from 0 to 2, or -3 to -1 .*got \[99\]"),
     (lambda m, b: al.isolate_labels(m, b, [0, -4]), r"got \[-4\]"),
     (lambda m, b: al.isolate_labels(m, b, []), "got none"),
@@ -199,8 +208,8 @@ REFUSED: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_refusals_say_what_was_expected_and_what_came(
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS)
+def test_an_error_names_the_expected_and_the_given_value(
     gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(HookError, match=message):
@@ -208,27 +217,34 @@ def test_refusals_say_what_was_expected_and_what_came(
 
 
 @pytest.mark.draws
-def test_first_query_acts_on_the_slice(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_a_hook_with_first_query_acts_on_the_rows_from_there(
+    gpt2: Any, batch: al.PromptBatch
+) -> None:
     length, start = batch.tokens.shape[1], int(batch.query_start.min()) - 20
     pattern = torch.rand(4, 2, length, length)
     cached = replace(batch, first_query=start)
     beta = torch.randn(3, 2, 6)
     cut = edges.ww(batch)
     pairs = [
-        (al.isolate_labels(gpt2, one, 0) for one in (batch, cached)),
-        (al.isolate_random(gpt2, one, 0, seed=1) for one in (batch, cached)),
-        (al.reweight_anchors(gpt2, one, beta) for one in (batch, cached)),
-        (al.block_edges(gpt2, cut, 0, first_query=k) for k in (0, start)),
-        (al.isolate(gpt2, batch.label_positions, 0, first_query=k) for k in (0, start)),
+        (al.isolate_labels(gpt2, prompts, 0) for prompts in (batch, cached)),
+        (al.isolate_random(gpt2, prompts, 0, seed=1) for prompts in (batch, cached)),
+        (al.reweight_anchors(gpt2, prompts, beta) for prompts in (batch, cached)),
+        (al.block_edges(gpt2, cut, 0, first_query=first_query) for first_query in (0, start)),
+        (
+            al.isolate(gpt2, batch.label_positions, 0, first_query=first_query)
+            for first_query in (0, start)
+        ),
     ]
     for whole, part in pairs:
         expected = whole[0][1](pattern, None)
-        found = part[0][1](pattern[:, :, start:], None)
+        values = part[0][1](pattern[:, :, start:], None)
         assert expected is not None and not torch.equal(expected, pattern)
-        assert found is not None and torch.equal(expected[:, :, start:], found)
+        assert values is not None and torch.equal(expected[:, :, start:], values)
 
 
-def test_reweighting(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_reweighting_multiplies_the_pattern_by_exp_of_beta(
+    gpt2: Any, batch: al.PromptBatch
+) -> None:
     beta = torch.zeros(3, 2, 6)
     clean = logits_of(gpt2, batch, [])
     assert torch.equal(logits_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta)), clean)
@@ -236,13 +252,13 @@ def test_reweighting(gpt2: Any, batch: al.PromptBatch) -> None:
     before = patterns_of(gpt2, batch, [])[:, 1]
     after = patterns_of(gpt2, batch, al.reweight_anchors(gpt2, batch, beta))[:, 1]
     for n in range(4):
-        place = (n, 0, int(batch.target_positions[n]), int(batch.label_positions[n, 2]))
-        before[place] *= torch.tensor(1.5).exp()
+        index = (n, 0, int(batch.target_positions[n]), int(batch.label_positions[n, 2]))
+        before[index] *= torch.tensor(1.5).exp()
     torch.testing.assert_close(after, before)
 
 
 @pytest.mark.without_jaxtyping
-def test_beta_of_wrong_shape(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_beta_of_a_wrong_shape_is_an_error(gpt2: Any, batch: al.PromptBatch) -> None:
     with pytest.raises(HookError, match=r"\(layer, head, anchor\) = \(3, 2, 6\); got \(3, 6, 2\)"):
         al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
 
@@ -263,10 +279,10 @@ def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any
     (gradient,) = torch.autograd.grad(loss(beta), beta)
     numeric = torch.zeros_like(gradient)
     with torch.no_grad():
-        for place in product(range(3), range(2), range(2)):
+        for index in product(range(3), range(2), range(2)):
             step = torch.zeros_like(beta)
-            step[place] = 1e-4
-            numeric[place] = (loss(beta + step) - loss(beta - step)) / 2e-4
+            step[index] = 1e-4
+            numeric[index] = (loss(beta + step) - loss(beta - step)) / 2e-4
     torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
     assert (gradient != 0).all()
 
@@ -291,9 +307,9 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         assert torch.equal(tensor, copy)
 
 
-def test_hooks_join_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
+def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
     cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
-    mine: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
+    users_hook: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
     isolation = al.isolate_labels(gpt2, batch, 0, renormalize=False)
-    assert (patterns_of(gpt2, batch, [*isolation, *mine])[:, 0][cut] == 1).all()
-    assert (patterns_of(gpt2, batch, [*mine, *isolation])[:, 0][cut] == 0).all()
+    assert (patterns_of(gpt2, batch, [*isolation, *users_hook])[:, 0][cut] == 1).all()
+    assert (patterns_of(gpt2, batch, [*users_hook, *isolation])[:, 0][cut] == 0).all()

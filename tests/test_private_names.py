@@ -1,6 +1,7 @@
-"""Names of other packages that are private or undocumented, and what we need them to do.
+"""Private or undocumented names of other packages that anchorlens needs.
 
-Each has no public replacement. A failure names the package, the need, and our file to look into.
+None of them has a public replacement. A failure names the package, our need, and our file that uses
+the name.
 """
 
 import ast
@@ -31,7 +32,7 @@ class Use(NamedTuple):
         names: The names.
         files: Our files that use them, inside ``anchorlens/``.
         need: What we need them to do.
-        holds: Raises an error, or is False, if they do not do it.
+        holds: A function that returns False or raises an error if they do not do it.
     """
 
     package: str
@@ -61,12 +62,12 @@ def hook_tables_hold_all_hooks() -> bool:
     return all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
 
 
-def handles_tell_permanent_hooks() -> bool:
+def handles_mark_permanent_hooks() -> bool:
     point: Any = HookPoint()
     point.add_hook(print, is_permanent=True)
     (handle,) = point.fwd_hooks
-    known = handle.user_hook is print and handle.is_permanent
-    return known and list(point._forward_hooks) == [handle.hook.id]
+    attributes_hold = handle.user_hook is print and handle.is_permanent
+    return attributes_hold and list(point._forward_hooks) == [handle.hook.id]
 
 
 def a_call_of_a_module_is_one_frame() -> bool:
@@ -82,7 +83,7 @@ def a_call_of_a_module_is_one_frame() -> bool:
         counts.append(number)
 
     inner = nn.Linear(1, 1)
-    inner.register_forward_hook(count)  # also with hooks, which PyTorch calls in another way
+    inner.register_forward_hook(count)  # a module with hooks runs other code of PyTorch
     outer = nn.Sequential(nn.Sequential(inner), nn.ReLU())
     outer(torch.zeros(1))
     inner(torch.zeros(1))
@@ -93,11 +94,13 @@ def a_call_of_a_module_is_one_frame() -> bool:
 def quantised_tensors_name_their_parts() -> bool:
     nested: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     names, _ = nested.__tensor_flatten__()
-    plain = not hasattr(torch.zeros(1), "__tensor_flatten__")
-    return plain and all(isinstance(getattr(nested, name), torch.Tensor) for name in names)
+    others_have_none = not hasattr(torch.zeros(1), "__tensor_flatten__")
+    return others_have_none and all(
+        isinstance(getattr(nested, name), torch.Tensor) for name in names
+    )
 
 
-def configurations_tell_the_attention() -> bool:
+def configurations_name_the_attention() -> bool:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
@@ -112,36 +115,36 @@ def a_bridge_stores_its_last_pattern() -> bool:
     return vars(AttentionBridge("attn", config))["_pattern"] is None
 
 
-def accelerate_tells_its_state_without_making_it() -> bool:
+def accelerate_reads_its_state_without_initializing_it() -> bool:
     from accelerate import PartialState
 
-    def made() -> bool:
+    def is_initialized() -> bool:
         return PartialState.__new__(PartialState).initialized
 
-    if made():  # by another test; what follows would end it
+    if is_initialized():  # by another test, whose state the reset below would delete
         return True
-    before = made() or made()
+    before = is_initialized() or is_initialized()
     PartialState(cpu=True)
-    after = made()
+    after = is_initialized()
     PartialState._reset_state()
-    return not before and after and not made()
+    return not before and after and not is_initialized()
 
 
-def groups_give_their_store() -> bool:
+def groups_return_their_store() -> bool:
     if torch.distributed.is_initialized():
         return True
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         group: Any = torch.distributed.group.WORLD
-        own = group.get_group_store()
-        own.set("key", "value")
-        return own.get("key") == b"value" and own.timeout is not None
+        group_store = group.get_group_store()
+        group_store.set("key", "value")
+        return group_store.get("key") == b"value" and group_store.timeout is not None
     finally:
         torch.distributed.destroy_process_group()
 
 
-def annotations_tell_their_axes() -> bool:
+def annotations_name_their_axes() -> bool:
     from jaxtyping import Float
 
     annotation: Any = Float[torch.Tensor, "layer flow"]
@@ -160,7 +163,7 @@ USES = [
         "torch",
         ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
         ("models/model_state.py",),
-        "these four dictionaries of a Module hold all hooks on it, by the number of their handle",
+        "these four dictionaries of a Module hold all its hooks under the numbers of their handles",
         hook_tables_hold_all_hooks,
     ),
     Use(
@@ -181,51 +184,51 @@ USES = [
         "torch",
         ("get_group_store",),
         ("system/processes.py",),
-        "ProcessGroup.get_group_store() returns the store by which the processes met",
-        groups_give_their_store,
+        "ProcessGroup.get_group_store() returns the store through which the processes connected",
+        groups_return_their_store,
     ),
     Use(
         "accelerate",
         ("__new__",),
         ("system/processes.py",),
-        "PartialState.__new__(PartialState).initialized tells whether the state was made, and "
-        "does not make it",
-        accelerate_tells_its_state_without_making_it,
+        "PartialState.__new__(PartialState).initialized says whether the state is initialized, and "
+        "does not initialize it",
+        accelerate_reads_its_state_without_initializing_it,
     ),
     Use(
         "transformers",
         ("_attn_implementation",),
         ("models/native_attention.py", "runs/fingerprint.py"),
-        "the configuration of a model tells its attention implementation",
-        configurations_tell_the_attention,
+        "the configuration of a model names its attention implementation",
+        configurations_name_the_attention,
     ),
     Use(
         "transformers",
         ("_name_or_path",),
         ("runs/fingerprint.py",),
-        "a configuration as a dict has the folder it came from under this name",
+        "a configuration as a dict holds the folder it was loaded from under this name",
         lambda: "_name_or_path" in configuration_with_name(),
     ),
     Use(
         "transformer_lens",
         ("user_hook", "hook.id", "is_permanent"),
         ("models/model_state.py",),
-        "the handles of a HookPoint tell the user's function, its number, and if it is permanent",
-        handles_tell_permanent_hooks,
+        "a handle of a HookPoint holds the function, its number, and whether it is permanent",
+        handles_mark_permanent_hooks,
     ),
     Use(
         "transformer_lens",
         ("_pattern",),
         ("passes/recompute.py",),
-        "an AttentionBridge stores its last pattern as _pattern, None before",
+        "an AttentionBridge stores its last pattern as _pattern, which is None at first",
         a_bridge_stores_its_last_pattern,
     ),
     Use(
         "jaxtyping",
         ("dim_str",),
         ("results/record.py",),
-        "an annotation tells its axes as dim_str",
-        annotations_tell_their_axes,
+        "dim_str of an annotation holds its axes",
+        annotations_name_their_axes,
     ),
 ]
 
@@ -238,7 +241,7 @@ def configuration_with_name() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
-def test_private_name(use: Use) -> None:
+def test_a_private_name_does_what_we_need(use: Use) -> None:
     where = ", ".join(f"anchorlens/{file}" for file in use.files)
     try:
         holds = use.holds()
@@ -248,7 +251,7 @@ def test_private_name(use: Use) -> None:
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
-def test_the_list_is_up_to_date(use: Use) -> None:
+def test_the_listed_files_use_the_listed_names(use: Use) -> None:
     for file in use.files:
         text = (PACKAGE / file).read_text()
         missing = [name for name in use.names if name not in text]
@@ -263,7 +266,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield name
 
 
-def own_names(tree: ast.AST) -> Iterator[str]:
+def defined_names(tree: ast.AST) -> Iterator[str]:
     """Names that a file defines: functions, classes, fields, and attributes that it sets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -276,20 +279,20 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 def test_no_private_name_is_missing_from_the_list() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = {name for tree in trees.values() for name in own_names(tree)}
-    # Documented methods of a NamedTuple, and the end of some metrics' names.
+    defined = {name for tree in trees.values() for name in defined_names(tree)}
+    # Documented methods of a NamedTuple, and the ending of the names of some metrics.
     other = {"_fields", "_replace", "_asdict", "_loyalty"}
     listed = {(PACKAGE / file, name) for use in USES for file in use.files for name in use.names}
     unlisted = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, tree in trees.items()
         for name in private_names(tree)
-        if name not in own | other and (path, name) not in listed
+        if name not in defined | other and (path, name) not in listed
     }
     assert not unlisted, "private names of other packages: use public ones, or add them to USES"
 
 
-def test_private_names_are_found() -> None:
-    """The check above sees an attribute and a string, and not a name of our own."""
+def test_the_search_finds_private_names_of_other_packages() -> None:
+    """It finds an attribute and a string, but no name that the file itself defines."""
     tree = ast.parse("def _ours(x):\n    return x._theirs, getattr(x, '_text'), x._ours")
-    assert set(private_names(tree)) - set(own_names(tree)) == {"_theirs", "_text"}
+    assert set(private_names(tree)) - set(defined_names(tree)) == {"_theirs", "_text"}

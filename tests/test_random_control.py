@@ -1,4 +1,4 @@
-"""The random control: as many other words of the demonstrations, the same whatever the batch."""
+"""The random control isolates other words of the demonstrations, as many as there are labels."""
 
 from typing import Any
 
@@ -16,15 +16,17 @@ from anchorlens.prompts import edges
 def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
     for batch in questions(model, 7, **options):
-        for place, row, mask in zip(
+        for index, row, mask in zip(
             batch.index.tolist(), random_positions(batch, seed), batch.attention_mask, strict=True
         ):
-            drawn[place] = row[mask].nonzero().flatten().tolist()
+            drawn[index] = row[mask].nonzero().flatten().tolist()
     return drawn
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None:
+def test_random_words_depend_only_on_the_seed_and_the_demonstrations(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     model = request.getfixturevalue(name)
     state = torch.get_rng_state()
     draws = [random_by_prompt(model, seed, batch_size=3) for seed in range(20)]
@@ -39,10 +41,11 @@ def test_isolate_random_draws(name: str, request: pytest.FixtureRequest) -> None
         assert len(set(draw[0])) == batch.label_positions.shape[1]
         assert not {0, *words} & set(draw[0])
         assert max(draw[0]) < int(batch.label_ends.max())
-        assert all(draw[k] == draw[0] for k in draw)  # one set of demonstrations, one draw
+        # Prompts with the same demonstrations have the same draw.
+        assert all(draw[index] == draw[0] for index in draw)
 
 
-def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any) -> None:
+def test_isolate_random_uses_one_draw_in_all_layers(gpt2: Any) -> None:
     batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
     patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))
     positions = random_positions(batch, 3)
@@ -51,15 +54,15 @@ def test_isolate_random_is_one_draw_in_all_layers(gpt2: Any) -> None:
         assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
 
 
-def test_random_control_of_whole_words_is_as_large(gpt2: Any) -> None:
+def test_the_random_control_of_whole_words_has_as_many_tokens(gpt2: Any) -> None:
     demos = [al.Example("one two three four five", 0), al.Example("six seven eight nine", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
     labels = edges.group(batch, "label")
     assert int(labels.sum()) > batch.label_positions.shape[1]
     drawn = random_positions(batch, 3, whole_words=True)
     assert int(drawn.sum()) == int(labels.sum()) and not (drawn & labels).any()
-    own = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=True)
-    alone = patterns_of(gpt2, batch, own)[0, 0, 0].diagonal()[1:] == 1
+    hooks = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=True)
+    alone = patterns_of(gpt2, batch, hooks)[0, 0, 0].diagonal()[1:] == 1
     assert torch.equal(alone, drawn[0, 1:])
 
 
@@ -75,7 +78,7 @@ def test_instructions_are_never_drawn(gpt2: Any) -> None:
         assert not (random_positions(batch, seed) & instructions).any()
 
 
-def test_too_few_words_for_a_random_control(gpt2: Any) -> None:
+def test_too_few_other_words_are_an_error(gpt2: Any) -> None:
     tight = al.PromptBatch.from_positions(
         torch.tensor([[9, 5, 6, 8]]),
         label_positions=[[1, 2]],

@@ -1,4 +1,4 @@
-"""Old public names raise an error that says the new name."""
+"""Old public names raise an error that gives the new name."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ from anchorlens.system.renames import renamed_arguments
         ("as_in_prompt", "placement.as_in_prompt"),
     ],
 )
-def test_an_old_name_of_the_package_names_the_new_one(old: str, new: str) -> None:
+def test_the_error_for_an_old_name_gives_the_new_name(old: str, new: str) -> None:
     with pytest.raises(AttributeError, match=rf"anchorlens\.{old} is now anchorlens\.{new}$"):
         getattr(al, old)
-    found: Any = al
+    value: Any = al
     for part in new.split("."):
-        found = getattr(found, part)
+        value = getattr(value, part)
 
 
-def test_a_name_that_never_was_is_an_ordinary_error() -> None:
+def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'anchorlens' has no attribute 'nothing'"):
         al.nothing  # noqa: B018
 
 
-def test_an_old_argument_names_the_new_one() -> None:
+def test_the_error_for_an_old_argument_gives_the_new_name() -> None:
     @renamed_arguments(checkpoint="gradient_checkpointing")
     def function(gradient_checkpointing: bool = False) -> bool:
         return gradient_checkpointing

@@ -1,4 +1,4 @@
-"""A right call of every public function, with wrong values of its parameters."""
+"""A valid call of every public function, with wrong values for its parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import anchorlens as al
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is right, and values of its parameters that are wrong."""
+    """A valid call, and wrong values for its parameters."""
 
     function: Callable[..., Any]
     right: dict[str, Any]
@@ -37,16 +37,16 @@ COUNTS: list[Any] = [-1, -100, 1.5, "3", NAN, [1]]
 
 
 def calls() -> list[Call]:
-    """One for each public function."""
-    here = scene()
-    model, batch, batches = here.model, here.batch, here.batches
+    """At least one call for each public function."""
+    setup = scene()
+    model, batch, batches = setup.model, setup.batch, setup.batches
     both: dict[str, Any] = {"model": model, "batch": batch}
     all_of: dict[str, Any] = {"model": model, "batches": batches}
     bad, models = odd_batches(batch), odd_models()
-    labels_off = [one for one in bad if one.label_positions is not batch.label_positions]
-    bad_lists: list[Any] = [[one] for one in bad] + [[], batch, [None], [batch, bad[0]]]
+    wrong_labels = [odd for odd in bad if odd.label_positions is not batch.label_positions]
+    bad_lists: list[Any] = [[odd] for odd in bad] + [[], batch, [None], [batch, bad[0]]]
     edges = al.edges.wp(batch)
-    saved = al.SaliencyFlowsRecord
+    record_class = al.SaliencyFlowsRecord
     examples: list[Any] = [[], [al.Example("x")], [al.Example("x", -1)], [al.Example("x", 7)]]
     sizes: list[Any] = [0, *COUNTS]
     layers = {"layers": LAYERS, "heads": HEADS, "model": models}
@@ -57,13 +57,18 @@ def calls() -> list[Call]:
         Call(
             al.build_prompts,
             {
-                **{"tokenizer": here.tokenizer, "task": here.task, "demonstrations": here.demos},
-                **{"queries": here.queries, "batch_size": 2, "padding_side": "right"},
+                **{"tokenizer": setup.tokenizer, "task": setup.task, "demonstrations": setup.demos},
+                **{"queries": setup.queries, "batch_size": 2, "padding_side": "right"},
                 "max_length": None,
             },
             {
-                "demonstrations": [*examples, [here.demos], here.demos[:1], [[], []]],
-                "queries": [[], [al.Example("x", 99)], [al.Example("x", -1)], ["x", *here.queries]],
+                "demonstrations": [*examples, [setup.demos], setup.demos[:1], [[], []]],
+                "queries": [
+                    [],
+                    [al.Example("x", 99)],
+                    [al.Example("x", -1)],
+                    ["x", *setup.queries],
+                ],
                 "batch_size": sizes,
                 "padding_side": ["up", "", "LEFT"],
                 "max_length": [0, -1, 1, NAN, "9"],
@@ -81,21 +86,21 @@ def calls() -> list[Call]:
         ),
         Call(
             al.sample_demonstrations,
-            {"examples": here.examples, "shots": 1, "seed": 0},
+            {"examples": setup.examples, "shots": 1, "seed": 0},
             {"examples": examples, "shots": [0, 10_000, *COUNTS]},
             ("examples", "shots"),
         ),
         Call(
             al.sample_queries,
-            {"examples": here.examples, "count": 2, "seed": 0, "exclude": ()},
-            {"examples": [[]], "count": [10_000, *COUNTS], "exclude": [here.examples]},
+            {"examples": setup.examples, "count": 2, "seed": 0, "exclude": ()},
+            {"examples": [[]], "count": [10_000, *COUNTS], "exclude": [setup.examples]},
             ("examples", "count"),
         ),
         Call(
             al.load_examples,
-            {"source": here.data, "text": "text", "label": "label", "classes": None},
+            {"source": setup.data, "text": "text", "label": "label", "classes": None},
             {
-                "source": ["no.jsonl", here.folder / "x.csv", "x.parquet", "\0.jsonl"],
+                "source": ["no.jsonl", setup.folder / "x.csv", "x.parquet", "\0.jsonl"],
                 "split": ["train", "nope"],
                 "text": ["nope", "", "label"],
                 "label": ["nope", "", "text"],
@@ -104,7 +109,9 @@ def calls() -> list[Call]:
             ("source", "split", "text", "label", "classes"),
         ),
         Call(
-            al.load_model, {"source": here.folder}, {"source": [here.folder, "x.gguf", here.data]}
+            al.load_model,
+            {"source": setup.folder},
+            {"source": [setup.folder, "x.gguf", setup.data]},
         ),
         Call(al.prepare_model, {"model": model}, {"model": models}, ("model",)),
         Call(
@@ -117,7 +124,7 @@ def calls() -> list[Call]:
                 "hooks": hooks,
                 "resamples": COUNTS,
                 "gradient_checkpointing": [True],
-                "folder": [here.data, "\0"],
+                "folder": [setup.data, "\0"],
             },
             ("model", "batches", "metrics", "hooks", "resamples"),
         ),
@@ -164,22 +171,22 @@ def calls() -> list[Call]:
         Call(
             al.isolate_labels,
             {**one_layer, "heads": None, "keep_bos": False},
-            {**layers, "keep_bos": [True], "batch": labels_off},
+            {**layers, "keep_bos": [True], "batch": wrong_labels},
             ("batch", "layers", "heads"),
         ),
         Call(
             al.isolate_random,
             {**one_layer, "seed": 0, "heads": None},
-            {**layers, "seed": ["x", 1.5, NAN], "batch": labels_off},
+            {**layers, "seed": ["x", 1.5, NAN], "batch": wrong_labels},
             ("batch", "layers", "seed"),
         ),
         Call(
             al.reweight_anchors,
-            {**both, "beta": here.beta},
+            {**both, "beta": setup.beta},
             {
                 "model": models,
-                "batch": labels_off,
-                "beta": [vector, torch.zeros(3, 2, 99), here.beta.beta * NAN],
+                "batch": wrong_labels,
+                "beta": [vector, torch.zeros(3, 2, 99), setup.beta.beta * NAN],
             },
             ("batch", "beta"),
         ),
@@ -194,7 +201,7 @@ def calls() -> list[Call]:
         ),
         Call(
             al.reweighting_accuracy,
-            {**all_of, "beta": here.beta, "more_shots": batches, **QUICK},
+            {**all_of, "beta": setup.beta, "more_shots": batches, **QUICK},
             {"batches": bad_lists, "more_shots": bad_lists, "resamples": COUNTS},
             ("model", "batches", "beta", "more_shots"),
         ),
@@ -213,7 +220,7 @@ def calls() -> list[Call]:
             {**all_of, "sites": {"first": al.Site([0])}, "draws": 1, **QUICK},
             {
                 "batches": bad_lists,
-                "sites": [{}, *({"x": al.Site(one)} for one in LAYERS), {3: al.Site([0])}],
+                "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
                 "draws": sizes,
                 "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
             },
@@ -236,24 +243,24 @@ def calls() -> list[Call]:
             {
                 "demonstrations": bad,
                 "keep": [
-                    lambda one: torch.zeros(one.tokens.shape[1], dtype=torch.bool),
-                    lambda one: torch.ones(3, dtype=torch.bool),
-                    lambda one: one.tokens[0],
-                    lambda one: None,
+                    lambda prompt: torch.zeros(prompt.tokens.shape[1], dtype=torch.bool),
+                    lambda prompt: torch.ones(3, dtype=torch.bool),
+                    lambda prompt: prompt.tokens[0],
+                    lambda prompt: None,
                     "label_words",
                 ],
                 "positions": [
-                    lambda kept: (torch.zeros(1), 1),
-                    lambda kept: (torch.arange(int(kept.sum())) - 5, 3),
-                    lambda kept: (torch.arange(int(kept.sum())), -3),
-                    lambda kept: (torch.arange(int(kept.sum())), 10_000),
-                    lambda kept: None,
+                    lambda selected: (torch.zeros(1), 1),
+                    lambda selected: (torch.arange(int(selected.sum())) - 5, 3),
+                    lambda selected: (torch.arange(int(selected.sum())), -3),
+                    lambda selected: (torch.arange(int(selected.sum())), 10_000),
+                    lambda selected: None,
                 ],
             },
             ("model", "demonstrations", "keep", "positions"),
         ),
         Call(
-            here.context.logits,
+            setup.context.logits,
             {"model": model, "batch": batch},
             {"model": models, "batch": bad},
             ("model", "batch"),
@@ -268,8 +275,8 @@ def calls() -> list[Call]:
         Call(
             al.text_anchor_prompts,
             {
-                **{"tokenizer": here.tokenizer, "task": here.task, "demonstrations": here.demos},
-                "queries": here.queries,
+                **{"tokenizer": setup.tokenizer, "task": setup.task, "demonstrations": setup.demos},
+                "queries": setup.queries,
             },
             {
                 "demonstrations": examples,
@@ -281,12 +288,17 @@ def calls() -> list[Call]:
         Call(
             al.loyalty,
             {
-                **{"reference_logits": here.logits, "logits": here.logits},
+                **{"reference_logits": setup.logits, "logits": setup.logits},
                 **{"label_token_ids": batch.label_token_ids, "top": 5},
             },
             {
-                "logits": [here.logits[:1], here.logits[:, :3], here.logits * NAN, here.logits[:0]],
-                "reference_logits": [here.logits * NAN, here.logits[0]],
+                "logits": [
+                    setup.logits[:1],
+                    setup.logits[:, :3],
+                    setup.logits * NAN,
+                    setup.logits[:0],
+                ],
+                "reference_logits": [setup.logits * NAN, setup.logits[0]],
                 "label_token_ids": [vector, batch.label_token_ids + 10**6, vector[:0].long()],
                 "top": [0, 10**6, *COUNTS],
             },
@@ -294,7 +306,7 @@ def calls() -> list[Call]:
         ),
         Call(
             al.compare_accuracies,
-            {"correct": here.correct, "resamples": 2},
+            {"correct": setup.correct, "resamples": 2},
             {
                 "correct": [
                     {},
@@ -310,29 +322,29 @@ def calls() -> list[Call]:
         ),
         Call(
             al.diagnose,
-            {"distances": here.results["anchor_distances"], "layer": None},
+            {"distances": setup.results["anchor_distances"], "layer": None},
             {"layer": [99, -99, 1.5, "x"]},
             ("distances",),
         ),
         Call(
-            al.plot_isolation, {"records": {"a": here.isolation}}, {"records": [{}]}, ("records",)
+            al.plot_isolation, {"records": {"a": setup.isolation}}, {"records": [{}]}, ("records",)
         ),
         Call(
-            saved.load,
-            {"path": here.results["saliency_flows"].save(here.folder / "record.safetensors")},
-            {"path": [here.data, here.folder, here.folder / "none", "\0"]},
+            record_class.load,
+            {"path": setup.results["saliency_flows"].save(setup.folder / "record.safetensors")},
+            {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
             ("path",),
         ),
         Call(
             al.CompressedContext.load,
-            {"path": here.context.save(here.folder / "context.safetensors")},
-            {"path": [here.data, here.folder, here.folder / "none", "\0"]},
+            {"path": setup.context.save(setup.folder / "context.safetensors")},
+            {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
             ("path",),
         ),
         Call(
             al.write_report,
-            {"results": here.results, "path": here.folder / "report.html"},
-            {"results": [{}], "path": [here.folder, here.folder / "no" / "x.html", "\0"]},
+            {"results": setup.results, "path": setup.folder / "report.html"},
+            {"results": [{}], "path": [setup.folder, setup.folder / "no" / "x.html", "\0"]},
             ("results",),
         ),
         Call(
@@ -369,11 +381,11 @@ def calls() -> list[Call]:
             al.paper,
             {
                 "model": model,
-                "examples": {"trec": (here.examples, here.examples)},
+                "examples": {"trec": (setup.examples, setup.examples)},
                 **{"queries": 2, "seeds": [1], "depth": 1, "draws": 1, **QUIET},
             },
             {
-                "examples": [{}, {"nope": (here.examples,) * 2}, {"trec": ([], [])}],
+                "examples": [{}, {"nope": (setup.examples,) * 2}, {"trec": ([], [])}],
                 **{"queries": sizes, "seeds": [[], ["x"]], "depth": [0, 99, -1], "draws": sizes},
                 "parts": [[], [None]],
             },

@@ -1,4 +1,4 @@
-"""Damaged files: an error that names the file, or the numbers that were there. Nothing else."""
+"""A damaged file must give an error that names it, or the numbers that were stored."""
 
 import json
 import os
@@ -31,65 +31,67 @@ JSON: list[Any] = [
 ]
 
 
-def flip(path: Path, chance: random.Random) -> None:
+def flip(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    for _ in range(chance.choice([1, 1, 1, 5])):
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    for _ in range(rng.choice([1, 1, 1, 5])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
-def flip_near_the_start(path: Path, chance: random.Random) -> None:
+def flip_near_the_start(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    data[chance.randrange(min(len(data), 600))] ^= 1 << chance.randrange(8)
+    data[rng.randrange(min(len(data), 600))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
-def cut(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+def cut(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
 
 
-def lengthen(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + chance.randbytes(chance.randint(1, 40)))
+def lengthen(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 40)))
 
 
-def blank(path: Path, chance: random.Random) -> None:
+def blank(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    start = chance.randrange(len(data))
-    count = min(len(data) - start, chance.choice([1, 16, 512]))
+    start = rng.randrange(len(data))
+    count = min(len(data) - start, rng.choice([1, 16, 512]))
     data[start : start + count] = bytes(count)
     path.write_bytes(data)
 
 
-def swap_parts(path: Path, chance: random.Random) -> None:
+def swap_parts(path: Path, rng: random.Random) -> None:
     data = path.read_bytes()
-    first, second = sorted(chance.sample(range(len(data)), 2))
+    first, second = sorted(rng.sample(range(len(data)), 2))
     path.write_bytes(data[second:] + data[first:second] + data[:first])
 
 
-def other_json(path: Path, chance: random.Random) -> None:
-    path.write_text(json.dumps(chance.choice(JSON)))
+def other_json(path: Path, rng: random.Random) -> None:
+    path.write_text(json.dumps(rng.choice(JSON)))
 
 
-def deep_json(path: Path, chance: random.Random) -> None:
-    path.write_text(chance.choice(["[", '{"a":']) * 100_000)
+def deep_json(path: Path, rng: random.Random) -> None:
+    path.write_text(rng.choice(["[", '{"a":']) * 100_000)
 
 
-def not_text(path: Path, chance: random.Random) -> None:
-    path.write_bytes(chance.randbytes(chance.randrange(300)))
+def not_text(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.randbytes(rng.randrange(300)))
 
 
-def a_folder(path: Path, chance: random.Random) -> None:
+def a_folder(path: Path, rng: random.Random) -> None:
     path.unlink()
     path.mkdir()
 
 
-def another_header(path: Path, chance: random.Random) -> None:
-    """A number or a name of the header is another one."""
+def another_header(path: Path, rng: random.Random) -> None:
+    """Change a letter or a digit of the header."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
-    places = [k for k in range(8, end) if chr(data[k]).isalnum()] or [0]
-    place = chance.choice(places)
-    path.write_bytes(data[:place] + chance.choice(b"0123456789abcF").to_bytes() + data[place + 1 :])
+    positions = [k for k in range(8, end) if chr(data[k]).isalnum()] or [0]
+    position = rng.choice(positions)
+    path.write_bytes(
+        data[:position] + rng.choice(b"0123456789abcF").to_bytes() + data[position + 1 :]
+    )
 
 
 GENERAL: list[Damage] = [
@@ -109,83 +111,90 @@ def rows_metrics() -> list[al.Metric]:
 @cache
 def whole() -> tuple[Path, dict[str, Any]]:
     """The folder of a run that ended, and its results."""
-    place = folder()
-    return place, al.run(scene().model, scene().batches, rows_metrics(), folder=place, **QUICK)
+    run_folder = folder()
+    return run_folder, al.run(
+        scene().model, scene().batches, rows_metrics(), folder=run_folder, **QUICK
+    )
 
 
-def damaged_rows(chance: random.Random) -> Ending:
-    """Of a folder that ``al.run`` filled, which then goes on there."""
+def damaged_rows(rng: random.Random) -> Ending:
+    """Damage a file in a folder of ``al.run``, and run again in that folder."""
     stored, expected = whole()
-    place = shutil.copytree(stored, folder() / "rows")
-    paths = sorted(place.iterdir())
-    path, damage = chance.choice(paths), chance.choice(GENERAL)
-    if path.suffix == ".safetensors" and chance.random() < 0.3:
-        name = chance.choice([one for one in DAMAGES if "another" not in one])  # of four batches
-        damage = lambda path, chance: DAMAGES[name](path)  # noqa: E731
+    run_folder = shutil.copytree(stored, folder() / "rows")
+    paths = sorted(run_folder.iterdir())
+    path, damage = rng.choice(paths), rng.choice(GENERAL)
+    if path.suffix == ".safetensors" and rng.random() < 0.3:
+        # The damages with "another" need more batches.
+        name = rng.choice([key for key in DAMAGES if "another" not in key])
+        damage = lambda path, rng: DAMAGES[name](path)  # noqa: E731
         damage.__name__ = name
-    what = harmed(path, damage, chance)
-    if what is None:
+    description = apply_damage(path, damage, rng)
+    if description is None:
         return "refused"
     try:
-        found = al.run(scene().model, scene().batches, rows_metrics(), folder=place, **QUICK)
+        results = al.run(scene().model, scene().batches, rows_metrics(), folder=run_folder, **QUICK)
     except StoreError:
         return "refused"
     except Exception as error:
-        raise Fault(f"{what}: {type(error).__name__}: {str(error)[:200]}") from error
-    if not same(found, expected):
-        raise Fault(f"{what}: other numbers")
+        raise Fault(f"{description}: {type(error).__name__}: {str(error)[:200]}") from error
+    if not same(results, expected):
+        raise Fault(f"{description}: other numbers")
     return "right"
 
 
-def harmed(path: Path, damage: Damage, chance: random.Random) -> str | None:
-    """Damage a file; what was done, None where that cannot be done to this one."""
+def apply_damage(path: Path, damage: Damage, rng: random.Random) -> str | None:
+    """Damage a file and describe the damage; None if this file cannot be damaged in this way."""
     try:
-        damage(path, chance)
-    except ValueError:  # a word that this file does not hold
+        damage(path, rng)
+    except ValueError:  # the file does not hold the word to damage
         return None
     return f"{path.name}: {damage.__name__}"
 
 
-def damaged_record(chance: random.Random) -> Ending:
-    here = scene()
-    record = chance.choice([*here.results.values(), here.beta, here.isolation])
+def damaged_record(rng: random.Random) -> Ending:
+    setup = scene()
+    record = rng.choice([*setup.results.values(), setup.beta, setup.isolation])
     path = record.save(folder() / "record.safetensors")
-    what = harmed(path, chance.choice(GENERAL), chance)
+    description = apply_damage(path, rng.choice(GENERAL), rng)
     try:
-        found = type(record).load(path)
-        equal = same({"": found}, {"": record}) and found.info == record.info
-        found.to_frame()
+        loaded = type(record).load(path)
+        equal = same({"": loaded}, {"": record}) and loaded.info == record.info
+        loaded.to_frame()
     except StoreError:
         return "refused"
     except Exception as error:
-        raise Fault(f"{type(record).__name__}, {what}: {type(error).__name__}: {error}") from error
+        raise Fault(
+            f"{type(record).__name__}, {description}: {type(error).__name__}: {error}"
+        ) from error
     if not equal:
-        raise Fault(f"{type(record).__name__}, {what}: loads, with other numbers")
+        raise Fault(f"{type(record).__name__}, {description}: loads, with other numbers")
     return "right"
 
 
-def damaged_context(chance: random.Random) -> Ending:
-    here = scene()
-    path = here.context.save(folder() / "context.safetensors")
-    what = harmed(path, chance.choice(GENERAL), chance)
+def damaged_context(rng: random.Random) -> Ending:
+    setup = scene()
+    path = setup.context.save(folder() / "context.safetensors")
+    description = apply_damage(path, rng.choice(GENERAL), rng)
     try:
-        found = al.CompressedContext.load(path)
-        logits = found.logits(here.model, here.batch)
+        loaded = al.CompressedContext.load(path)
+        logits = loaded.logits(setup.model, setup.batch)
     except AnchorlensError:
         return "refused"
     except Exception as error:
-        raise Fault(f"context, {what}: {type(error).__name__}: {str(error)[:200]}") from error
-    if not torch.equal(logits, here.context.logits(here.model, here.batch)):
-        raise Fault(f"context, {what}: loads, with other numbers")
+        raise Fault(
+            f"context, {description}: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    if not torch.equal(logits, setup.context.logits(setup.model, setup.batch)):
+        raise Fault(f"context, {description}: loads, with other numbers")
     return "right"
 
 
 def written(kind: str) -> Path:
-    """Some examples as a file."""
+    """Write some examples into a new file."""
     import pandas as pd
 
     examples = scene().examples[:20]
-    frame = pd.DataFrame([{"text": one.text, "label": one.label} for one in examples])
+    frame = pd.DataFrame([{"text": example.text, "label": example.label} for example in examples])
     path = folder() / f"data.{kind}"
     if kind == "csv":
         frame.to_csv(path, index=False)
@@ -196,29 +205,33 @@ def written(kind: str) -> Path:
     return path
 
 
-def damaged_data(chance: random.Random) -> Ending:
-    """Other texts cannot be told, but what comes are examples of classes, or a reason."""
-    path = written(chance.choice(["jsonl", "json", "csv", "parquet"]))
-    what = harmed(path, chance.choice(GENERAL), chance)
-    # In a process of its own: what reads the file may end the whole process.
+def damaged_data(rng: random.Random) -> Ending:
+    """A changed text cannot be detected. The result must be examples with classes, or an error."""
+    path = written(rng.choice(["jsonl", "json", "csv", "parquet"]))
+    description = apply_damage(path, rng.choice(GENERAL), rng)
+    # In a separate process, because the library that reads the file may end the whole process.
     status, ending = end_of(forked(lambda: examples_of(path)))
     if status != 0:
-        raise Fault(f"{what}: the process ended with the status {status}")
+        raise Fault(f"{description}: the process ended with the status {status}")
     if ending not in ("right", "refused"):
-        raise Fault(f"{what}: {ending}")
+        raise Fault(f"{description}: {ending}")
     return "right" if ending == "right" else "refused"
 
 
 def examples_of(path: Path) -> str:
-    """How it ends when the examples of a file are read."""
+    """Read the examples of a file and return how that ended."""
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     try:
-        found = al.load_examples(path)
+        examples = al.load_examples(path)
     except DataError as error:
         return "refused" if path.name in str(error) else f"no file is named: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    wrong = [one for one in found if type(one.text) is not str or type(one.label) is not int]
+    wrong = [
+        example
+        for example in examples
+        if type(example.text) is not str or type(example.label) is not int
+    ]
     return f"{wrong[0]!r}" if wrong else "right"

@@ -1,10 +1,10 @@
-"""Bad inputs to every public function: each is refused, and leaves no trace.
+"""Bad inputs to every public function: each raises an error and changes nothing.
 
-The rule. A value of the documented type that is wrong gives an ``AnchorlensError``. A value of
-another Python type gives that, or a ``TypeError`` or ``AttributeError`` that names the parameter or
-the type that came, as Python's own functions do.
-What a function of the user raises, or torch of what it returned, comes out as it is. Nothing else
-may come, no result either, and the model, its hooks and the random state are as before.
+A wrong value of the documented type raises an ``AnchorlensError``. A value of another Python type
+raises that, or a ``TypeError`` or ``AttributeError`` that names the parameter or the given type, as
+Python's own functions do. An error of a user's function, or of torch on its result, is passed on
+unchanged. Any other error is a fault, and so is a result. The model, its hooks and the random state
+must be as before.
 """
 
 import inspect
@@ -24,50 +24,50 @@ from anchorlens.errors import AnchorlensError
 WRONG_TYPES: list[Any] = [None, 3, 2.5, "text", b"bytes", [], {}, [None], object(), int, len]
 
 
-def bad_values(chance: random.Random) -> Ending:
-    call = chance.choice([one for one in calls() if one.wrong])
-    name = chance.choice([*call.wrong])
-    return refused(call, name, chance.choice(call.wrong[name]))
+def bad_values(rng: random.Random) -> Ending:
+    call = rng.choice([call for call in calls() if call.wrong])
+    name = rng.choice([*call.wrong])
+    return refused(call, name, rng.choice(call.wrong[name]))
 
 
-def wrong_types(chance: random.Random) -> Ending:
-    call = chance.choice([one for one in calls() if one.types])
-    name = chance.choice(call.types)
+def wrong_types(rng: random.Random) -> Ending:
+    call = rng.choice([call for call in calls() if call.types])
+    name = rng.choice(call.types)
     right = call.right.get(name)
     values = [value for value in WRONG_TYPES if type(value) is not type(right)]
-    return refused(call, name, chance.choice(values))
+    return refused(call, name, rng.choice(values))
 
 
 def refused(call: Call, name: str, value: Any) -> Ending:
-    here = scene()
-    before = here.state()
-    what = f"{call.function.__qualname__}({name}={described(value)})"
+    setup = scene()
+    before = setup.state()
+    attempt = f"{call.function.__qualname__}({name}={described(value)})"
     try:
         result = call.function(**call.right | {name: value})
     except AnchorlensError:
         pass
     except Exception as error:
-        if not (name in OWN_FUNCTIONS and calls_it(value)) and not names_the_type(
+        if not (name in USER_FUNCTIONS and is_function(value)) and not names_the_type(
             call, name, value, error
         ):
-            place = inspect.trace()[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
+            frame = inspect.trace()[-1]
+            line = f"{Path(frame.filename).name}:{frame.lineno}"
             text = str(error).partition("\n")[0][:160]
-            raise Fault(f"{what}: {type(error).__name__}: {text} ({where})") from error
+            raise Fault(f"{attempt}: {type(error).__name__}: {text} ({line})") from error
     else:
         if not fits(call, name, value):
-            raise Fault(f"{what}: no error, but a {type(result).__name__}")
+            raise Fault(f"{attempt}: no error, but a {type(result).__name__}")
         return "right"
-    if here.state() != before:
-        raise Fault(f"{what}: refused, but the model is not as before")
+    if setup.state() != before:
+        raise Fault(f"{attempt}: refused, but the model is not as before")
     return "refused"
 
 
-OWN_FUNCTIONS = ("hooks", "loss", "keep", "positions")
+USER_FUNCTIONS = ("hooks", "loss", "keep", "positions")
 
 
-def calls_it(value: Any) -> bool:
-    """Whether it is, or returns, a function of the user."""
+def is_function(value: Any) -> bool:
+    """Whether the value is a function of the user."""
     return callable(value)
 
 
@@ -76,12 +76,12 @@ def names_the_type(call: Call, name: str, value: Any, error: Exception) -> bool:
         call.right.get(name)
     ):
         return False
-    inner = [type(one).__name__ for one in value] if isinstance(value, Iterable) else []
+    inner = [type(element).__name__ for element in value] if isinstance(value, Iterable) else []
     return any(word in str(error) for word in (name, type(value).__name__, *inner))
 
 
 def fits(call: Call, name: str, value: Any) -> bool:
-    """Whether a value of the wrong list is right for this parameter after all."""
+    """Whether a value from the list of wrong values is valid for this parameter."""
     hint = inspect.signature(call.function).parameters[name]
     return value is None and hint.default is None
 
@@ -99,7 +99,7 @@ def described(value: Any) -> str:
 
 
 def changes_of(batch: al.PromptBatch) -> str:
-    """What differs from the batch of the scene."""
+    """The fields that differ from the batch of the scene."""
     right = vars(scene().batch)
     return ", ".join(
         f"{name}={described(value)} {value.flatten()[:4].tolist()}"

@@ -1,7 +1,7 @@
-"""Metrics and hooks that misbehave: an error, or results of the others that are not touched.
+"""Metrics and hooks that misbehave raise an error, or do not change the other results.
 
-What a metric itself raises comes out as it is. Whatever it does, the other metrics give the numbers
-of a run without it, or none, and the model is as before.
+An error that the metric itself raises is passed on unchanged. The other metrics give the numbers of
+a run without the metric, or no numbers. The model is as before.
 """
 
 import random
@@ -21,8 +21,8 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, RunError
 
 
-class Own(Exception):
-    """What the author of a metric raises."""
+class AuthorError(Exception):
+    """An error that the author of a metric raises."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,10 +43,10 @@ def zeros(rows: Any) -> SomeRecord:
 
 @dataclass(frozen=True)
 class Odd:
-    """A metric of which each part can do anything."""
+    """A metric in which each part can be replaced."""
 
-    what: str
-    look: Change = nothing
+    title: str
+    read: Change = nothing
     point: Any = "blocks.1.attn.hook_pattern"
     rows: Callable[[Tensor], Any] = lambda logits: {"rows": logits[:, 0].detach().clone()}
     finish: Callable[[Any], Any] = zeros
@@ -58,19 +58,19 @@ class Odd:
     def observe(self, model: Any, batch: al.PromptBatch) -> Any:
         if self.observes is not None:
             return self.observes()
-        hooks = [(self.point, lambda tensor, hook: self.look(tensor))]
-        later: Any = []
+        hooks = [(self.point, lambda tensor, hook: self.read(tensor))]
+        backward_hooks: Any = []
         if self.backward is not None:
             change = self.backward
-            later = [(self.point, lambda tensor, hook: change(tensor))]
-        return al.Observation(lambda logits, clean: self.rows(logits), hooks, later)
+            backward_hooks = [(self.point, lambda tensor, hook: change(tensor))]
+        return al.Observation(lambda logits, clean: self.rows(logits), hooks, backward_hooks)
 
     def result(self, rows: Any) -> Any:
         return self.finish(rows)
 
 
 def fails(*_: Any) -> Any:
-    raise Own
+    raise AuthorError
 
 
 def halved(tensor: Tensor) -> None:
@@ -93,12 +93,12 @@ def edited_rows(rows: Any) -> SomeRecord:
 
 
 ODD: list[Odd] = [
-    Odd("looks in place", look=halved),
-    Odd("looks in place at the data", look=emptied),
-    Odd("looks and returns a tensor", look=lambda one: one * 0.5),
-    Odd("looks and returns a number", look=lambda one: 3),
-    Odd("looks and fails", look=fails),
-    Odd("a gradient that is changed", backward=lambda one: one * 2, needs_gradient=True),
+    Odd("a hook that edits in place", read=halved),
+    Odd("a hook that edits the data in place", read=emptied),
+    Odd("a hook that returns a tensor", read=lambda pattern: pattern * 0.5),
+    Odd("a hook that returns a number", read=lambda pattern: 3),
+    Odd("a hook that fails", read=fails),
+    Odd("a gradient that is changed", backward=lambda gradient: gradient * 2, needs_gradient=True),
     Odd(
         "a gradient that is changed in place",
         backward=emptied,
@@ -106,22 +106,24 @@ ODD: list[Odd] = [
     ),
     Odd("a gradient that fails", backward=fails, needs_gradient=True),
     Odd("rows edit the logits", rows=edited),
-    Odd("rows edit the data", rows=lambda one: edited(one.data)),
+    Odd("rows edit the data", rows=lambda logits: edited(logits.data)),
     Odd("rows fail", rows=fails),
-    Odd("rows are none", rows=lambda one: None),
-    Odd("rows are a list", rows=lambda one: [1]),
-    Odd("rows are empty", rows=lambda one: {}),
-    Odd("rows are numbers", rows=lambda one: {"rows": 0.5}),
-    Odd("rows are of another length", rows=lambda one: {"rows": torch.zeros(len(one) + 1)}),
-    Odd("rows are of no length", rows=lambda one: {"rows": torch.tensor(0.5)}),
-    Odd("rows have a name that is no string", rows=lambda one: {3: torch.zeros(len(one))}),
-    Odd("rows have a name with a slash", rows=lambda one: {"../rows": torch.zeros(len(one))}),
-    Odd("rows differ in shape", rows=lambda one: {"rows": torch.zeros(len(one), len(one))}),
-    Odd("rows differ in type", rows=lambda one: {"rows": one[:, 0] > 0}),
-    Odd("rows differ in names", rows=lambda one: {f"rows{len(one)}": one[:, 0]}),
-    Odd("rows are sparse", rows=lambda one: {"rows": one[:, 0].to_sparse()}),
-    Odd("rows are on the device meta", rows=lambda one: {"rows": one[:, 0].to("meta")}),
-    Odd("rows are complex", rows=lambda one: {"rows": one[:, 0].to(torch.complex64)}),
+    Odd("rows are none", rows=lambda logits: None),
+    Odd("rows are a list", rows=lambda logits: [1]),
+    Odd("rows are empty", rows=lambda logits: {}),
+    Odd("rows are numbers", rows=lambda logits: {"rows": 0.5}),
+    Odd("rows are of another length", rows=lambda logits: {"rows": torch.zeros(len(logits) + 1)}),
+    Odd("rows are of no length", rows=lambda logits: {"rows": torch.tensor(0.5)}),
+    Odd("rows have a name that is no string", rows=lambda logits: {3: torch.zeros(len(logits))}),
+    Odd("rows have a name with a slash", rows=lambda logits: {"../rows": torch.zeros(len(logits))}),
+    Odd(
+        "rows differ in shape", rows=lambda logits: {"rows": torch.zeros(len(logits), len(logits))}
+    ),
+    Odd("rows differ in type", rows=lambda logits: {"rows": logits[:, 0] > 0}),
+    Odd("rows differ in names", rows=lambda logits: {f"rows{len(logits)}": logits[:, 0]}),
+    Odd("rows are sparse", rows=lambda logits: {"rows": logits[:, 0].to_sparse()}),
+    Odd("rows are on the device meta", rows=lambda logits: {"rows": logits[:, 0].to("meta")}),
+    Odd("rows are complex", rows=lambda logits: {"rows": logits[:, 0].to(torch.complex64)}),
     Odd("the result is none", finish=lambda rows: None),
     Odd("the result is a tensor", finish=lambda rows: torch.zeros(1)),
     Odd("the result fails", finish=fails),
@@ -146,13 +148,13 @@ ODD: list[Odd] = [
 ]
 
 
-def odd_metrics(chance: random.Random) -> Ending:
-    return with_odd_metric(chance.choice(ODD), first=chance.random() < 0.5)
+def odd_metrics(rng: random.Random) -> Ending:
+    return with_odd_metric(rng.choice(ODD), first=rng.random() < 0.5)
 
 
 @cache
 def expected_results() -> dict[str, Any]:
-    """Of a metric of the same kind that does nothing wrong, so that the same passes are made."""
+    """The results next to a valid metric of the same kind, which needs the same passes."""
     others: list[Any] = [Odd("right"), al.Accuracy(), al.SaliencyFlows(), al.AttentionAUCROC()]
     results = al.run(scene().model, scene().batches, others, **QUICK)
     del results["odd"]
@@ -160,26 +162,26 @@ def expected_results() -> dict[str, Any]:
 
 
 def with_odd_metric(odd: Odd, first: bool) -> Ending:
-    here = scene()
+    setup = scene()
     others: list[Any] = [al.Accuracy(), al.SaliencyFlows(), al.AttentionAUCROC()]
     expected = expected_results()
     metrics = [odd, *others] if first else [*others, odd]
-    before = here.state()
-    found: Mapping[str, Any] | None = None
+    before = setup.state()
+    results: Mapping[str, Any] | None = None
     try:
-        found = al.run(here.model, here.batches, metrics, **QUICK)
+        results = al.run(setup.model, setup.batches, metrics, **QUICK)
     except RunError as error:
-        found = error.results
-    except (AnchorlensError, Own):
+        results = error.results
+    except (AnchorlensError, AuthorError):
         pass
     except Exception as error:
         text = str(error).partition("\n")[0][:160]
-        raise Fault(f"{odd.what}: {type(error).__name__}: {text}") from error
-    if here.state() != before:
-        raise Fault(f"{odd.what}: the model is not as before")
-    if found is None:
+        raise Fault(f"{odd.title}: {type(error).__name__}: {text}") from error
+    if setup.state() != before:
+        raise Fault(f"{odd.title}: the model is not as before")
+    if results is None:
         return "refused"
-    rest = {name: record for name, record in found.items() if name in expected}
+    rest = {name: record for name, record in results.items() if name in expected}
     if not same(rest, expected):
-        raise Fault(f"{odd.what}: the numbers of other metrics changed, first={first}")
+        raise Fault(f"{odd.title}: the numbers of other metrics changed, first={first}")
     return "right"

@@ -1,6 +1,6 @@
-"""Random tasks and texts on tokenizers of many kinds: a reason, or positions that are right.
+"""Random tasks and texts on many kinds of tokenizers: right positions, or an error with a reason.
 
-The oracle knows no offsets: it reads what each token spells, and where in the prompt that is.
+The oracle does not use offsets. It reads what each token spells, and finds that in the prompt.
 """
 
 import random
@@ -71,7 +71,7 @@ PARTS = [
     ),
     *("Å", "½", "ﬁ", "İ", "\u00a0", "▁", "\ufeff", "<s>", "[SEP]", "'s", "12345", "\t", "ΑΣ"),
 ]
-# Their tokens spell the prompt byte for byte; of others spaces are not compared.
+# Their tokens spell the prompt byte for byte. For other kinds spaces are not compared.
 EXACT = {
     *("byte-level", "byte-level, BOS", "byte-level, whole offsets", "byte-level, GPT-4's words"),
     *("byte-level, no words", "sentencepiece-like"),
@@ -88,7 +88,7 @@ class Case(NamedTuple):
         return f"{self.kind}: {self.task!r}, demos={self.demos!r}, queries={self.queries!r}"
 
 
-def characters(chance: random.Random) -> str:
+def characters(rng: random.Random) -> str:
     blocks = [(32, 127), (32, 127), (160, 0x250), (0x300, 0x370), (0x370, 0x400), (0x5D0, 0x5EA)]
     blocks += [
         (0x4E00, 0x4F00),
@@ -97,35 +97,33 @@ def characters(chance: random.Random) -> str:
         (0x2000, 0x2070),
         (0xFB00, 7),
     ]
-    low, high = chance.choice(blocks)
+    low, high = rng.choice(blocks)
+    return "".join(chr(rng.randrange(low, max(high, low + 7))) for _ in range(rng.randrange(6)))
+
+
+def text(rng: random.Random) -> str:
     return "".join(
-        chr(chance.randrange(low, max(high, low + 7))) for _ in range(chance.randrange(6))
+        rng.choice(PARTS) if rng.random() < 0.6 else characters(rng)
+        for _ in range(rng.randrange(5))
     )
 
 
-def text(chance: random.Random) -> str:
-    return "".join(
-        chance.choice(PARTS) if chance.random() < 0.6 else characters(chance)
-        for _ in range(chance.randrange(5))
-    )
+def piece(rng: random.Random, pool: Sequence[str]) -> str:
+    drawn = rng.choice(pool) + (rng.choice(pool) if rng.random() < 0.3 else "")
+    return drawn if rng.random() < 0.8 else drawn + characters(rng)
 
 
-def piece(chance: random.Random, pool: Sequence[str]) -> str:
-    found = chance.choice(pool) + (chance.choice(pool) if chance.random() < 0.3 else "")
-    return found if chance.random() < 0.8 else found + characters(chance)
-
-
-def task_of(chance: random.Random) -> al.Task:
-    """Half of them as people write tasks; each part odd in a quarter of the others."""
-    odd = 0.0 if chance.random() < 0.5 else 0.35
+def task_of(rng: random.Random) -> al.Task:
+    """Half of the tasks are usual. In the others each part is odd with probability 0.35."""
+    odd = 0.0 if rng.random() < 0.5 else 0.35
 
     def draw(simple: Sequence[str], strange: Sequence[str]) -> str:
-        return piece(chance, strange) if chance.random() < odd else chance.choice(simple)
+        return piece(rng, strange) if rng.random() < odd else rng.choice(simple)
 
     before = draw(["", "Review: ", "Q: ", "("], ODD_FORMAT)
     between = draw(SIMPLE_BETWEEN, ODD_FORMAT)
     after = draw(["", "", "|", "."], ODD_FORMAT)
-    labels = [draw(SIMPLE_LABELS, ODD_LABELS) for _ in range(chance.randint(2, 4))]
+    labels = [draw(SIMPLE_LABELS, ODD_LABELS) for _ in range(rng.randint(2, 4))]
     return al.Task(
         before + "{text}" + between + "{label}" + after,
         labels,
@@ -134,20 +132,18 @@ def task_of(chance: random.Random) -> al.Task:
     )
 
 
-def case_of(chance: random.Random) -> Case:
-    kind, task = chance.choice([*KINDS]), task_of(chance)
-    classes = [*range(len(task.labels))] * chance.randint(1, 2)
-    chance.shuffle(classes)
-    demos = [al.Example(text(chance), label) for label in classes]
-    queries = [
-        al.Example(text(chance), chance.choice(classes)) for _ in range(chance.randint(1, 4))
-    ]
+def case_of(rng: random.Random) -> Case:
+    kind, task = rng.choice([*KINDS]), task_of(rng)
+    classes = [*range(len(task.labels))] * rng.randint(1, 2)
+    rng.shuffle(classes)
+    demos = [al.Example(text(rng), label) for label in classes]
+    queries = [al.Example(text(rng), rng.choice(classes)) for _ in range(rng.randint(1, 4))]
     return Case(kind, task, demos, queries)
 
 
-def fuzzed_prompts(chance: random.Random) -> Ending:
+def fuzzed_prompts(rng: random.Random) -> Ending:
     try:
-        case = case_of(chance)
+        case = case_of(rng)
         tokenizer = made(case.kind)
         alone = built(case, batch_size=1)
     except PromptError:
@@ -155,7 +151,7 @@ def fuzzed_prompts(chance: random.Random) -> Ending:
     try:
         for query, row in zip(case.queries, rows(alone), strict=True):
             check_row(tokenizer, case, query, row, alone[0].label_token_ids.tolist())
-        check_batches(case, alone, chance.randint(2, 4))
+        check_batches(case, alone, rng.randint(2, 4))
     except AssertionError as error:
         raise Fault(f"{error}\n{case}") from error
     return "right"
@@ -166,7 +162,7 @@ def built(case: Case, **options: Any) -> list[al.PromptBatch]:
 
 
 def check_batches(case: Case, alone: list[al.PromptBatch], size: int) -> None:
-    """Batches are equal to single prompts, padded on either side."""
+    """Check that batches, padded on either side, are equal to single prompts."""
     for side in ("left", "right"):
         batches = built(case, batch_size=size, padding_side=side)
         assert rows(batches) == rows(alone), f"batches of {size}, padded on the {side}, differ"
@@ -189,8 +185,8 @@ def check_row(
     assert speller.spell(row.tokens, whole), f"the oracle cannot spell {whole!r}"
     for _, part, label in parts:
         if label >= 0:
-            first, last, found = next(words)
-            assert found == label, f"class {found} instead of {label}"
+            first, last, label_class = next(words)
+            assert label_class == label, f"class {label_class} instead of {label}"
             cut = [speller.normal(before), speller.normal(before + part)]
             ok = speller.normal(whole).startswith(cut[1]) and cut[1].startswith(cut[0])
             assert ok, f"normalised across the border of {part!r}"
@@ -205,7 +201,7 @@ def check_row(
 def check_first_tokens(
     tokenizer: Any, task: al.Task, whole: str, row: Row, label_token_ids: list[int]
 ) -> None:
-    """What follows the prompt where a label word is written behind it."""
+    """Check the first token of each label word that is appended to the prompt."""
     for word, token in zip(task.labels, label_token_ids, strict=True):
         tokens = tokenizer(whole + word)["input_ids"]
         after = tokens[len(row.tokens) :]
@@ -217,9 +213,9 @@ def check_first_tokens(
 
 
 class Speller:
-    """What tokens spell, as bytes: all of them, or, where spaces are not in them, all but spaces.
+    """Compares the bytes that tokens spell; leaves spaces out if the tokens do not spell them.
 
-    Tokens that are unknown may spell anything.
+    Unknown tokens may spell anything.
     """
 
     def __init__(self, kind: str) -> None:
@@ -232,7 +228,7 @@ class Speller:
         self.added = {number: str(token.content) for number, token in added.items()}
 
     def normal(self, written: str) -> bytes:
-        """What the tokens of a text spell. Marks such as <s> are found before it is normalised."""
+        """The bytes that a text becomes. Marks such as <s> are split off before normalising."""
         marks = "|".join(re.escape(name) for name in self.added.values())
         parts = re.split(f"({marks})", written) if marks else [written]
         if self.core.normalizer is not None:
@@ -253,7 +249,7 @@ class Speller:
         return self.spells(tokens, self.normal(written))
 
     def spells(self, tokens: list[int], expected: bytes) -> bool:
-        ends = {0}  # where the tokens up to here may end
+        ends = {0}  # positions at which the tokens read so far may end
         for token in tokens:
             if token == self.tokenizer.unk_token_id:
                 ends = {*range(min(ends), len(expected) + 1)}
@@ -268,7 +264,7 @@ class Speller:
         return len(expected) in ends
 
     def spelled(self, token: int) -> tuple[bytes, bool]:
-        """Its bytes, and whether the tokenizer may have added it, as it does a BOS."""
+        """The bytes of a token, and whether the tokenizer may have added it, like a BOS."""
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         if byte := re.fullmatch("<0x(..)>", name):
             return bytes.fromhex(byte[1]).translate(None, b"" if self.exact else SPACES), False
@@ -285,7 +281,7 @@ SPACES = b" \t\n\r\x0b\x0c"
 
 
 def past_spaces(written: bytes, end: int) -> list[int]:
-    """Where one may be after the spaces at ``end``, which some marks swallow."""
+    """Positions after none, some or all spaces at ``end``, because some marks take them in."""
     rest = written[end:].decode(errors="replace")
     count = len(rest) - len(rest.lstrip())
     return [end + len(rest[:k].encode()) for k in range(count + 1)]

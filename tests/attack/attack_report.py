@@ -1,4 +1,4 @@
-"""Texts that are html: the page has the same elements as with a harmless word in their place."""
+"""Texts that are html: the page has the same elements as with a harmless word instead."""
 
 import random
 from dataclasses import replace
@@ -38,45 +38,45 @@ PAYLOADS = [
 
 
 class Elements(HTMLParser):
-    """What a browser would make: elements with the names of their attributes, and their texts."""
+    """The elements that a browser would make, with the names of their attributes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.found: list[tuple[str, ...]] = []
+        self.elements: list[tuple[str, ...]] = []
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.found.append((tag, *(name for name, _ in attrs)))
+        self.elements.append((tag, *(name for name, _ in attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        self.found.append((f"/{tag}",))
+        self.elements.append((f"/{tag}",))
 
     def handle_comment(self, data: str) -> None:
-        self.found.append(("comment",))
+        self.elements.append(("comment",))
 
     def handle_decl(self, decl: str) -> None:
-        self.found.append(("declaration",))
+        self.elements.append(("declaration",))
 
     def handle_pi(self, data: str) -> None:
-        self.found.append(("instruction",))
+        self.elements.append(("instruction",))
 
     def unknown_decl(self, data: str) -> None:
-        self.found.append(("declaration", "unknown"))
+        self.elements.append(("declaration", "unknown"))
 
 
-def page(text: str, where: str) -> Path:
-    """A report with a text somewhere."""
-    here = scene()
-    record = here.results["saliency_flows"]
-    confusions = here.results["anchor_distances"]
+def page(text: str, field: str) -> Path:
+    """A report with the text in this field."""
+    setup = scene()
+    record = setup.results["saliency_flows"]
+    confusions = setup.results["anchor_distances"]
     labels = [text, *"bcdef"]
     settings: dict[str, dict[str, Any]] = {
         "title": {"title": text},
         "summary": {"summary": text},
         "setting": {"settings": {"model": text}},
         "name of a setting": {"settings": {text: 1}},
-        "figure": {"figures": {text: here.isolation.plot()}},
+        "figure": {"figures": {text: setup.isolation.plot()}},
     }
     records: dict[str, dict[str, al.Record]] = {
         "info": {"flows": replace(record, info={"model": text, "list": [text]})},
@@ -84,22 +84,22 @@ def page(text: str, where: str) -> Path:
         "name of a result": {text: record},
         "label": {"distances": replace(confusions, info={**confusions.info, "labels": labels})},
     }
-    results = records.get(where, {"flows": record})
-    return al.write_report(results, folder() / "page.html", **settings.get(where, {}))
+    results = records.get(field, {"flows": record})
+    return al.write_report(results, folder() / "page.html", **settings.get(field, {}))
 
 
-PLACES = [
+FIELDS = [
     *("title", "summary", "setting", "name of a setting", "figure", "info", "name in info"),
     *("name of a result", "label"),
 ]
 
 
-def payloads(chance: random.Random) -> Ending:
-    text, where = chance.choice(PAYLOADS), chance.choice(PLACES)
-    if chance.random() < 0.3:
-        text += chance.choice(PAYLOADS)
-    found, expected = (Elements(page(one, where)).found for one in (text, WORD))
-    if found != expected:
-        more = [one for one in found if one not in expected]
-        raise Fault(f"{text!r} as {where}: the page has other elements, {more[:3]}")
+def payloads(rng: random.Random) -> Ending:
+    text, field = rng.choice(PAYLOADS), rng.choice(FIELDS)
+    if rng.random() < 0.3:
+        text += rng.choice(PAYLOADS)
+    elements, expected = (Elements(page(word, field)).elements for word in (text, WORD))
+    if elements != expected:
+        added = [element for element in elements if element not in expected]
+        raise Fault(f"{text!r} as {field}: the page has other elements, {added[:3]}")
     return "right"

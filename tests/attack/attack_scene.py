@@ -1,4 +1,4 @@
-"""What the package is attacked with: a model, its prompts and results, and wrong values."""
+"""The material of the attack: a model, its prompts and results, and wrong values."""
 
 import random
 import tempfile
@@ -19,7 +19,7 @@ QUICK = QUIET | {"resamples": 2}
 
 
 class Scene:
-    """What the calls are made with."""
+    """A model, prompts, data and results that calls use."""
 
     def __init__(self) -> None:
         self.tokenizer = byte_level_tokenizer()
@@ -29,7 +29,7 @@ class Scene:
         self.examples = al.load_examples("questions")
         self.task = al.TASKS["trec"]
         self.demos = al.sample_demonstrations(self.examples)
-        self.queries = [one for one in self.examples if one not in self.demos][:4]
+        self.queries = [example for example in self.examples if example not in self.demos][:4]
         self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
@@ -42,7 +42,7 @@ class Scene:
         self.data.write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
 
     def state(self) -> tuple[Any, ...]:
-        """All that a call may not change."""
+        """Everything that a call must not change."""
         model = self.model
         return (
             hooks_on(model),
@@ -62,7 +62,7 @@ def scene() -> Scene:
 
 
 def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
-    """Batches that do not hold: of another vocabulary, shape, type, or out of range."""
+    """Invalid batches: of another vocabulary, shape or type, or out of range."""
 
     def changed(**changes: Any) -> al.PromptBatch:
         return replace(batch, **changes)
@@ -97,12 +97,12 @@ def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
 
 
 def odd_models() -> list[Any]:
-    here = scene()
-    return [tiny_gpt2(len(here.tokenizer)), torch.nn.Linear(2, 2), here.tokenizer, "gpt2"]
+    setup = scene()
+    return [tiny_gpt2(len(setup.tokenizer)), torch.nn.Linear(2, 2), setup.tokenizer, "gpt2"]
 
 
 def odd_options() -> list[Any]:
-    """Metrics of the package with options that are wrong."""
+    """Metrics of the package with wrong options."""
     kinds: list[tuple[Any, str, list[Any]]] = [
         (al.AnchorDistances, "directions", [0, -1, 10_000, 1.5]),
         (al.Loyalty, "top", [0, -1, 10_000, 1.5]),
@@ -112,7 +112,7 @@ def odd_options() -> list[Any]:
 
 
 def odd_hooks() -> list[Any]:
-    """Functions of the batch to hooks that are none, or that spoil the run."""
+    """Invalid values for ``hooks``, and hooks that break the run."""
     point = "blocks.0.attn.hook_pattern"
 
     def of(function: Any, name: Any = point) -> Any:

@@ -1,6 +1,6 @@
 """Tokenizers of many kinds, each made in memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,12 +19,19 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
-# Of the languages that the attacked texts have; without them every word would be unknown.
-MORE = ["naïve café Ünïcode ﬁne ½ Å", "привет мир", "שלום עולם", "مرحبا", "日本語 テスト", "한국어"]
+# Words in the languages of the attack; without them every such word would be unknown.
+OTHER_LANGUAGES = [
+    "naïve café Ünïcode ﬁne ½ Å",
+    "привет мир",
+    "שלום עולם",
+    "مرحبا",
+    "日本語 テスト",
+    "한국어",
+]
 
 
 def _trained(core: Tokenizer, trainer: Any) -> Tokenizer:
-    core.train_from_iterator([*TEXTS, *MORE * 5], trainer)
+    core.train_from_iterator([*TEXTS, *OTHER_LANGUAGES * 5], trainer)
     return core
 
 
@@ -92,7 +99,7 @@ def _metaspace(scheme: str, kind: str, normalizer: Any = None) -> PreTrainedToke
 
 
 def _llama_legacy() -> PreTrainedTokenizerFast:
-    """A space is put before the text, and spaces are symbols."""
+    """Puts a space before the text, and writes spaces as symbols."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     core.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -142,7 +149,7 @@ def _word_level() -> PreTrainedTokenizerFast:
 
 
 def _end_of_word() -> PreTrainedTokenizerFast:
-    """Like CLIP's: lower case, and a mark at the end of each word."""
+    """Like CLIP's tokenizer: lower case, with a mark at the end of each word."""
     core = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     core.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
@@ -162,7 +169,7 @@ def _end_of_word() -> PreTrainedTokenizerFast:
 
 
 def _added(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """With marks of a chat, some of which swallow the spaces around them."""
+    """Add marks of a chat, some of which take in the spaces around them."""
     tokenizer.add_tokens(
         [
             AddedToken("<|user|>", special=True),
@@ -212,7 +219,3 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 @cache
 def made(kind: str) -> PreTrainedTokenizerFast:
     return KINDS[kind]()
-
-
-def kinds() -> Iterator[str]:
-    return iter(KINDS)

@@ -1,8 +1,8 @@
-"""An attack is a list of seeded attempts: each ends right, is refused with a reason, or is a fault.
+"""Seeded attempts: each ends right, is refused with a reason, or is a fault.
 
-A section is a function of a source of chance. It returns how the attempt ended and raises
-``Fault`` (or anything else) where the package did not survive it. An attempt depends on the seed,
-the section's name and its number alone, so that each can be repeated by itself.
+A section is a function of a random generator. It returns the ending of the attempt, and raises
+``Fault`` or another error if the package fails. An attempt depends only on the seed, the section's
+name and its number, so each attempt can be repeated alone.
 """
 
 import random
@@ -20,12 +20,12 @@ Section = Callable[[random.Random], Ending]
 
 
 class Fault(AssertionError):
-    """The package did not survive; the message says what was given and what came."""
+    """The package failed; the message names the input and the outcome."""
 
 
 @dataclass
 class Tally:
-    """What became of the attempts of one section."""
+    """The endings and faults of the attempts of one section."""
 
     name: str
     endings: Counter[str] = field(default_factory=Counter)
@@ -40,25 +40,25 @@ class Tally:
         return " | ".join(map(str, ["", *cells, len(self.faults), ""])).strip()
 
 
-LIMIT = 120.0  # seconds for an attempt, which takes less than two
+LIMIT = 120.0  # seconds for an attempt, which usually takes less than two
 
 HEADER = """\
 | section | tried | right | refused with a reason | not survived |
 | --- | ---: | ---: | ---: | ---: |"""
 
 
-def chance_of(seed: int, name: str, number: int) -> random.Random:
+def generator_of(seed: int, name: str, number: int) -> random.Random:
     return random.Random(f"{seed} {name} {number}")
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """An attempt without an end is a fault too."""
+    """Raise a fault if an attempt takes longer."""
 
-    def ring(*_: object) -> None:
+    def time_out(*_: object) -> None:
         raise Fault(f"no answer in {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, time_out)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -68,13 +68,13 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def attack(name: str, section: Section, numbers: Sequence[int], seed: int) -> Tally:
-    """All attempts of a section; whatever one raises is a fault of that one."""
+    """Run the attempts of a section; an error in an attempt is a fault of that attempt only."""
     tally = Tally(name)
     for number in numbers:
         try:
             with warnings.catch_warnings(), within(LIMIT):
                 warnings.simplefilter("ignore")
-                tally.endings[section(chance_of(seed, name, number))] += 1
+                tally.endings[section(generator_of(seed, name, number))] += 1
         except Fault as fault:
             tally.faults.append((number, str(fault)))
         except Exception:
@@ -87,7 +87,7 @@ def table(tallies: Sequence[Tally]) -> str:
 
 
 def listing(tally: Tally, seed: int) -> str:
-    """Every fault with what repeats it."""
+    """Every fault with the options that repeat it."""
     lines = [
         f"- `--seed {seed} --repeat {tally.name}:{number}`\n  " + text.strip().replace("\n", "\n  ")
         for number, text in tally.faults

@@ -1,4 +1,4 @@
-"""A small seeded part of the attack (benchmarks/attack.py): nothing of it may fail."""
+"""A small seeded part of the attack (benchmarks/attack.py) must find no fault."""
 
 from typing import Any
 
@@ -13,9 +13,7 @@ from attempts import Section, attack, listing
 
 from anchorlens.prompts import build
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 SMALL: list[tuple[Section, int]] = [
     (fuzzed_prompts, 60),
@@ -31,19 +29,21 @@ SMALL: list[tuple[Section, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("section", "count"), SMALL, ids=[one.__name__ for one, _ in SMALL])
-def test_survives(section: Section, count: int) -> None:
+@pytest.mark.parametrize(
+    ("section", "count"), SMALL, ids=[section.__name__ for section, _ in SMALL]
+)
+def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     tally = attack(section.__name__, section, range(count), seed=0)
     assert tally.tried == count
     assert not tally.faults, listing(tally, seed=0)
 
 
 def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A section that cannot fail shows nothing."""
-    right = build._word
+    """This fault is put into the package, and the section must find it."""
+    original = build._word
 
     def ends_early(*arguments: Any) -> tuple[int, int]:
-        first, last = right(*arguments)
+        first, last = original(*arguments)
         return first, max(first, last - 1)
 
     monkeypatch.setattr(build, "_word", ends_early)

@@ -7,7 +7,7 @@ leaves the rest to fused attention, cannot be faster than fused attention that f
 """
 
 import torch
-from speed import in_turns, say
+from speed import in_turns, print_seconds
 from transformers import GPT2Config, GPT2Model
 
 
@@ -24,10 +24,10 @@ def main() -> None:
 
     for count, length in ((16, 16), (8, 128), (2, 900)):
         tokens = torch.randint(1000, (count, length))
-        works = {
+        variants = {
             attention: lambda a=attention, t=tokens: passes(a, t) for attention in ("eager", "sdpa")
         }
-        say(f"{count} prompts of {length}", in_turns(3, works), "eager", "")
+        print_seconds(f"{count} prompts of {length}", in_turns(3, variants), "eager", "")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The table of architectures as markdown, from the results of tests: ``make architectures``.
 
-Reads the files that ``pytest tests/test_matrix.py --matrix-results FILE`` wrote for one or several
-lines of TransformerLens.
+Reads the files that ``pytest tests/models/test_matrix.py --matrix-results FILE`` wrote for one or
+several lines of TransformerLens.
 """
 
 import json

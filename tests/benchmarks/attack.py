@@ -51,11 +51,11 @@ SIZES |= {"payloads": 40, "kills": 20}
 
 def killed_runs(kills: int, seed: int) -> Tally:
     """Runs that are killed: half at random moments, half at a write, an fsync or a rename."""
-    given = scene()
+    setup = scene()
 
     def work(folder: Path) -> str:
         options: dict[str, Any] = {"folder": folder, "resamples": 5, "progress": False}
-        return digest_of(al.run(given.model, given.batches, METRICS, **options))
+        return digest_of(al.run(setup.model, setup.batches, METRICS, **options))
 
     tally = Tally("killed_runs")
     with tempfile.TemporaryDirectory() as root:

@@ -57,18 +57,18 @@ def main(options: argparse.Namespace) -> None:
     kinds: dict[str, Callable[..., Any]] = {"bridge": al.load_model}
     if version("transformer-lens") < "4":
         kinds["HookedTransformer"] = partial(hooked_transformer, fold_value_biases=False)
-    known = json.loads(options.numbers.read_text()) if options.numbers.exists() else {}
+    stored = json.loads(options.numbers.read_text()) if options.numbers.exists() else {}
     for kind, make in kinds.items():
         model = make(copy.deepcopy(weights), tokenizer=copy.deepcopy(tokenizer))
         al.prepare_model(model)
         computed = indices_of(model, options.train, options.test, options.queries)
-        for other, numbers in known.items():
+        for other, numbers in stored.items():
             for name, values in numbers.items():
                 pairs = zip(values, computed[name], strict=True)
                 largest = max(abs(a - b) for a, b in pairs)
                 print(f"{kind}, {line} - {other}: {name}: {largest:.1e}")
-        known[f"{kind}, {line}"] = computed
-    options.numbers.write_text(json.dumps(known))
+        stored[f"{kind}, {line}"] = computed
+    options.numbers.write_text(json.dumps(stored))
 
 
 if __name__ == "__main__":

@@ -240,8 +240,8 @@ SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] =
 }
 
 
-def before(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
-    """Plain percentiles within sets; pooled only if every prompt has its own set."""
+def plain_interval(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+    """Plain percentiles within sets. Prompts are pooled only if each has a separate set."""
     sets = rows["demonstrations_id"]
     if len(sets.unique()) == len(sets):
         sets = torch.zeros_like(sets)
@@ -264,9 +264,9 @@ def coverage(
     """Share of the intervals that hold the true value, over at least ``repeats`` trials."""
     trial, result, name = (QUANTITIES | SLOW)[quantity]
     sizes, effect = LAYOUTS[layout]
-    held: list[Tensor] = []
-    while sum(map(len, held)) < repeats:
-        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(held)))
+    covered: list[Tensor] = []
+    while sum(map(len, covered)) < repeats:
+        prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(covered)))
         rows, true = trial(prompts)
         rows["demonstrations_id"] = prompts.sets
         low, high = interval(result, rows, name, resamples)
@@ -274,14 +274,16 @@ def coverage(
         trials = torch.ones_like(true).bool()
         if name in ("gain", "anchor_distance"):
             trials = (true != 0) & (true != 1)
-        held.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
-    return float(torch.cat(held).double().mean())
+        covered.append(((low <= true + 1e-9) & (true <= high + 1e-9))[trials])
+    return float(torch.cat(covered).double().mean())
 
 
-def after(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+def package_interval(
+    result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int
+) -> Tensor:
     """The package's interval."""
-    made = with_intervals(result, rows, resamples=resamples, info={})
-    return made.intervals[name]
+    record = with_intervals(result, rows, resamples=resamples, info={})
+    return record.intervals[name]
 
 
 def print_table(
@@ -292,8 +294,11 @@ def print_table(
     for layout in layouts:
         cells = []
         for quantity in quantities:
-            old, new = (coverage(quantity, layout, repeats, f, resamples) for f in (before, after))
-            cells.append(f"{old:.2f} / {new:.2f}")
+            plain, ours = (
+                coverage(quantity, layout, repeats, f, resamples)
+                for f in (plain_interval, package_interval)
+            )
+            cells.append(f"{plain:.2f} / {ours:.2f}")
         print(f"| {layout} | {' | '.join(cells)} |", flush=True)
     print()
 
@@ -330,8 +335,10 @@ def print_methods(repeats: int) -> None:
                 ]
             )
         low, high = np.moveaxis(np.array(ends), -1, 0)
-        held = ((low <= true) & (true <= high)).mean(0)
-        cells = [f"{c:.2f}, {w:.2f}" for c, w in zip(held, np.median(high - low, 0), strict=True)]
+        covered = ((low <= true) & (true <= high)).mean(0)
+        cells = [
+            f"{c:.2f}, {w:.2f}" for c, w in zip(covered, np.median(high - low, 0), strict=True)
+        ]
         print(f"| {n}, {kind} | {' | '.join(cells)} |", flush=True)
     print()
 

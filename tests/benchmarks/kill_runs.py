@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def forked(work: Callable[[], str]) -> tuple[int, int]:
-    """Start ``work`` in a new process; returns its process id and a pipe with its result."""
+    """Start ``work`` in a new process; return its process id and a pipe with its result."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -153,17 +153,17 @@ class Trials:
 
     def at_random(self, kills: int, seed: int = 0) -> tuple[int, Counter[int]]:
         """Kill runs at random moments: how many resume as expected, and their numbers of files."""
-        moments, equal, killed, had = random.Random(seed), 0, 0, Counter[int]()
+        moments, equal, killed, file_counts = random.Random(seed), 0, 0, Counter[int]()
         while killed < kills:
             folder = self.folder()
             child = forked(lambda folder=folder: self.work(folder))  # type: ignore[misc]
             time.sleep(moments.random() * self.duration)
             os.kill(child[0], signal.SIGKILL)
-            if end_of(child)[0] == -signal.SIGKILL:  # and had not ended before
+            if end_of(child)[0] == -signal.SIGKILL:  # it had not ended before
                 killed += 1
-                had[len(contents(folder)) if folder.exists() else 0] += 1
+                file_counts[len(contents(folder)) if folder.exists() else 0] += 1
                 equal += self.resumes(folder)
-        return equal, had
+        return equal, file_counts
 
     def steps(self) -> int:
         """Number of writes, fsyncs and renames of a run."""
@@ -197,7 +197,7 @@ def command(
     def work() -> str:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        sys.stdout = sys.stderr = output  # pytest has put others there
+        sys.stdout = sys.stderr = output  # pytest has replaced them
         sys.argv = ["anchorlens", *arguments, "--out", str(out)]
         command_line.main()
         return ""
@@ -266,12 +266,12 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as root:
         right = commands(Path(root))
         trials = Trials(work, Path(root) / "trials")
-        equal, had = trials.at_random(options.random)
+        equal, file_counts = trials.at_random(options.random)
         print(
             f"killed at random moments of {trials.duration:.2f} s: "
             f"{equal} of {options.random} resumed"
         )
-        print(f"files written before, of {len(trials.files)}: {dict(sorted(had.items()))}")
+        print(f"files written before, of {len(trials.files)}: {dict(sorted(file_counts.items()))}")
         right &= equal == options.random
         count = trials.steps()
         chosen = sorted(random.Random(1).sample(range(1, count + 1), min(count, options.steps)))

@@ -3,10 +3,10 @@
     python tests/benchmarks/long_prompts.py
 
 A random model of GPT-2's size with 4096 positions and a small vocabulary runs one prompt of that
-length with ten label words. Each way runs in its own process, and the ways take turns. Peak memory
-is the largest resident size during the pass minus the size before it, after a short prompt has
-warmed the model up. Storing all layers takes 16 GB. Plain transformers also stores the gradients
-and takes half as much again (--ways transformers kept checkpointed --length 2048).
+length with ten label words. Each variant runs in a separate process, and the variants take turns.
+Peak memory is the largest resident size during the pass minus the size before it, after a short
+prompt has warmed the model up. Storing all layers takes 16 GB. Plain transformers also stores the
+gradients and takes half as much again (--ways transformers kept checkpointed --length 2048).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
 
-WAYS = ("transformers", "kept", "checkpointed")
+VARIANTS = ("transformers", "kept", "checkpointed")
 MEASURED = ("memory", "seconds", "work")
 LABELS = 10
 
@@ -69,19 +69,19 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-def measure(way: str, length: int) -> None:
-    """Run one way in this process; prints gigabytes, seconds and flows."""
+def measure(variant: str, length: int) -> None:
+    """Run one variant in this process; print gigabytes, seconds and flows."""
     tokenizer = byte_level_tokenizer()
     model: Any = weights(length, len(tokenizer))
-    if way == "transformers":
+    if variant == "transformers":
         model.set_attn_implementation("eager")
         model.requires_grad_(False)
     else:
         model = al.load_model(model, tokenizer=tokenizer, device="cpu")
-    options: dict[str, Any] = {"gradient_checkpointing": True} if way == "checkpointed" else {}
+    options: dict[str, Any] = {"gradient_checkpointing": True} if variant == "checkpointed" else {}
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
-        if way == "transformers":
+        if variant == "transformers":
             return transformers_alone(model, batch)
         metrics = [al.SaliencyFlows()]
         results = al.run(model, [batch], metrics, resamples=0, progress=False, **options)
@@ -103,34 +103,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[1:])
+    parser.add_argument("--ways", nargs="+", choices=VARIANTS, default=VARIANTS[1:])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         return measure(options.ways[0], options.length)
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.ways}
     for _ in range(options.repeats):
-        for way in options.ways:
-            command = [sys.executable, __file__, "--one", "--ways", way]
+        for variant in options.ways:
+            command = [sys.executable, __file__, "--one", "--ways", variant]
             command += ["--length", str(options.length)]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            runs[way].append(json.loads(done.stdout.splitlines()[-1]))
-            print(way, *(f"{runs[way][-1][key]:.2f}" for key in MEASURED), flush=True)
+            runs[variant].append(json.loads(done.stdout.splitlines()[-1]))
+            print(variant, *(f"{runs[variant][-1][key]:.2f}" for key in MEASURED), flush=True)
     memory, took, work = (
-        {way: statistics.median(run[key] for run in of_way) for way, of_way in runs.items()}
+        {
+            variant: statistics.median(run[key] for run in its_runs)
+            for variant, its_runs in runs.items()
+        }
         for key in MEASURED
     )
     last = options.ways[-1]
     reference = torch.tensor(runs[last][0]["flows"])
-    for way in options.ways:
-        values = torch.tensor(runs[way][0]["flows"])
+    for variant in options.ways:
+        values = torch.tensor(runs[variant][0]["flows"])
         difference = float((values - reference).abs().max() / reference.abs().max())
-        ratios = [a["seconds"] / b["seconds"] for a, b in zip(runs[last], runs[way], strict=True)]
+        ratios = [
+            a["seconds"] / b["seconds"] for a, b in zip(runs[last], runs[variant], strict=True)
+        ]
         print(
-            f"{way}: {memory[way]:.2f} GB in {took[way]:.1f} s; {last} / {way}: memory "
-            f"{memory[last] / memory[way]:.3f}, time {statistics.median(ratios):.2f} "
+            f"{variant}: {memory[variant]:.2f} GB in {took[variant]:.1f} s; {last} / {variant}: "
+            f"memory {memory[last] / memory[variant]:.3f}, time {statistics.median(ratios):.2f} "
             f"({min(ratios):.2f} to {max(ratios):.2f}), processor time "
-            f"{work[last] / work[way]:.2f}; flows differ by {difference:.1e}"
+            f"{work[last] / work[variant]:.2f}; flows differ by {difference:.1e}"
         )
     return None
 

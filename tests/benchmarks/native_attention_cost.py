@@ -3,9 +3,9 @@
     python tests/benchmarks/native_attention_cost.py
 
 The bridge computes the attention of a random Llama of GPT-2's size itself. Its modules are then
-wrapped like those of GPT-J, so the same model runs both ways. Prints the ratios of wall times of
-saliency flows and of a plain forward pass, measured in turns, and the ratio of peak memory, each
-measured in its own process.
+wrapped like those of GPT-J, so the same model runs with both kinds of attention. Prints the
+ratios of wall times of saliency flows and of a plain forward pass, measured in turns, and the ratio
+of peak memory. Each peak is measured in a separate process.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def wrap(model: Any) -> None:
         vars(block.attn)["forward"] = partial(native_attention._run_native, block.attn)
 
 
-def main(way: str | None, repeats: int) -> None:
+def main(variant: str | None, repeats: int) -> None:
     model = llama_of_gpt2_size(byte_level_tokenizer())
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=1, seed=42)
@@ -57,8 +57,8 @@ def main(way: str | None, repeats: int) -> None:
     def forward() -> Any:
         return [run_pass(model, batch) for batch in batches]
 
-    if way:  # in its own process, to measure its peak memory
-        if way == "wrapped":
+    if variant:  # in a separate process, to measure peak memory
+        if variant == "wrapped":
             wrap(model)
         flows()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -82,8 +82,8 @@ def main(way: str | None, repeats: int) -> None:
     peaks = {}
     for name in ("wrapped", "native"):
         command = [sys.executable, __file__, "--way", name]
-        done = subprocess.run(command, capture_output=True, check=True, text=True)
-        peaks[name] = int(done.stdout)
+        completed = subprocess.run(command, capture_output=True, check=True, text=True)
+        peaks[name] = int(completed.stdout)
     print(f"peak memory: wrapped / native {peaks['wrapped'] / peaks['native']:.2f}")
 
 

@@ -38,8 +38,8 @@ def measure(weights: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, Tenso
     }
 
 
-def compare(title: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, values in found.items():
+def compare(title: str, values_by_name: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, values in values_by_name.items():
         difference = (values - expected[name]).abs()
         # Shares and AUCROC are numbers from 0 to 1; for flows the difference is relative. Flows to
         # label words in the last layer are 0, because no later layer uses them.
@@ -62,10 +62,10 @@ if __name__ == "__main__":
     for dtype in (torch.bfloat16, torch.float16):
         rounded = copy.deepcopy(weights).to(dtype).to(torch.float32)
         try:
-            found = measure(weights, tokenizer, dtype)
+            low_precision = measure(weights, tokenizer, dtype)
         except ModelError as error:  # Gemma 3 overflows in float16
             print(f"{dtype}: {error}")
             continue
-        compare(f"{dtype} against float32", found, exact)
+        compare(f"{dtype} against float32", low_precision, exact)
         same_weights = measure(rounded, tokenizer, torch.float32)
-        compare(f"{dtype}, arithmetic alone", found, same_weights)
+        compare(f"{dtype}, arithmetic alone", low_precision, same_weights)

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/processes.py
 
-A random model of GPT-2's size with 1000 tokens. The three ways take turns. Only the run itself is
-timed, after all processes have started. Prints seconds on the clock, and processor seconds of the
-busiest process, which are more reliable on a machine with other work.
+A random model of GPT-2's size with 1000 tokens. The three variants take turns. Only the run
+itself is timed, after all processes have started. Prints seconds on the clock, and processor
+seconds of the busiest process, which are more reliable on a machine with other work.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import anchorlens as al
 from anchorlens.system.processes import gather_from_processes
 
-WAYS = {
+VARIANTS = {
     "1 process, 1 thread": (1, 1),
     "1 process, 2 threads": (1, 2),
     "2 processes, 1 thread each": (2, 1),
@@ -65,18 +65,18 @@ def main() -> None:
     queries = [example for example in examples if example not in demos][: options.queries]
     batches = al.build_prompts(model.tokenizer, al.TASKS["trec"], demos, queries, batch_size=4)
 
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    work: dict[str, list[float]] = {name: [] for name in WAYS}
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    work: dict[str, list[float]] = {name: [] for name in VARIANTS}
     numbers = {}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "results"
         for _ in range(options.repeats):
-            for name, (processes, threads) in WAYS.items():
+            for name, (processes, threads) in VARIANTS.items():
                 debug_launcher(in_process, (model, batches, threads, path), processes)
                 seconds, worked, numbers[name] = torch.load(path)
                 times[name].append(seconds)
                 work[name].append(worked)
-    first, _, last = WAYS
+    first, _, last = VARIANTS
     assert torch.equal(numbers[first], numbers[last])
     print(f"flows of {len(queries)} prompts in {len(batches)} batches, {options.repeats} repeats")
     for name, taken in times.items():

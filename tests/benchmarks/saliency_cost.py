@@ -75,20 +75,24 @@ def compare(name: str, weights: Any, tokenizer: Any, repeats: int, prompts: int)
     def flows() -> None:
         al.run(model, batches, [al.SaliencyFlows()], resamples=0, progress=False)
 
-    ways = {"flows": flows, "hooked": floor, "plain": lambda: plain_transformers(plain, batches)}
-    seconds(lambda: [work() for work in ways.values()])  # warm-up
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    variants = {
+        "flows": flows,
+        "hooked": floor,
+        "plain": lambda: plain_transformers(plain, batches),
+    }
+    seconds(lambda: [work() for work in variants.values()])  # warm-up
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in range(repeats):
-        for way, work in ways.items():
-            times[way].append(seconds(work))
-    median = {way: statistics.median(values) for way, values in times.items()}
-    for way in ("hooked", "plain"):
-        ratios = [a / b for a, b in zip(times["flows"], times[way], strict=True)]
+        for variant, work in variants.items():
+            times[variant].append(seconds(work))
+    median = {variant: statistics.median(values) for variant, values in times.items()}
+    for variant in ("hooked", "plain"):
+        ratios = [a / b for a, b in zip(times["flows"], times[variant], strict=True)]
         print(
             f"{name}, {prompts} prompts: saliency flows cost {statistics.median(ratios):.2f} times "
-            f"{'the same hooked model' if way == 'hooked' else 'plain transformers'} "
+            f"{'the same hooked model' if variant == 'hooked' else 'plain transformers'} "
             f"(from {min(ratios):.2f} to {max(ratios):.2f}; {median['flows']:.1f} s against "
-            f"{median[way]:.1f} s)",
+            f"{median[variant]:.1f} s)",
             flush=True,
         )
 

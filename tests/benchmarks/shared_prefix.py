@@ -52,11 +52,11 @@ def main() -> None:
         def isolation_of(prompts: list[al.PromptBatch]) -> dict[str, al.Record]:
             return {"": al.isolation_loyalty(model, prompts, range(5), **quiet)}
 
-        works = {
+        variants = {
             "AUCROC, distances, accuracy": metrics_of,
             "isolation, 10 controls": isolation_of,
         }
-        for name, work in works.items():
+        for name, work in variants.items():
             shared_time, shared = timed(partial(work, batches))
             with patch.object(trial, "_shared_lengths", lambda batches: {}):
                 whole_time, whole = timed(partial(work, batches))

@@ -2,12 +2,12 @@
 
     PYTHONPATH=tests/references python tests/benchmarks/speed.py --model M --train F --test F
 
-Each table is one run. Because a machine's speed drifts, the ways take turns: in every turn a fast
-way does the whole work, and a slow way a part of it. The printed largest differences show that the
-ways give the same numbers. *One prompt at a time* is the procedure of the paper's published code in
-plain transformers (``published_way.py``). *Naive TransformerLens* runs each prompt with
-``run_with_hooks`` and takes the last of all logits. The *floor* is plain transformers in batches
-over only the tokens that are needed, with only the logits of target positions.
+Each table is one run. Because a machine's speed drifts, the variants take turns: in every turn a
+fast variant does the whole work, and a slow variant a part of it. The printed largest differences
+show that the variants give the same numbers. *One prompt at a time* is the procedure of the paper's
+published code in plain transformers (``published_way.py``). *Naive TransformerLens* runs each
+prompt with ``run_with_hooks`` and takes the last of all logits. The *floor* is plain transformers
+in batches over only the tokens that are needed, with only the logits of target positions.
 """
 
 import argparse
@@ -41,13 +41,13 @@ def in_turns(
     parts: Mapping[str, Callable[[Batches], Any]] | None = None,
     batches: Batches = (),
 ) -> dict[str, float]:
-    """Seconds of each way for all batches: the mean over turns, or the sum of its parts."""
+    """Seconds of each variant for all batches: the mean over turns, or the sum of its parts."""
     parts = parts or {}
     turns = min(turns, len(batches)) if parts else turns
     spent = dict.fromkeys([*whole, *parts], 0.0)
     for turn in range(turns):
         part = batches[turn::turns]
-        work = dict(whole) | {name: partial(way, part) for name, way in parts.items()}
+        work = dict(whole) | {name: partial(variant, part) for name, variant in parts.items()}
         for name, do in work.items():
             begin = time.perf_counter()
             do()
@@ -57,28 +57,28 @@ def in_turns(
     return spent
 
 
-def say(title: str, seconds: Mapping[str, float], ours: str, off: str) -> None:
+def print_seconds(title: str, seconds: Mapping[str, float], ours: str, off: str) -> None:
     print(f"\n{title}\n\n| | seconds | times ours |\n| --- | --- | --- |")
     for name, value in seconds.items():
         print(f"| {name} | {value:.1f} | {value / seconds[ours]:.2f} |")
     print(f"\n{off}", flush=True)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def difference(ours: Tensor, expected: Tensor) -> float:
+    return float((ours - expected).abs().max() / expected.abs().max())
 
 
 def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """AUCROC, and loyalty with isolated words in the first and last 5 layers, with a control."""
-    places = al.sites.first_and_last(model, [5])
-    cuts = cuts_of(model, places)
+    sites = al.sites.first_and_last(model, [5])
+    cuts = cuts_of(model, sites)
     records: dict[str, Any] = {}
     passes: list[Any] = []  # for each part: rows for AUCROC, clean logits, isolated logits
 
     def ours() -> None:
-        records.update(isolate_and_watch(model, batches, places))
+        records.update(isolation_and_aucroc(model, batches, sites))
 
-    def one(part: Batches) -> None:
+    def one_at_a_time(part: Batches) -> None:
         rows, clean = published_way.attention_and_logits(weights, part)
         passes.append((rows, clean, published_way.isolated_logits(weights, part, cuts)))
 
@@ -95,23 +95,23 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
                 for change in hooks:
                     model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
 
-    ready = shared_passes(model, batches, [no_hooks])  # its trial does not belong to the floor
+    shared = shared_passes(model, batches, [no_hooks])  # its trial does not belong to the floor
 
     def floor() -> None:
         for _ in range(1 + len(cuts)):
-            queries_after_demonstrations(weights, ready, batches)
+            queries_after_demonstrations(weights, shared, batches)
 
-    slow = f"naive TransformerLens, without AUCROC ({NAIVE} prompts of each batch)"
+    naive_name = f"naive TransformerLens, without AUCROC ({NAIVE} prompts of each batch)"
     whole = {"anchorlens": ours, "floor: plain passes of all settings over the same tokens": floor}
-    parts = {"one prompt at a time, target logits only": one, slow: naive}
+    parts = {"one prompt at a time, target logits only": one_at_a_time, naive_name: naive}
     seconds = in_turns(turns, whole, parts, batches)
-    seconds[slow] *= sum(map(len, batches)) / (NAIVE * len(batches))
+    seconds[naive_name] *= sum(map(len, batches)) / (NAIVE * len(batches))
     auc, words = indices_of(passes, batches[0].label_token_ids)
-    found = {f"{name}/None": records[name].word_loyalty for name in places}
-    found |= {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in places}
+    ours_by_name = {f"{name}/None": records[name].word_loyalty for name in sites}
+    ours_by_name |= {f"{name}/{DRAW}": records[name].random_word_loyalty[0] for name in sites}
     off_auc = float((records["attention_aucroc"].aucroc - auc).abs().max())
-    off_words = max(float((found[name] - words[name]).abs()) for name in words)
-    say(
+    off_words = max(float((ours_by_name[name] - words[name]).abs()) for name in words)
+    print_seconds(
         f"AUCROC and loyalty, first and last 5 layers with a control, {prompts(batches)}",
         seconds,
         "anchorlens",
@@ -131,19 +131,19 @@ def indices_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Te
     return al.AttentionAUCROC().result(joined).aucroc, words
 
 
-def isolate_and_watch(
-    model: Any, batches: Batches, places: Mapping[str, al.Site]
+def isolation_and_aucroc(
+    model: Any, batches: Batches, sites: Mapping[str, al.Site]
 ) -> dict[str, Any]:
     """All numbers of the first table in one call."""
     metrics = [al.AttentionAUCROC()]
     options = {"draws": 1, "seed": DRAW, "resamples": 0} | QUIET
-    return al.isolation_sweep(model, batches, places, metrics=metrics, **options)
+    return al.isolation_sweep(model, batches, sites, metrics=metrics, **options)
 
 
-def cuts_of(model: Any, places: Mapping[str, al.Site]) -> dict[str, Any]:
+def cuts_of(model: Any, sites: Mapping[str, al.Site]) -> dict[str, Any]:
     """The layers and the draw of each change; a draw of None isolates the label words."""
-    numbers = {name: layer_numbers(model, where.layers) for name, where in places.items()}
-    return {f"{name}/{draw}": (numbers[name], draw) for name in places for draw in (None, DRAW)}
+    numbers = {name: layer_numbers(model, site.layers) for name, site in sites.items()}
+    return {f"{name}/{draw}": (numbers[name], draw) for name in sites for draw in (None, DRAW)}
 
 
 def queries_after_demonstrations(weights: Any, passes: Passes, batches: Batches) -> None:
@@ -196,21 +196,21 @@ def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     seconds = in_turns(turns, whole, parts, batches)
     off = difference(ours_by_name["flows"], torch.cat(one_at_a_time).double().mean(0))
     title = f"Saliency flows of all layers, {prompts(batches)}"
-    say(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
+    print_seconds(title, seconds, "anchorlens", f"flows differ by {off:.1e} of the largest")
 
 
 def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """al.run with AUCROC and accuracy, as a user calls it, compared with plain passes."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
     passes = shared_passes(model, batches, [no_hooks])
-    ways = {
+    variants = {
         "al.run, 200 bootstrap resamples": lambda: al.run(model, batches, metrics, **QUIET),
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
         "floor: plain passes": lambda: queries_after_demonstrations(weights, passes, batches),
     }
-    seconds = in_turns(turns, ways)
+    seconds = in_turns(turns, variants)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"
-    say(title, seconds, next(iter(ways)), "")
+    print_seconds(title, seconds, next(iter(variants)), "")
 
 
 def prompts(batches: Batches) -> str:
@@ -250,15 +250,15 @@ def growth() -> None:
         batches = al.build_prompts(
             model.tokenizer, few_labels, demos, queries[: size["count"]], batch_size=20
         )
-        places = al.sites.first_and_last(model, [5])
-        cuts = cuts_of(model, places)
+        sites = al.sites.first_and_last(model, [5])
+        cuts = cuts_of(model, sites)
 
-        def one(part: Batches, weights: Any = weights, cuts: Any = cuts) -> None:
+        def one_at_a_time(part: Batches, weights: Any = weights, cuts: Any = cuts) -> None:
             published_way.attention_and_logits(weights, part)
             published_way.isolated_logits(weights, part, cuts)
 
-        ours = partial(isolate_and_watch, model, batches, places)
-        seconds = in_turns(1, {"ours": ours}, {"one": one}, batches)
+        ours = partial(isolation_and_aucroc, model, batches, sites)
+        seconds = in_turns(1, {"ours": ours}, {"one": one_at_a_time}, batches)
         length = max(batch.tokens.shape[1] for batch in batches)
         print(
             f"| {size['layers']} | {size['classes']} | {size['shots']} | {length} | "

@@ -1,4 +1,4 @@
-"""The command line: the files it writes, and one line for a user's mistake."""
+"""The command line writes its files, and prints one line for a mistake of the user."""
 
 import json
 import subprocess
@@ -14,17 +14,15 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import anchorlens as al
 from anchorlens.cli import commands
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
 
 
 def call(monkeypatch: Any, *arguments: str) -> int:
-    """Run the command in this process; the exit status."""
+    """Run the command in this process and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["anchorlens", *arguments])
-    monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; put back afterwards
+    monkeypatch.setattr("warnings.formatwarning", None)  # main sets it; monkeypatch restores it
     with pytest.raises(SystemExit) as stop:
         commands.main()
     return int(stop.value.code or 0)
@@ -73,7 +71,7 @@ def test_run_takes_a_file_and_several_seeds(
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
-def test_another_run_in_the_same_folder_asks_for_fresh(
+def test_a_different_run_in_the_same_folder_needs_fresh(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     arguments = [
@@ -85,13 +83,15 @@ def test_another_run_in_the_same_folder_asks_for_fresh(
         str(tmp_path),
         *QUICK,
     ]
-    mine = tmp_path / "questions" / "rows" / "mine.txt"
+    users_file = tmp_path / "questions" / "rows" / "mine.txt"
     assert call(monkeypatch, "run", *arguments) == 0
-    mine.write_text("mine")
+    users_file.write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
     assert call(monkeypatch, "run", *arguments, "--seed", "7") == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {mine.parent / 'metrics'} holds the rows of another run; use")
+    assert error.startswith(
+        f"error: {users_file.parent / 'metrics'} holds the rows of another run; use"
+    )
     assert "--fresh" in error and "prompts: stored" in error
     # A command that fails deletes nothing.
     assert call(monkeypatch, "run", *arguments, "--fresh", "--depth", "99") == 1
@@ -102,16 +102,16 @@ def test_another_run_in_the_same_folder_asks_for_fresh(
     assert call(monkeypatch, "run", *arguments, "--seed", "7", "--fresh") == 0
     after = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}
     assert after.keys() == before.keys() and not after.items() & before.items()
-    assert mine.read_text() == "mine"
+    assert users_file.read_text() == "mine"
 
 
-def test_out_of_memory_is_one_line(
+def test_out_of_memory_is_an_error_of_one_line(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    def full(*_: Any) -> None:
+    def raise_out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr("anchorlens.cli.commands.analyse", full)
+    monkeypatch.setattr("anchorlens.cli.commands.analyse", raise_out_of_memory)
     arguments = ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)]
     assert call(monkeypatch, "run", *arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -150,7 +150,7 @@ def test_help_lists_the_options(monkeypatch: Any, capsys: Any) -> None:
         (["--task", "questions", "--queries", "5"], "more prompts than directions (10)"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_a_mistake_is_an_error_of_one_line(
     monkeypatch: Any,
     model_folder: Path,
     tmp_path: Path,
@@ -165,13 +165,15 @@ def test_mistakes_are_one_line(
     assert words in error[0]
 
 
-def test_a_device_that_is_not_there(monkeypatch: Any, model_folder: Path, capsys: Any) -> None:
+def test_the_error_names_a_device_that_does_not_exist(
+    monkeypatch: Any, model_folder: Path, capsys: Any
+) -> None:
     arguments = ("--model", str(model_folder), "--task", "questions", "--device", "foo")
     assert call(monkeypatch, "run", *arguments) == 1
     assert "device 'foo'" in capsys.readouterr().err
 
 
-def test_out_that_is_a_file(
+def test_out_cannot_be_a_file(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -179,23 +181,25 @@ def test_out_that_is_a_file(
     assert "error: --out" in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_be_loaded_names_the_option(monkeypatch: Any, capsys: Any) -> None:
+def test_the_error_for_a_model_that_cannot_be_loaded_names_the_option(
+    monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert call(monkeypatch, "demo") == 1
     assert "--model" in capsys.readouterr().err
 
 
-def test_command_is_installed() -> None:
+def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "anchorlens"
-    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
-    assert "demo" in done.stdout
+    completed = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert "demo" in completed.stdout
 
 
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
-def test_without_an_impossible_metric_the_others_are_computed(
+def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """GPT-NeoX without the wrapper that calls the hooks of its rotated queries and keys."""
+    """The model is GPT-NeoX without the wrapper that calls hooks of rotated queries and keys."""
     monkeypatch.setattr("anchorlens.models.load.wrap_operands", lambda attention: False)
     config = GPTNeoXConfig(
         vocab_size=len(byte_level),

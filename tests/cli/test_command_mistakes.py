@@ -1,4 +1,4 @@
-"""Mistakes on the command line are found before weights are loaded, and are one line."""
+"""A mistake on the command line is an error of one line, most often before weights are loaded."""
 
 import json
 import re
@@ -9,9 +9,7 @@ import pytest
 from test_cli import call
 from tiny_models import tiny_gpt2
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 FILES: dict[str, list[dict[str, Any]]] = {
     "good": [{"text": f"film {k}", "label": k % 2} for k in range(60)],
@@ -44,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def error_of(captured: Any) -> str:
-    """The line of a mistake, which says so if it names something of Python."""
+    """The line of the error. If it names something of Python, it contains the word Python."""
     lines = captured.err.splitlines()
     (line,) = [text for text in lines if text.startswith("error: ")]
     of_python = re.search(r"\b[a-z_]+=|\bal\.|[^-]dtype\b", line)
@@ -80,7 +78,7 @@ def error_of(captured: Any) -> str:
         (["--out", "good.jsonl/under"], "cannot be a folder: Not a directory"),
     ],
 )
-def test_run_checks_what_it_can_before_weights_are_loaded(
+def test_run_finds_mistakes_before_it_loads_weights(
     monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
@@ -105,7 +103,7 @@ def test_run_checks_what_it_can_before_weights_are_loaded(
         (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
     ],
 )
-def test_paper_checks_what_it_can_before_weights_are_loaded(
+def test_paper_finds_mistakes_before_it_loads_weights(
     monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(data)
@@ -126,7 +124,7 @@ def test_paper_checks_what_it_can_before_weights_are_loaded(
         (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
     ],
 )
-def test_demo_checks_what_it_can_before_weights_are_loaded(
+def test_demo_finds_mistakes_before_it_loads_weights(
     monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], words: str
 ) -> None:
     monkeypatch.setattr("anchorlens.cli.commands.load_model", None)
@@ -144,7 +142,7 @@ def test_demo_checks_what_it_can_before_weights_are_loaded(
         (["--device", "foo"], "cannot be put on the device 'foo'"),
     ],
 )
-def test_mistakes_that_need_the_model_are_one_line_too(
+def test_a_mistake_that_needs_the_model_is_an_error_of_one_line(
     monkeypatch: Any,
     data: Path,
     model_folder: Path,
@@ -157,14 +155,16 @@ def test_mistakes_that_need_the_model_are_one_line_too(
     assert words in error_of(capsys.readouterr())
 
 
-def test_a_model_without_a_tokenizer(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_without_a_tokenizer_is_an_error(
+    monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
     tiny_gpt2(700).save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     assert call(monkeypatch, *RUN, *arguments) == 1
     assert "the tokenizer gives no tokens for 'Review: x" in error_of(capsys.readouterr())
 
 
-def test_a_limit_of_the_tokenizer(
+def test_prompts_over_the_limit_of_the_tokenizer_are_an_error(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
     folder = tmp_path / "model"
@@ -188,7 +188,9 @@ def test_numbers_out_of_range_are_usage_errors(
 
 
 @pytest.mark.parametrize("command", ["demo", "run", "paper"])
-def test_an_old_option_names_the_new_one(monkeypatch: Any, capsys: Any, command: str) -> None:
+def test_the_error_for_an_old_option_gives_the_new_name(
+    monkeypatch: Any, capsys: Any, command: str
+) -> None:
     assert call(monkeypatch, command, "--layers", "5") == 2
     assert capsys.readouterr().err == "error: --layers is now --depth\n"
     assert call(monkeypatch, command, "--help") == 0
@@ -197,7 +199,7 @@ def test_an_old_option_names_the_new_one(monkeypatch: Any, capsys: Any, command:
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers")
 @pytest.mark.filterwarnings("ignore:training diverged")
-def test_seeds_of_any_size(monkeypatch: Any, model_folder: Path, data: Path) -> None:
+def test_seeds_can_have_any_size(monkeypatch: Any, model_folder: Path, data: Path) -> None:
     monkeypatch.chdir(data)
     seeds = ["--seeds", f"-5,{2**70}"]
     assert call(monkeypatch, *PAPER, "--model", str(model_folder), "--out", "out", *seeds) == 0

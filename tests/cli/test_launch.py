@@ -1,4 +1,4 @@
-"""`accelerate launch -m anchorlens`: one command, several processes, one set of files."""
+"""`accelerate launch -m anchorlens` runs in several processes and writes one set of files."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ RECORDS: dict[str, type[al.Record]] = {
 }
 
 
-def test_one_process_where_several_were_asked_for_is_said(monkeypatch: Any) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one, with this environment."""
+def test_one_process_instead_of_several_is_a_warning(monkeypatch: Any) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, with this environment."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -36,29 +36,38 @@ def test_one_process_where_several_were_asked_for_is_said(monkeypatch: Any) -> N
         PartialState._reset_state()
 
 
-def test_the_command_in_two_processes(
+def test_two_processes_write_the_same_as_one(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """What one process writes, and it is said once."""
+    """Two processes write the files of one process, and print each line once."""
     arguments = ["run", "--model", str(model_folder), "--task", "questions", *QUICK]
     arguments += ["--batch-size", "5", "--out"]
     launch = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "-m", "anchorlens"]
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *launch, *arguments, tmp_path / "two"],
+    completed = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *launch,
+            *arguments,
+            tmp_path / "two",
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     assert call(monkeypatch, *arguments, str(tmp_path / "one")) == 0
     printed = capsys.readouterr().out
-    assert done.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one")) == printed
-    assert done.stderr.count("questions: 12 prompts") == 1
+    assert completed.stdout.replace(str(tmp_path / "two"), str(tmp_path / "one")) == printed
+    assert completed.stderr.count("questions: 12 prompts") == 1
     names = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*")}
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-            kind = RECORDS.get(name.stem, al.IsolationRecord)
-            two, one = (kind.load(tmp_path / folder / name) for folder in ("two", "one"))
-            assert_equal(tensors_of({"": two}), tensors_of({"": one}))
+            record_class = RECORDS.get(name.stem, al.IsolationRecord)
+            of_two, of_one = (
+                record_class.load(tmp_path / folder / name) for folder in ("two", "one")
+            )
+            assert_equal(tensors_of({"": of_two}), tensors_of({"": of_one}))

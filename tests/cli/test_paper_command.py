@@ -1,4 +1,4 @@
-"""`anchorlens paper`: the files it writes, also if it is stopped, and one line for a mistake."""
+"""`anchorlens paper` writes its files, resumes if stopped, and prints one line for a mistake."""
 
 import inspect
 import json
@@ -17,9 +17,7 @@ from anchorlens.cli import command_data, commands
 from anchorlens.errors import MetricError
 from anchorlens.replication.paper_parts import Number, Setting
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 QUICK = ["--queries", "11", "--seeds", "1", "--depth", "1", "--draws", "1"]
 
@@ -55,12 +53,12 @@ def test_paper_writes_numbers_tables_and_report(
     assert "GPT2-XL in the paper" in page and "None" not in page.partition("<pre>")[0]
 
 
-def quick(setting: Setting) -> Iterator[Number]:
+def one_number(setting: Setting) -> Iterator[Number]:
     yield Number("Mine", "a", "b", 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:.*second. not yet")
-def test_an_interrupted_command_goes_on(
+def test_an_interrupted_command_resumes(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     calls: list[str] = []
@@ -87,20 +85,21 @@ def test_an_interrupted_command_goes_on(
     numbers = pd.read_csv(tmp_path / "numbers.csv")
     assert numbers.part.tolist() == ["Mine", "Mine"]
     assert "Mine" in (tmp_path / "tables.txt").read_text()
-    for calls_then, parts_then in (
-        (["first", "second", "second"], ["Mine", "Mine", "Second"]),  # fails: computed once more
+    # In the first of these runs the second part fails, so it is computed once more in the next.
+    for expected_calls, expected_parts in (
+        (["first", "second", "second"], ["Mine", "Mine", "Second"]),
         (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
         (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
     ):
         with pytest.warns(UserWarning, match="first: mind this"):
             assert call(monkeypatch, "paper", *arguments) == 0
-        assert calls == calls_then
-        again = pd.read_csv(tmp_path / "numbers.csv")
-        assert again.part.tolist() == parts_then
+        assert calls == expected_calls
+        resumed = pd.read_csv(tmp_path / "numbers.csv")
+        assert resumed.part.tolist() == expected_parts
         assert (
-            again.value[0] == pytest.approx(1 / 3, abs=1e-15)
-            and again.value.isna()[1]
-            and again.layer[1] == 2
+            resumed.value[0] == pytest.approx(1 / 3, abs=1e-15)
+            and resumed.value.isna()[1]
+            and resumed.layer[1] == 2
         )
     capsys.readouterr()
     settings = (tmp_path / "settings.json").read_text()
@@ -117,11 +116,11 @@ def test_an_interrupted_command_goes_on(
 def test_emocontext_runs_only_if_it_is_named(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:
-    asked: list[list[str]] = []
+    tasks: list[list[str]] = []
     bundled = {name: bundle for bundle, name in commands.BUNDLED.items()}
 
     def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
-        asked.append(list(examples))
+        tasks.append(list(examples))
         assert options["parts"] == al.PAPER_PARTS
         return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
@@ -132,17 +131,17 @@ def test_emocontext_runs_only_if_it_is_named(
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0
     assert call(monkeypatch, "paper", *arguments, "--tasks", "emo") == 0
-    assert asked == [["sst2", "trec", "agnews"], ["emo"]]
+    assert tasks == [["sst2", "trec", "agnews"], ["emo"]]
     assert inspect.signature(commands.paper).parameters["appendix"].default is False
 
 
-def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
-    """TASK/train.jsonl for demonstrations, TASK/test.jsonl for queries."""
-    seen: list[Setting] = []
+def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
+    settings: list[Setting] = []
 
     def record(setting: Setting) -> Iterator[Number]:
-        seen.append(setting)
-        yield from quick(setting)
+        settings.append(setting)
+        yield from one_number(setting)
 
     for split in ("train", "test"):
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
@@ -151,10 +150,10 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
     monkeypatch.setattr(commands, "PAPER_PARTS", (record,))
     arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
     assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
-    assert {example.text[:5] for example in (*seen[0].demonstrations, *seen[0].training)} == {
-        "train"
-    }
-    assert {example.text[:4] for example in seen[0].queries} == {"test"}
+    assert {
+        example.text[:5] for example in (*settings[0].demonstrations, *settings[0].training)
+    } == {"train"}
+    assert {example.text[:4] for example in settings[0].queries} == {"test"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_data_of_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) 
         ),
     ],
 )
-def test_mistakes_are_one_line(
+def test_a_mistake_is_an_error_of_one_line(
     monkeypatch: Any,
     model_folder: Path,
     tmp_path: Path,
@@ -182,8 +181,8 @@ def test_mistakes_are_one_line(
     arguments: list[str],
     words: str,
 ) -> None:
-    given = ["--model", str(model_folder), "--out", str(tmp_path), *arguments]
-    assert call(monkeypatch, "paper", *given) == 1
+    all_arguments = ["--model", str(model_folder), "--out", str(tmp_path), *arguments]
+    assert call(monkeypatch, "paper", *all_arguments) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
     assert words in error[0]

@@ -1,4 +1,4 @@
-"""Compressed contexts: what is kept, where it stands, what is refused, what is lost."""
+"""Compressed contexts: selected tokens, their positions, bad input, and what loyalty measures."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,61 +31,61 @@ def shared(model: Any) -> al.PromptBatch:
     return prompt.before(int(prompt.query_start[0]))
 
 
-def masked(model: Any, batch: al.PromptBatch, kept: Tensor) -> Tensor:
-    """Whole prompts with the edges from the query to what is dropped cut."""
+def masked(model: Any, batch: al.PromptBatch, selected: Tensor) -> Tensor:
+    """Logits of whole prompts without the edges from the query to tokens that are not selected."""
     right = batch.padded_right()
     length = right.tokens.shape[1]
     cut = torch.zeros(1, length, length, dtype=torch.bool)
-    cut[:, len(kept) :, (~kept).nonzero().flatten()] = True
+    cut[:, len(selected) :, (~selected).nonzero().flatten()] = True
     hooks = al.block_edges(model, cut, range(model.cfg.n_layers))
     return run_pass(model, right, hooks=hooks)
 
 
-def test_what_is_kept(llama: Any) -> None:
+def test_selections_have_the_groups_that_they_name(llama: Any) -> None:
     demos = shared(llama)
     assert demos.groups[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
-    for keep, groups in (
+    for select, groups in (
         (al.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
         (al.selection.anchors_and_format, [OTHER, LABEL, FORMAT]),
         (al.selection.label_words, [OTHER, LABEL]),
     ):
-        kept = keep(demos)
-        assert demos.groups[0][kept].unique().tolist() == groups
-        assert not torch.isin(demos.groups[0][~kept], torch.tensor(groups)).any()
-    # Up to and including the newline before the query.
+        selected = select(demos)
+        assert demos.groups[0][selected].unique().tolist() == groups
+        assert not torch.isin(demos.groups[0][~selected], torch.tensor(groups)).any()
+    # The demonstrations end with the newline before the query.
     assert (
         llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n"
         and al.selection.anchors_and_format(demos)[-1]
     )
 
 
-def test_random_texts(gpt2: Any) -> None:
-    """As many tokens of each demonstration's own text as its label word has."""
+def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None:
+    """Each demonstration has as many selected text tokens as its label word has tokens."""
     demos = shared(gpt2)
     ends = [-1, *demos.label_ends[0].tolist()]
     draws = [al.selection.random_and_format(seed)(demos) for seed in range(8)]
-    for kept in draws:
-        assert kept.sum() == al.selection.anchors_and_format(demos).sum()
-        assert not kept[demos.groups[0] == LABEL].any()
-        assert kept[demos.groups[0] == FORMAT].all()
-        texts = (kept & (demos.groups[0] == TEXT)).nonzero().flatten()
+    for selected in draws:
+        assert selected.sum() == al.selection.anchors_and_format(demos).sum()
+        assert not selected[demos.groups[0] == LABEL].any()
+        assert selected[demos.groups[0] == FORMAT].all()
+        texts = (selected & (demos.groups[0] == TEXT)).nonzero().flatten()
         for first, last, before in zip(
             demos.label_positions[0].tolist(), ends[1:], ends[:-1], strict=True
         ):
             assert ((texts > before) & (texts < first)).sum() == last - first + 1
-    assert len({tuple(kept.tolist()) for kept in draws}) > 4
+    assert len({tuple(selected.tolist()) for selected in draws}) > 4
     assert torch.equal(draws[3], al.selection.random_and_format(3)(demos))
 
 
-def test_placements() -> None:
-    kept = torch.tensor([True, False, True, True, False])
+def test_placements_give_the_positions_of_keys_and_query() -> None:
+    selected = torch.tensor([True, False, True, True, False])
     for placement, keys, query in (
         (al.placement.as_in_prompt, [0, 2, 3], 5),
         (al.placement.restarted, [0, 2, 3], 0),
         (al.placement.rebased, [0, 1, 2], 3),
     ):
-        found = placement(kept)
-        assert (found[0].tolist(), found[1]) == (keys, query)
+        positions = placement(selected)
+        assert (positions[0].tolist(), positions[1]) == (keys, query)
 
 
 @pytest.mark.every_kind
@@ -93,7 +93,7 @@ def test_placements() -> None:
     "keep",
     [al.selection.anchors_and_format, al.selection.label_words, al.selection.random_and_format(1)],
 )
-def test_equals_masking(model: Any, keep: Any) -> None:
+def test_a_compressed_context_equals_masking(model: Any, keep: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side="left")
     context = al.compress(model, batches[1], keep=keep)
     for batch in batches:
@@ -108,8 +108,8 @@ def test_equals_masking(model: Any, keep: Any) -> None:
 
 
 @pytest.mark.every_kind
-def test_restarted_by_hand(gpt2: Any) -> None:
-    """The query's position embeddings are those of the first tokens; keys stay as they were."""
+def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
+    """The query has the position embeddings of the first tokens; keys do not change."""
     if not hasattr(gpt2, "original_model"):
         with pytest.raises(ModelError, match="positions cannot be restarted"):
             al.compress(gpt2, questions(gpt2, 2)[0], positions=al.placement.restarted)
@@ -120,7 +120,7 @@ def test_restarted_by_hand(gpt2: Any) -> None:
 
     def move(embeddings: Tensor, hook: Any) -> Tensor:
         moved = embeddings.expand(len(batch), -1, -1).clone()
-        moved[:, start:] = embeddings[:1, : length - start]  # those of the first positions
+        moved[:, start:] = embeddings[:1, : length - start]  # embeddings of the first positions
         return moved
 
     cut = torch.zeros(1, length, length, dtype=torch.bool)
@@ -131,13 +131,13 @@ def test_restarted_by_hand(gpt2: Any) -> None:
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
         )
     expected = logits[torch.arange(4), batch.target_positions]
-    found = context.logits(gpt2, batch)
-    centre = [one - one.mean(-1, keepdim=True) for one in (found, expected)]
-    assert difference(*centre) < 1e-5
+    ours = context.logits(gpt2, batch)
+    centred = [values - values.mean(-1, keepdim=True) for values in (ours, expected)]
+    assert difference(*centred) < 1e-5
 
 
-def test_a_whole_context_cannot_hide_that_positions_are_ignored(gpt2: Any) -> None:
-    """Nothing is dropped, so that only the query's position can tell."""
+def test_a_whole_context_is_refused_if_positions_are_ignored(gpt2: Any) -> None:
+    """All tokens are selected, so that only the position of the query can show it."""
     if hasattr(gpt2, "original_model"):
         pytest.skip("this model takes positions")
     with pytest.raises(ModelError, match="positions cannot be restarted"):
@@ -157,19 +157,21 @@ def test_moved_keys_leave_no_gap(llama: Any) -> None:
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
 
 
-def test_saved_and_loaded(model: Any, tmp_path: Any) -> None:
+def test_a_loaded_context_equals_the_saved_one(model: Any, tmp_path: Any) -> None:
     batch = questions(model, 3)[0]
     context = al.compress(model, batch)
-    again = al.CompressedContext.load(context.save(tmp_path / "context.safetensors"))
-    assert torch.equal(again.logits(model, batch), context.logits(model, batch))
-    assert (again.size, again.info, again.is_cut) == (context.size, context.info, context.is_cut)
-    beta = tmp_path / "other.safetensors"
-    al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(beta)
+    loaded = al.CompressedContext.load(context.save(tmp_path / "context.safetensors"))
+    assert torch.equal(loaded.logits(model, batch), context.logits(model, batch))
+    assert (loaded.size, loaded.info, loaded.is_cut) == (context.size, context.info, context.is_cut)
+    other = tmp_path / "other.safetensors"
+    al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(other)
     with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a CompressedContext"):
-        al.CompressedContext.load(beta)
+        al.CompressedContext.load(other)
 
 
-def test_another_model_type_or_tokenizer(hooked: Any, byte_level: Any, llama: Any) -> None:
+def test_another_model_type_or_tokenizer_is_refused(
+    hooked: Any, byte_level: Any, llama: Any
+) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batch = questions(model, 3)[0]
     context = al.compress(model, batch)
@@ -188,35 +190,37 @@ def test_another_model_type_or_tokenizer(hooked: Any, byte_level: Any, llama: An
         context.logits(model, replace(batch, target_positions=batch.query_start - 1))
 
 
-def test_a_query_that_is_too_long(hooked: Any, byte_level: Any) -> None:
+def test_a_query_that_is_too_long_is_refused(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level), n_positions=256), byte_level)
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [al.Example("What is it?", 1), al.Example("What was that " + "long " * 60 + "?", 1)]
     task = al.TASKS["trec"]
-    short, long = (al.build_prompts(model.tokenizer, task, demos, [one])[0] for one in queries)
+    short, long = (al.build_prompts(model.tokenizer, task, demos, [query])[0] for query in queries)
     context = al.compress(model, short)
     context.logits(model, short)
     with pytest.raises(PromptError, match=r"has \d+ tokens, but \d+ of the .* use shorter queries"):
         context.logits(model, long)
-    if hasattr(model, "original_model"):  # at position 0 there is room again
+    if hasattr(model, "original_model"):  # from position 0 the query fits
         again = al.compress(model, short, positions=al.placement.restarted)
         assert again.logits(model, long).isfinite().all()
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
-        lambda m, b: al.compress(m, b, keep=lambda one: torch.ones(3, dtype=torch.bool)),
+        lambda m, b: al.compress(m, b, keep=lambda demos: torch.ones(3, dtype=torch.bool)),
         PromptError,
         r"got the shape \(3,\)",
     ),
     (
-        lambda m, b: al.compress(m, b, keep=lambda one: al.selection.everything(one) & False),
+        lambda m, b: al.compress(m, b, keep=lambda demos: al.selection.everything(demos) & False),
         PromptError,
         "and 0 selected",
     ),
     (
-        lambda m, b: al.compress(m, b, positions=lambda kept: (kept.nonzero().flatten() + 1, 9)),
+        lambda m, b: al.compress(
+            m, b, positions=lambda selected: (selected.nonzero().flatten() + 1, 9)
+        ),
         PromptError,
         "a placement must leave the keys at their positions",
     ),
@@ -253,14 +257,14 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
-def test_bad_input(gpt2: Any, act: Any, kind: type[Exception], message: str) -> None:
+def test_bad_input_is_refused(gpt2: Any, act: Any, kind: type[Exception], message: str) -> None:
     before = hooks_on(gpt2)
     with pytest.raises(kind, match=message):
         act(gpt2, questions(gpt2, 3)[0])
     assert hooks_on(gpt2) == before
 
 
-def test_texts_shorter_than_label_words(gpt2: Any) -> None:
+def test_texts_shorter_than_label_words_are_refused(gpt2: Any) -> None:
     task = al.TASKS["trec"]
     demos = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
     (batch,) = al.build_prompts(gpt2.tokenizer, task, demos, ["Who?"])
@@ -268,30 +272,32 @@ def test_texts_shorter_than_label_words(gpt2: Any) -> None:
         al.compress(gpt2, batch, keep=al.selection.random_and_format(0))
 
 
-def test_a_cache_that_gives_other_logits(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_gives_different_logits_is_an_error(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = questions(gpt2, 3)[0]
     right = compression.run_prefix
 
     def wrong(*args: Any, **options: Any) -> Any:
         prefix = right(*args, **options)
-        return replace(prefix, values=tuple(one * 1.01 for one in prefix.values))
+        return replace(prefix, values=tuple(value * 1.01 for value in prefix.values))
 
     monkeypatch.setattr(compression, "run_prefix", wrong)
     with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
         al.compress(gpt2, batch)
 
 
-def test_loyalty_by_hand(model: Any) -> None:
-    """Two sets of demonstrations; every quantity from masked whole prompts."""
+def test_loyalty_equals_a_computation_by_hand(model: Any) -> None:
+    """Every quantity of two sets of demonstrations is computed from masked whole prompts."""
     examples = al.load_examples("questions")
     batches, expected = [], []
     for seed in (1, 2):
         demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [one for one in examples if one not in demos][:5]
+        queries = [example for example in examples if example not in demos][:5]
         task = al.TASKS["trec"]
         batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=3)
     record = al.compression_loyalty(model, batches, draws=3, seed=5, **QUIET)
-    keeps = [
+    selections = [
         al.selection.anchors_and_format,
         *(al.selection.random_and_format(seed) for seed in (5, 6, 7)),
     ]
@@ -299,18 +305,18 @@ def test_loyalty_by_hand(model: Any) -> None:
         prompt = batch.prompt(0)
         demos_alone = prompt.before(int(prompt.query_start[0]))
         whole = run_pass(model, batch)
-        for keep in keeps:
-            logits = masked(model, batch, keep(demos_alone))
-            one = al.loyalty(whole, logits, batch.label_token_ids)
+        for select in selections:
+            logits = masked(model, batch, select(demos_alone))
+            loyalty = al.loyalty(whole, logits, batch.label_token_ids)
             classes = logits[:, batch.label_token_ids].argmax(-1)
             assert batch.gold is not None
             right = accuracy_score(batch.gold, classes, normalize=False)
             expected.append(
                 torch.stack(
                     [
-                        one.label_kept.sum(),
-                        one.word_overlap.sum(),
-                        one.kl_per_prompt.sum(),
+                        loyalty.label_kept.sum(),
+                        loyalty.word_overlap.sum(),
+                        loyalty.kl_per_prompt.sum(),
                         torch.tensor(right).double(),
                     ]
                 )
@@ -318,21 +324,21 @@ def test_loyalty_by_hand(model: Any) -> None:
     sums = torch.stack(expected).unflatten(0, (len(batches), 4))  # [batch, context, quantity]
     by_hand = sums.sum(0) / 10
     names = ("label_loyalty", "word_loyalty", "kl", "accuracy")
-    own = torch.stack([getattr(record, name) for name in names])
+    ours = torch.stack([getattr(record, name) for name in names])
     drawn = torch.stack([getattr(record, f"random_{name}") for name in names], dim=1)
-    torch.testing.assert_close(own, by_hand[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, by_hand[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(drawn, by_hand[1:], rtol=0, atol=1e-5)
-    # Sets of five prompts are pooled.
+    # The two sets of five prompts are pooled.
     best = max(range(3), key=lambda draw: (by_hand[1 + draw, 0], -draw))
-    found = [record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy]
-    torch.testing.assert_close(torch.stack(found), by_hand[1 + best, [0, 1, 3]], rtol=0, atol=1e-5)
+    top = [record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy]
+    torch.testing.assert_close(torch.stack(top), by_hand[1 + best, [0, 1, 3]], rtol=0, atol=1e-5)
     assert float(record.label_gap) == pytest.approx(
         float(record.label_loyalty - record.random_label_loyalty.mean()), abs=1e-9
     )
     assert record.plot().data
 
 
-def test_everything_is_loyal(gpt2: Any) -> None:
+def test_a_context_of_all_tokens_is_fully_loyal(gpt2: Any) -> None:
     record = al.compression_loyalty(
         gpt2, questions(gpt2, 6, batch_size=3), al.selection.everything, draws=1, progress=False
     )
@@ -341,14 +347,14 @@ def test_everything_is_loyal(gpt2: Any) -> None:
     assert record.intervals["label_gap"].shape == (2,)
 
 
-def test_times(gpt2: Any) -> None:
+def test_times_are_positive_and_give_the_speed_ups(gpt2: Any) -> None:
     times = al.answer_times(gpt2, questions(gpt2, 4, batch_size=2), repeats=1)
     assert times.whole > 0 and times.cached > 0
     assert times.speed_up == times.whole / times.compressed
     assert times.speed_up_over_cached == times.cached / times.compressed
 
 
-def test_text_anchor_has_the_format_alone(byte_level: Any) -> None:
+def test_text_anchor_prompts_have_label_words_and_format_only(byte_level: Any) -> None:
     tokenizer = byte_level
     demos = al.sample_demonstrations(al.load_examples("questions"), seed=1)
     queries = al.load_examples("questions")[:3]
@@ -364,7 +370,7 @@ def test_text_anchor_has_the_format_alone(byte_level: Any) -> None:
             assert ours.tokens[row, start:end].tolist() == theirs.tokens[row, begin:stop].tolist()
 
 
-def test_low_precision(hooked: Any, sentencepiece_like: Any) -> None:
+def test_low_precision_equals_masking_approximately(hooked: Any, sentencepiece_like: Any) -> None:
     model = hooked(tiny_llama(len(sentencepiece_like)).bfloat16(), sentencepiece_like)
     batch = questions(model, 4)[0]
     context = al.compress(model, batch)

@@ -1,4 +1,4 @@
-"""Contexts meet models that were changed, moved, or hide their positions."""
+"""Contexts of models that were changed or moved, or that hide the effect of positions."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,10 @@ QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 
 
 @pytest.mark.every_kind
-def test_learned_positions_behind_logits_of_a_large_mean(hooked: Any, byte_level: Any) -> None:
-    """As GPT-2 has them: what positions do is then little of the largest logit."""
+def test_learned_positions_are_detected_in_logits_of_a_large_mean(
+    hooked: Any, byte_level: Any
+) -> None:
+    """GPT-2 has such logits. The effect of positions is small compared with the largest logit."""
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():
         weights.transformer.wte.weight += 1
@@ -31,7 +33,7 @@ def test_learned_positions_behind_logits_of_a_large_mean(hooked: Any, byte_level
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_can_be_rebased(
+def test_rotary_positions_can_be_rebased_in_low_precision(
     hooked: Any, byte_level: Any, sentencepiece_like: Any, dtype: torch.dtype
 ) -> None:
     rotary: Any = tiny_llama(len(sentencepiece_like))
@@ -43,14 +45,16 @@ def test_low_precision_can_be_rebased(
         al.compress(learned, questions(learned, 3)[0], positions=al.placement.rebased)
 
 
-def test_a_placement_without_a_name(llama: Any) -> None:
+def test_a_placement_without_a_name_is_stored_as_its_type(llama: Any) -> None:
     batch = questions(llama, 3)[0]
     context = al.compress(llama, batch, positions=partial(al.placement.rebased))
     assert context.info["positions"] == "partial"
 
 
 @pytest.mark.parametrize("head", [0, 1])
-def test_a_head_that_was_ablated(hooked: Any, byte_level: Any, head: int) -> None:
+def test_a_context_is_refused_after_a_head_was_ablated(
+    hooked: Any, byte_level: Any, head: int
+) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     model = hooked(weights, byte_level)
     batch = questions(model, 3)[0]
@@ -64,7 +68,7 @@ def test_a_head_that_was_ablated(hooked: Any, byte_level: Any, head: int) -> Non
         context.logits(model, batch)
 
 
-def test_a_window_that_was_changed(hooked: Any, sentencepiece_like: Any) -> None:
+def test_a_changed_sliding_window_changes_the_logits(hooked: Any, sentencepiece_like: Any) -> None:
     model = hooked(tiny_gemma3(len(sentencepiece_like)), sentencepiece_like)
     if not hasattr(model, "original_model"):
         pytest.skip("its windows are made once")
@@ -77,34 +81,34 @@ def test_a_window_that_was_changed(hooked: Any, sentencepiece_like: Any) -> None
 
 
 @pytest.mark.every_kind
-def test_keys_follow_the_model(gpt2: Any) -> None:
+def test_a_prefix_moves_to_another_device(gpt2: Any) -> None:
     prefix = al.compress(gpt2, questions(gpt2, 2)[0]).prefix
     assert prefix.to(torch.device("cpu")) is prefix
     moved = prefix.to(torch.device("meta"))
     tensors = (*moved.keys, *moved.values, moved.attention_mask, moved.next_position)
-    assert all(one.is_meta for one in tensors)
+    assert all(tensor.is_meta for tensor in tensors)
 
 
 def passes_of(model: Any) -> tuple[list[int], Any]:
-    counted: list[int] = []
-    return counted, model.register_forward_pre_hook(lambda *inputs: counted.append(1))
+    passes: list[int] = []
+    return passes, model.register_forward_pre_hook(lambda *inputs: passes.append(1))
 
 
-def test_a_later_set_is_refused_before_anything_runs(gpt2: Any) -> None:
+def test_a_later_set_is_refused_before_any_pass(gpt2: Any) -> None:
     bare = [al.Example("", 0), *(al.Example("What is it?", k) for k in range(1, 6))]
     query = al.Example("Who?", 3)
     batches = questions(gpt2, 3)
     batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
-    counted, hook = passes_of(gpt2)
+    passes, hook = passes_of(gpt2)
     with pytest.raises(PromptError, match="has 0 text tokens"):
         al.compression_loyalty(gpt2, batches, draws=1, **QUIET)
     hook.remove()
-    assert not counted
+    assert not passes
 
 
-def test_times_leave_no_trace(hooked: Any, byte_level: Any) -> None:
+def test_answer_times_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
-    dropouts = [one for one in model.modules() if isinstance(one, torch.nn.Dropout)]
+    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     for dropout in dropouts:
         dropout.p = 0.5
     model.train()
@@ -115,17 +119,17 @@ def test_times_leave_no_trace(hooked: Any, byte_level: Any) -> None:
         al.answer_times(model, questions(model, 2), repeats=0)
 
 
-def test_a_keep_of_one_token(llama: Any) -> None:
-    """Nothing lies between it and the query, or everything."""
+def test_a_context_of_one_token_equals_masking(llama: Any) -> None:
+    """Many tokens lie between it and the query, or none."""
     batch = questions(llama, 3)[0]
-    for place in (1, -1):
+    for index in (1, -1):
 
-        def keep(demonstrations: al.PromptBatch, place: int = place) -> Tensor:
-            kept = torch.zeros_like(demonstrations.attention_mask[0])
-            kept[place] = True
-            return kept
+        def select(demonstrations: al.PromptBatch, index: int = index) -> Tensor:
+            selected = torch.zeros_like(demonstrations.attention_mask[0])
+            selected[index] = True
+            return selected
 
-        context = al.compress(llama, batch, keep)
+        context = al.compress(llama, batch, select)
         whole = al.compress(llama, batch, al.selection.everything)
         masked = replace(context, prefix=whole.prefix)
         assert difference(context.logits(llama, batch), masked.logits(llama, batch)) < 1e-5

@@ -1,4 +1,4 @@
-"""The diagnosis of errors against scipy and permutations one at a time."""
+"""Tests of the diagnosis of errors against scipy and a loop over permutations."""
 
 import random
 from itertools import combinations, permutations
@@ -20,7 +20,7 @@ FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
 def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
-    """Symmetric, Float["layer class class"] from 0 to 1, zeros on the diagonals."""
+    """Symmetric Float["layer class class"] with values from 0 to 1 and zeros on the diagonals."""
     values = torch.rand(
         n_layers,
         n_classes,
@@ -32,7 +32,7 @@ def matrix_of(n_classes: int, seed: int, n_layers: int = 1) -> Tensor:
 
 
 def record_of(distance: Tensor, confusion: Tensor, **options: Any) -> al.AnchorDistancesRecord:
-    """A record of these matrices; what the diagnosis finds by itself is not in it."""
+    """A record of these matrices, without the correlations that the diagnosis computes."""
     n_layers = len(distance)
     return al.AnchorDistancesRecord(
         anchor_distance=distance,
@@ -46,9 +46,10 @@ def record_of(distance: Tensor, confusion: Tensor, **options: Any) -> al.AnchorD
 
 
 def by_hand(distance: Tensor, confusion: Tensor, orders: Any) -> tuple[float, float]:
-    """Correlation and p-value by scipy: one order of the classes after the other, pair by pair.
+    """Correlation and p-value by scipy, with a loop over orders of the classes and over pairs.
 
-    An order that deals equal distances to all known pairs has no correlation (NaN), and counts.
+    An order with equal distances for all known pairs has no correlation (NaN). The p-value counts
+    it as an order that reaches the correlation.
     """
     pairs = [
         (a, b)
@@ -58,13 +59,13 @@ def by_hand(distance: Tensor, confusion: Tensor, orders: Any) -> tuple[float, fl
     actual = [float(confusion[a, b]) for a, b in pairs]
 
     def correlation(order: Any) -> float:
-        dealt = [float(distance[order[a], order[b]]) for a, b in pairs]
-        return float(spearmanr(dealt, actual).statistic)
+        permuted = [float(distance[order[a], order[b]]) for a, b in pairs]
+        return float(spearmanr(permuted, actual).statistic)
 
-    found = correlation(range(len(confusion)))
+    observed = correlation(range(len(confusion)))
     orders = list(orders)
-    reached = [not correlation(order) < found - 1e-9 for order in orders]
-    return found, sum(reached) / len(orders) if found == found else found
+    reached = [not correlation(order) < observed - 1e-9 for order in orders]
+    return observed, sum(reached) / len(orders) if observed == observed else observed
 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")
@@ -76,7 +77,7 @@ def test_correlation_and_p_value_equal_permutations_by_hand(
 ) -> None:
     distance = matrix_of(n_classes, seed=n_classes, n_layers=3)
     confusion = matrix_of(n_classes, seed=99)[0]
-    if rounded:  # equal values among them
+    if rounded:  # some values are equal then
         distance, confusion = distance.mul(3).round() / 3, confusion.mul(3).round() / 3
     for a, b in missing:
         if b < n_classes:
@@ -92,8 +93,8 @@ def test_correlation_and_p_value_equal_permutations_by_hand(
         assert ours == pytest.approx((correlation, p_value), abs=1e-12, nan_ok=True)
 
 
-def test_eight_classes_are_sampled() -> None:
-    """Against 4000 other orders: 5 standard errors of the difference of two shares."""
+def test_permutations_of_eight_classes_are_sampled() -> None:
+    """The p-values of 4000 other orders differ by at most 5 standard errors."""
     distance, confusion = matrix_of(8, seed=5, n_layers=3), matrix_of(8, seed=6)[0]
     confusion[0, 1] = confusion[1, 0] = torch.nan
     distance[1] = confusion.nan_to_num(0.5) + 1.5 * distance[1]
@@ -109,7 +110,7 @@ def test_eight_classes_are_sampled() -> None:
     assert len({round(float(p), 2) for p in diagnosis.p_value}) == 3
 
 
-def test_the_sample_is_of_its_own_generator() -> None:
+def test_the_sample_does_not_use_the_global_random_state() -> None:
     record = record_of(matrix_of(9, seed=1), matrix_of(9, seed=2)[0])
     state = torch.get_rng_state()
     first = al.diagnose(record).p_value
@@ -125,25 +126,27 @@ def test_orders_are_permutations_with_the_identity_first(n_classes: int, count: 
     assert orders[0].tolist() == list(range(n_classes))
     assert torch.equal(orders.sort(1).values, torch.arange(n_classes).expand(count, n_classes))
     assert n_classes > 7 or len(orders.unique(dim=0)) == count
-    # Every class comes to every place equally often, up to 5 standard errors.
+    # Each class is at each position equally often, up to 5 standard errors.
     share = torch.nn.functional.one_hot(orders[1 if n_classes > 7 else 0 :]).double().mean(0)
     assert (share - 1 / n_classes).abs().max() < (0.0 if n_classes < 8 else 5 * 0.0047) + 1e-9
 
 
 @pytest.mark.parametrize(("n_classes", "smallest"), [(4, 1 / 24), (6, 1 / 720), (8, 1 / 5001)])
-def test_confusion_that_follows_distance(n_classes: int, smallest: float) -> None:
+def test_confusion_that_follows_distance_has_the_smallest_p_value(
+    n_classes: int, smallest: float
+) -> None:
     distance = matrix_of(n_classes, seed=3)
     diagnosis = al.diagnose(record_of(distance, 0.5 + distance[0] ** 2 / 3))
     assert float(diagnosis.correlation[0]) == pytest.approx(1)
-    # With 8 classes another draw of the identity may be in the sample, once in 40320 each.
+    # With 8 classes the sample may contain the identity again: each draw with chance 1 in 40320.
     assert smallest - 1e-12 <= float(diagnosis.p_value[0]) < 2 * smallest
-    against = al.diagnose(record_of(distance, 1 - distance[0]))  # far keys confused
-    assert float(against.correlation[0]) == pytest.approx(-1)
-    assert float(against.p_value[0]) == 1
+    opposite = al.diagnose(record_of(distance, 1 - distance[0]))  # here distant keys are confused
+    assert float(opposite.correlation[0]) == pytest.approx(-1)
+    assert float(opposite.p_value[0]) == 1
 
 
 def test_p_values_of_unrelated_matrices_are_uniform() -> None:
-    """Over 200 layers of random distances: mean 1/2, and 1/20 of them below 1/20."""
+    """With random distances in 200 layers their mean is 1/2, and 1/20 of them are below 1/20."""
     distance, confusion = matrix_of(5, seed=7, n_layers=200), matrix_of(5, seed=8)[0]
     p_values = al.diagnose(record_of(distance, confusion)).p_value
     assert abs(float(p_values.mean()) - 0.5) < 5 * 0.29 / 200**0.5
@@ -151,9 +154,9 @@ def test_p_values_of_unrelated_matrices_are_uniform() -> None:
 
 
 def test_classes_are_permuted_and_not_pairs() -> None:
-    """One class far from all others, and never confused: one chance in 5, whatever pairs say.
+    """One class is far from all others and is never confused: the chance of this is 1 in 5.
 
-    Pairs dealt out one by one would find it once in 210.
+    If pairs were permuted instead of classes, the chance would be 1 in 210.
     """
     matrix = torch.zeros(5, 5, dtype=torch.double)
     matrix[2, :] = matrix[:, 2] = 1.0
@@ -163,8 +166,8 @@ def test_classes_are_permuted_and_not_pairs() -> None:
     assert float(diagnosis.p_value[0]) == pytest.approx(1 / 5)
 
 
-def test_an_order_without_a_correlation_never_makes_p_small() -> None:
-    """Distances that differ in one pair alone: out of the known pairs, they are all the same."""
+def test_orders_without_a_correlation_count_in_the_p_value() -> None:
+    """Only one pair has another distance. If it is an unknown pair, known distances are equal."""
     distance = torch.ones(1, 3 + 1, 3 + 1, dtype=torch.double)
     distance[0, 0, 1] = distance[0, 1, 0] = 0.5
     confusion = matrix_of(4, seed=0)[0] / 2 + 0.5
@@ -172,8 +175,8 @@ def test_an_order_without_a_correlation_never_makes_p_small() -> None:
     for a, b in ((0, 3), (1, 3), (2, 3)):
         confusion[a, b] = confusion[b, a] = torch.nan
     diagnosis = al.diagnose(record_of(distance, confusion))
-    # Class 3 has no confusions. The odd pair lands on (0, 1) in 4 of 24 orders, on one of the
-    # three unknown pairs in 12.
+    # Class 3 has no confusions. The pair with another distance becomes (0, 1) in 4 of 24 orders,
+    # and one of the three unknown pairs in 12.
     assert float(diagnosis.p_value[0]) == pytest.approx((4 + 12) / 24)
 
 
@@ -188,7 +191,7 @@ def test_a_layer_without_distances_is_nan_and_the_others_are_not() -> None:
     assert diagnosis.pairs()["predicted_rank"].isna().all()
 
 
-def test_two_classes_are_one_pair() -> None:
+def test_two_classes_give_one_pair_and_no_correlation() -> None:
     labels = {"labels": ["Negative", "Positive"]}
     record = record_of(matrix_of(2, seed=0, n_layers=3), matrix_of(2, seed=1)[0], info=labels)
     diagnosis = al.diagnose(record)
@@ -199,9 +202,9 @@ def test_two_classes_are_one_pair() -> None:
 
 
 @pytest.mark.parametrize(("layer", "expected"), [(None, 4), (0, 0), (5, 5), (-1, 5), (-6, 0)])
-def test_the_layer(layer: int | None, expected: int) -> None:
+def test_the_layer_is_the_given_one_or_the_default(layer: int | None, expected: int) -> None:
     distance, confusion = matrix_of(4, seed=0, n_layers=6), matrix_of(4, seed=1)[0]
-    distance[1] = confusion  # correlates best, and is never chosen
+    distance[1] = confusion  # this layer correlates best, but is not the default
     diagnosis = al.diagnose(record_of(distance, confusion), layer=layer)
     assert int(diagnosis.layer) == expected
     assert torch.equal(diagnosis.predicted, distance[expected])
@@ -210,14 +213,14 @@ def test_the_layer(layer: int | None, expected: int) -> None:
 
 
 @pytest.mark.parametrize("layer", [6, -7, 99])
-def test_a_layer_that_does_not_exist(layer: int) -> None:
+def test_a_layer_that_does_not_exist_raises_an_error(layer: int) -> None:
     record = record_of(matrix_of(4, seed=0, n_layers=6), matrix_of(4, seed=1)[0])
     message = rf"from 0 to 5, or -6 to -1 from the end; got \[{layer}\]"
     with pytest.raises(HookError, match=message):
         al.diagnose(record, layer=layer)
 
 
-def test_pairs_in_words() -> None:
+def test_pairs_are_a_table_with_class_names_and_ranks() -> None:
     distance = torch.tensor([[[0, 0.5, 0.5], [0.5, 0, 1], [0.5, 1, 0]]], dtype=torch.double)
     confusion = torch.tensor([[0, 0.9, 0.6], [0.9, 0, 0.8], [0.6, 0.8, 0]], dtype=torch.double)
     record = record_of(distance, confusion, info={"labels": ["A", "B", "C"]})
@@ -237,7 +240,7 @@ def test_pairs_in_words() -> None:
     ]
 
 
-def test_pairs_without_prompts_come_last_and_without_a_rank() -> None:
+def test_pairs_without_prompts_come_last_and_have_no_rank() -> None:
     distance, confusion = matrix_of(4, seed=0), matrix_of(4, seed=1)[0]
     confusion[1, 3] = confusion[3, 1] = torch.nan
     frame = al.diagnose(record_of(distance, confusion)).pairs()
@@ -252,17 +255,19 @@ def test_pairs_without_prompts_come_last_and_without_a_rank() -> None:
     )
 
 
-def with_intervals(n_layers: int) -> al.AnchorDistancesRecord:
+def record_with_intervals(n_layers: int) -> al.AnchorDistancesRecord:
     distance, confusion = matrix_of(4, seed=0, n_layers=n_layers), matrix_of(4, seed=1)[0]
     plain = record_of(distance, confusion)
-    bounds = {name: torch.stack([one - 0.1, one + 0.1]) for name, one in plain.tensors().items()}
+    bounds = {
+        name: torch.stack([values - 0.1, values + 0.1]) for name, values in plain.tensors().items()
+    }
     return record_of(
         distance, confusion, intervals=bounds, info={"labels": [*"abcd"], "model": "tiny"}
     )
 
 
-def test_intervals_and_info_are_carried_over() -> None:
-    record = with_intervals(3)
+def test_the_diagnosis_has_the_intervals_and_info_of_the_record() -> None:
+    record = record_with_intervals(3)
     diagnosis = al.diagnose(record, layer=1)
     assert set(diagnosis.intervals) == {
         "predicted",
@@ -282,22 +287,22 @@ def test_intervals_and_info_are_carried_over() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_save_and_load(layer: int, tmp_path: Path) -> None:
-    diagnosis = al.diagnose(with_intervals(3), layer=layer)
+def test_a_loaded_diagnosis_equals_the_saved_one(layer: int, tmp_path: Path) -> None:
+    diagnosis = al.diagnose(record_with_intervals(3), layer=layer)
     path = diagnosis.save(tmp_path / "diagnosis.safetensors")
-    same = al.DiagnosisRecord.load(path)
+    loaded = al.DiagnosisRecord.load(path)
     for name, values in diagnosis.tensors().items():
-        torch.testing.assert_close(getattr(same, name), values, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(getattr(loaded, name), values, rtol=0, atol=0, equal_nan=True)
     for name, bounds in diagnosis.intervals.items():
-        torch.testing.assert_close(same.intervals[name], bounds, rtol=0, atol=0, equal_nan=True)
-    assert same.info == diagnosis.info
-    assert same.pairs().equals(diagnosis.pairs())
+        torch.testing.assert_close(loaded.intervals[name], bounds, rtol=0, atol=0, equal_nan=True)
+    assert loaded.info == diagnosis.info
+    assert loaded.pairs().equals(diagnosis.pairs())
     with pytest.raises(StoreError, match="holds a DiagnosisRecord"):
         al.AnchorDistancesRecord.load(path)
 
 
-def test_the_figure_and_the_page(tmp_path: Path) -> None:
-    diagnosis = al.diagnose(with_intervals(3))
+def test_the_figure_and_the_report_show_the_diagnosis(tmp_path: Path) -> None:
+    diagnosis = al.diagnose(record_with_intervals(3))
     figure = diagnosis.plot()
     assert [trace.type for trace in figure.data] == ["heatmap"] * 2 + ["scatter"] * 4
     left, right, _, _, line, baseline = figure.data
@@ -312,25 +317,25 @@ def test_the_figure_and_the_page(tmp_path: Path) -> None:
     assert figure.layout.xaxis.ticktext == tuple("abcd")
     text = al.write_report({"diagnosis": diagnosis}, tmp_path / "report.html").read_text()
     assert "<li>p_value: Share of the permutations" in text
-    bare = al.diagnose(record_of(matrix_of(4, seed=0), matrix_of(4, seed=1)[0]))
-    assert len(bare.plot().data) == 4  # no bands
-    assert bare.plot().layout.xaxis.ticktext[0] == "class 0"
+    plain = al.diagnose(record_of(matrix_of(4, seed=0), matrix_of(4, seed=1)[0]))
+    assert len(plain.plot().data) == 4  # no bands
+    assert plain.plot().layout.xaxis.ticktext[0] == "class 0"
 
 
-def test_the_record_is_left_as_it_was() -> None:
-    record = with_intervals(3)
-    kept = {name: one.clone() for name, one in record.tensors().items()}
+def test_the_diagnosis_does_not_change_the_record() -> None:
+    record = record_with_intervals(3)
+    before = {name: values.clone() for name, values in record.tensors().items()}
     diagnosis = al.diagnose(record)
     diagnosis.plot()
     diagnosis.pairs()
     for name, values in record.tensors().items():
-        torch.testing.assert_close(values, kept[name], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(values, before[name], rtol=0, atol=0, equal_nan=True)
     assert "class_permutations" not in record.info
 
 
 @FEW
-def test_several_sets_of_demonstrations(gpt2: Any) -> None:
-    """Distances are the mean of those of each set alone, confusions those of all prompts."""
+def test_distances_of_several_sets_are_averaged_and_confusions_are_pooled(gpt2: Any) -> None:
+    """Distances are the mean over the sets, and confusions are those of all prompts."""
     examples = al.load_examples("questions")
     queries = examples[-40:]
     sets = []
@@ -342,24 +347,24 @@ def test_several_sets_of_demonstrations(gpt2: Any) -> None:
         options: dict[str, Any] = {"resamples": 0, "progress": False}
         return al.run(gpt2, batches, [al.AnchorDistances(3)], **options)["anchor_distances"]
 
-    joined, (one, two) = distances(sets[0] + sets[1]), map(distances, sets)
+    joined, (first, second) = distances(sets[0] + sets[1]), map(distances, sets)
     diagnosis = al.diagnose(joined)
     assert diagnosis.info["demonstration_sets"] == 2 and diagnosis.info["prompts"] == 80
     assert diagnosis.info["class_permutations"] == 720
     layer = int(diagnosis.layer)
-    mean = (one.anchor_distance + two.anchor_distance) / 2
+    mean = (first.anchor_distance + second.anchor_distance) / 2
     torch.testing.assert_close(diagnosis.predicted, mean[layer], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(diagnosis.predicted, one.anchor_distance[layer], atol=1e-3)
+    assert not torch.allclose(diagnosis.predicted, first.anchor_distance[layer], atol=1e-3)
     torch.testing.assert_close(diagnosis.correlation, joined.correlation)
     for k in (0, layer):
-        found = by_hand(joined.anchor_distance[k], joined.pair_auc, permutations(range(6)))
+        expected = by_hand(joined.anchor_distance[k], joined.pair_auc, permutations(range(6)))
         ours = float(diagnosis.correlation[k]), float(diagnosis.p_value[k])
-        assert ours == pytest.approx(found, abs=1e-12)
+        assert ours == pytest.approx(expected, abs=1e-12)
     names = {"Abbreviation", "Entity", "Description", "Person", "Location", "Number"}
     assert set(diagnosis.pairs()["class"]) | set(diagnosis.pairs()["class_2"]) == names
 
 
-def test_one_set_of_the_shared_prompts(gpt2: Any) -> None:
+def test_the_diagnosis_of_a_run_has_the_correlations_of_its_record(gpt2: Any) -> None:
     record = al.run(
         gpt2,
         questions(gpt2, 40),

@@ -1,4 +1,4 @@
-"""The isolation experiment against a loop of separate runs."""
+"""Tests of the isolation experiment against a loop of separate runs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ MODELS = ["gpt2", "llama", "gemma3"]
 
 
 def by_hand(model: Any, batches: list[al.PromptBatch], hooks_of: Any) -> Tensor:
-    """Target logits of all prompts in the order of the queries, with TransformerLens alone."""
+    """Target logits of all prompts in the order of the queries, by TransformerLens only."""
     logits = torch.empty(sum(map(len, batches)), model.W_E.shape[0])
     for batch in batches:
         with torch.no_grad():
@@ -31,7 +31,7 @@ def by_hand(model: Any, batches: list[al.PromptBatch], hooks_of: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"whole_words": True}])
-def test_equals_separate_runs(
+def test_isolation_equals_separate_runs(
     name: str, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
@@ -44,10 +44,10 @@ def test_equals_separate_runs(
     isolated = by_hand(
         model, batches, lambda batch: al.isolate_labels(model, batch, range(2), **options)
     )
-    own = al.loyalty(clean, isolated, ids)
+    of_labels = al.loyalty(clean, isolated, ids)
     for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
         torch.testing.assert_close(
-            getattr(record, field), getattr(own, field), rtol=1e-4, atol=1e-5
+            getattr(record, field), getattr(of_labels, field), rtol=1e-4, atol=1e-5
         )
     plain = {"renormalize": options.get("renormalize", True)}
     draws = []
@@ -66,23 +66,25 @@ def test_equals_separate_runs(
         expected = torch.stack([getattr(draw, field) for draw in draws], dim=1)
         torch.testing.assert_close(getattr(record, f"random_{field}"), expected)
     for kind in ("label", "word"):
-        controls, labels = (getattr(record, f"{p}{kind}_loyalty") for p in ("random_", ""))
+        controls, labels = (
+            getattr(record, f"{prefix}{kind}_loyalty") for prefix in ("random_", "")
+        )
         torch.testing.assert_close(getattr(record, f"{kind}_gap"), controls.mean() - labels)
 
 
-def test_keep_bos(llama: Any, gpt2: Any) -> None:
+def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -> None:
     batches = questions(llama, 6)
     options: dict[str, Any] = {"draws": 2, "resamples": 0, "progress": False}
-    kept = al.isolation_loyalty(llama, batches, 0, keep_bos=True, **options)
-    cut = al.isolation_loyalty(llama, batches, 0, **options)
-    assert float(kept.kl) != float(cut.kl)
-    assert (kept.random_kl != cut.random_kl).all()
+    with_bos = al.isolation_loyalty(llama, batches, 0, keep_bos=True, **options)
+    without_bos = al.isolation_loyalty(llama, batches, 0, **options)
+    assert float(with_bos.kl) != float(without_bos.kl)
+    assert (with_bos.random_kl != without_bos.random_kl).all()
     clean = by_hand(llama, batches, lambda batch: [])
     logits = by_hand(
         llama, batches, lambda batch: al.isolate_labels(llama, batch, 0, keep_bos=True)
     )
     expected = al.loyalty(clean, logits, batches[0].label_token_ids)
-    torch.testing.assert_close(kept.kl, expected.kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(with_bos.kl, expected.kl, rtol=1e-4, atol=1e-5)
     with pytest.raises(HookError, match="do not begin with a BOS"):
         al.isolation_loyalty(gpt2, questions(gpt2, 2), 0, keep_bos=True)
 
@@ -107,7 +109,7 @@ def test_batches_padding_and_order_change_nothing(
             torch.testing.assert_close(bounds, first.intervals[field], rtol=1e-4, atol=1e-5)
 
 
-def test_intervals_and_info(gpt2: Any) -> None:
+def test_the_record_has_intervals_and_info(gpt2: Any) -> None:
     batches = questions(gpt2)
     record = al.isolation_loyalty(gpt2, batches, range(-2, 0), draws=4, seed=5, progress=False)
     numbers = {name for name, axes in record.axes().items() if "prompt" not in axes}
@@ -127,8 +129,8 @@ def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     options: dict[str, Any] = {"layers": 0, "resamples": 0, "progress": False}
     three = al.isolation_loyalty(gpt2, batches, draws=3, seed=7, **options)
-    one = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
-    assert torch.equal(three.random_kl[2:], one.random_kl)
+    single = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
+    assert torch.equal(three.random_kl[2:], single.random_kl)
     assert len(set(three.random_kl.tolist())) == 3
 
 
@@ -140,7 +142,7 @@ def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
         ({"layers": 0, "draws": 0}, "at least one draw; got 0"),
     ],
 )
-def test_refusals_before_any_pass(
+def test_wrong_arguments_raise_an_error_before_any_pass(
     gpt2: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_to_run(*_: Any, **__: Any) -> None:
@@ -152,13 +154,12 @@ def test_refusals_before_any_pass(
         al.isolation_loyalty(gpt2, batches, **options)
 
 
-@pytest.mark.without_jaxtyping
-def test_a_single_batch_is_refused(gpt2: Any) -> None:
+def test_a_single_batch_raises_an_error(gpt2: Any) -> None:
     with pytest.raises(AnchorlensError, match=r"write \[batch\]"):
         al.isolation_loyalty(gpt2, questions(gpt2, 2)[0], 0)  # type: ignore[arg-type]
 
 
-def test_too_short_demonstrations_before_any_pass(
+def test_too_short_demonstrations_raise_an_error_before_any_pass(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_to_run(*_: Any, **__: Any) -> None:
@@ -175,22 +176,22 @@ def test_too_short_demonstrations_before_any_pass(
         al.isolation_loyalty(gpt2, [tight], 0)
 
 
-def test_metrics_watch_the_clean_run(gpt2: Any) -> None:
+def test_metrics_observe_the_clean_run(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     quiet: dict[str, Any] = {"resamples": 5, "progress": False}
-    places = al.sites.first_and_last(gpt2, [2])
+    sites = al.sites.first_and_last(gpt2, [2])
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
-    records = al.isolation_sweep(gpt2, batches, places, metrics=metrics, draws=1, **quiet)
-    assert set(records) == {*places, "attention_aucroc", "accuracy"}
+    records = al.isolation_sweep(gpt2, batches, sites, metrics=metrics, draws=1, **quiet)
+    assert set(records) == {*sites, "attention_aucroc", "accuracy"}
     alone = al.run(gpt2, batches, metrics, **quiet)
-    alone |= al.isolation_sweep(gpt2, batches, places, draws=1, **quiet)
+    alone |= al.isolation_sweep(gpt2, batches, sites, draws=1, **quiet)
     for name, record in records.items():
         assert record.info["shared_prefix"] == alone[name].info["shared_prefix"]
         for field, values in record.tensors().items():
             torch.testing.assert_close(values, getattr(alone[name], field), rtol=0, atol=0)
 
 
-def test_a_failing_metric_keeps_the_isolations(gpt2: Any) -> None:
+def test_the_isolations_survive_a_failing_metric(gpt2: Any) -> None:
     class Failing(al.Accuracy):
         def result(self, rows: Any) -> Any:
             raise MetricError("no number")
@@ -212,7 +213,7 @@ def test_a_failing_metric_keeps_the_isolations(gpt2: Any) -> None:
         ([al.Loyalty()], "nothing changes this run"),
     ],
 )
-def test_metrics_that_cannot_watch(
+def test_metrics_that_cannot_observe_the_clean_run_raise_an_error(
     gpt2: Any, metrics: list[al.Metric], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(gpt2, 2)
@@ -221,8 +222,8 @@ def test_metrics_that_cannot_watch(
         al.isolation_sweep(gpt2, batches, {"all": al.Site(0)}, metrics=metrics)
 
 
-def test_the_figure(gpt2: Any) -> None:
+def test_figures_show_isolations_and_no_other_records(gpt2: Any) -> None:
     record = al.isolation_loyalty(gpt2, questions(gpt2, 4), 0, draws=2, progress=False)
     assert len(record.plot().data) == 2
-    beside = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
-    assert len(al.plot_isolation({"first": record, "last": record} | beside).data) == 4
+    others = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
+    assert len(al.plot_isolation({"first": record, "last": record} | others).data) == 4

@@ -1,4 +1,4 @@
-"""Re-weighting: the gradient of beta, training with and without a cache, what is refused."""
+"""Re-weighting: the gradient of beta, training with and without a cache, and errors."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs whole prompts from its call on."""
+    """A function; after its call prompts run as a whole, without a cache."""
 
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no cache")
@@ -38,15 +38,15 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:
-    """The pattern multiplied by hand, whole prompts."""
+    """The loss of whole prompts whose pattern is multiplied by hand."""
 
     def hook_of(layer: int) -> Any:
         def scale(pattern: Tensor, hook: Any) -> Tensor:
             factor = torch.ones_like(pattern)
             for n in range(len(batch)):
-                for k, place in enumerate(batch.label_positions[n].tolist()):
+                for k, position in enumerate(batch.label_positions[n].tolist()):
                     target = int(batch.target_positions[n])
-                    factor[n, :, target, place] = beta[layer, :, k].exp()
+                    factor[n, :, target, position] = beta[layer, :, k].exp()
             return pattern * factor
 
         return f"blocks.{layer}.attn.hook_pattern", scale
@@ -62,7 +62,7 @@ def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_gradient_against_finite_differences(cached: bool) -> None:
+def test_the_gradient_equals_finite_differences(cached: bool) -> None:
     tokenizer = byte_level_tokenizer()
     model = al.load_model(tiny_gpt2(len(tokenizer)).double(), tokenizer=tokenizer)
     (batch,) = questions(model, 3, padding_side="left")
@@ -80,20 +80,20 @@ def test_gradient_against_finite_differences(cached: bool) -> None:
     )
     assert beta.grad is not None
     step = 1e-5
-    for place in [(0, 0, 0), (0, 1, 5), (1, 0, 3), (2, 1, 1), (2, 0, 4)]:
+    for index in [(0, 0, 0), (0, 1, 5), (1, 0, 3), (2, 1, 1), (2, 0, 4)]:
         shift = torch.zeros_like(beta)
-        shift[place] = step
+        shift[index] = step
         up, down = (loss_of(model, batch, (beta + sign * shift).detach()) for sign in (1, -1))
         expected = (up - down) / (2 * step)
         assert abs(expected) > 1e-6
-        assert float(beta.grad[place]) == pytest.approx(expected, rel=1e-6)
+        assert float(beta.grad[index]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.every_kind
-def test_training_by_hand(model: Any) -> None:
-    """Adam in numpy on gradients of whole prompts, in the published order of things."""
+def test_training_equals_adam_by_hand(model: Any) -> None:
+    """Adam runs in numpy on gradients of whole prompts, in the order of the published code."""
     batches = questions(model, 4, batch_size=1)
-    found = al.train_reweighting(model, batches, epochs=2, lr=0.02, seed=3, **QUIET)
+    trained = al.train_reweighting(model, batches, epochs=2, lr=0.02, seed=3, **QUIET)
     shape = (model.cfg.n_layers, model.cfg.n_heads, 6)
     beta, m, v = (np.zeros(shape) for _ in range(3))
     generator = torch.Generator().manual_seed(3)
@@ -103,12 +103,12 @@ def test_training_by_hand(model: Any) -> None:
             tensor = torch.tensor(beta, dtype=torch.float32, requires_grad=True)
             seen: list[Tensor] = []
 
-            def keep(logits: Tensor, batch: al.PromptBatch, seen: Any = seen) -> Tensor:
+            def store_loss(logits: Tensor, batch: al.PromptBatch, seen: Any = seen) -> Tensor:
                 seen.append(al.label_cross_entropy(logits, batch))
                 return seen[-1]
 
             hooks = al.reweight_anchors(model, batches[number], tensor)
-            run_pass(model, batches[number], hooks=hooks, loss=keep, into=[tensor])
+            run_pass(model, batches[number], hooks=hooks, loss=store_loss, into=[tensor])
             losses.append(float(seen[0].detach()))
             assert tensor.grad is not None
             gradient = tensor.grad.double().numpy()
@@ -116,14 +116,16 @@ def test_training_by_hand(model: Any) -> None:
             m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
             root = np.sqrt(v / (1 - 0.999**count)) + 1e-8
             beta = beta - 0.02 * m / (1 - 0.9**count) / root
-    # Adam divides by the size of the gradient, so that rounding shows where that is small.
-    assert difference(found.beta, torch.from_numpy(beta)) < 1e-2
-    assert found.losses.tolist() == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:])], 1e-4)
+    # Adam divides by the size of the gradient: where this is small, rounding errors are large.
+    assert difference(trained.beta, torch.from_numpy(beta)) < 1e-2
+    assert trained.losses.tolist() == pytest.approx(
+        [np.mean(losses[:4]), np.mean(losses[4:])], 1e-4
+    )
     clean = [loss_of(model, batch, torch.zeros(shape)) for batch in batches]
-    assert float(found.vanilla_loss) == pytest.approx(np.mean(clean), rel=1e-5)
+    assert float(trained.vanilla_loss) == pytest.approx(np.mean(clean), rel=1e-5)
 
 
-def test_it_learns_and_the_cache_changes_nothing(model: Any, whole: Any) -> None:
+def test_training_lowers_the_loss_and_the_cache_changes_nothing(model: Any, whole: Any) -> None:
     batches = questions(model, 6, batch_size=4, padding_side="left")
     ours = al.train_reweighting(model, batches, epochs=3, **QUIET)
     assert ours.losses[-1] < ours.losses[0] and ours.losses[-1] < ours.vanilla_loss
@@ -132,14 +134,14 @@ def test_it_learns_and_the_cache_changes_nothing(model: Any, whole: Any) -> None
     theirs = al.train_reweighting(model, batches, epochs=3, **QUIET)
     assert theirs.info["shared_prefix"].startswith("off for 2 of 2 batches")
     assert difference(ours.losses, theirs.losses) < 1e-5
-    assert difference(ours.beta, theirs.beta) < 1e-2  # Adam, as above
+    assert difference(ours.beta, theirs.beta) < 1e-2  # rounding errors of Adam, see above
     trained = [loss_of(model, batch, ours.beta) for batch in batches]
     clean = [loss_of(model, batch, torch.zeros_like(ours.beta)) for batch in batches]
     assert np.mean(trained) < np.mean(clean)
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 6), (3, 1, 1), (3, 2, 1)])
-def test_shared_betas(gpt2: Any, shape: tuple[int, int, int]) -> None:
+def test_an_axis_of_size_one_has_shared_betas(gpt2: Any, shape: tuple[int, int, int]) -> None:
     batches = questions(gpt2, 4, batch_size=1)
     start = torch.full(shape, 0.1)
     result = al.train_reweighting(gpt2, batches, epochs=1, start=start, **QUIET)
@@ -153,13 +155,13 @@ def test_shared_betas(gpt2: Any, shape: tuple[int, int, int]) -> None:
     assert torch.equal(start, torch.full(shape, 0.1))
 
 
-def test_several_shots_and_other_queries(llama: Any) -> None:
+def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None:
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=2, seed=1)
-    rest = [one for one in examples if one not in demos]
+    rest = [example for example in examples if example not in demos]
 
-    def prompts(of: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
-        return al.build_prompts(llama.tokenizer, al.TASKS["sst2"], of, queries, batch_size=6)
+    def prompts(shots: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
+        return al.build_prompts(llama.tokenizer, al.TASKS["sst2"], shots, queries, batch_size=6)
 
     train, test = prompts(demos, rest[:4]), prompts(demos, rest[4:10])
     beta = al.train_reweighting(llama, train, epochs=1, **QUIET)
@@ -177,13 +179,13 @@ def test_several_shots_and_other_queries(llama: Any) -> None:
     assert record.plot().data and beta.plot().data
 
 
-def test_saved_and_loaded(gpt2: Any, tmp_path: Any) -> None:
+def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 2)
     beta = al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
-    again = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
-    assert torch.equal(again.beta, beta.beta) and again.info == beta.info
-    for one in (beta, again, beta.beta):
-        logits = run_pass(gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], one))
+    loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
+    assert torch.equal(loaded.beta, beta.beta) and loaded.info == beta.info
+    for value in (beta, loaded, beta.beta):
+        logits = run_pass(gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], value))
         expected = run_pass(
             gpt2, batches[0], hooks=al.reweight_anchors(gpt2, batches[0], beta.beta)
         )
@@ -191,7 +193,7 @@ def test_saved_and_loaded(gpt2: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("lr", [30.0, 1e6])
-def test_divergence_is_said(gpt2: Any, lr: float) -> None:
+def test_divergence_gives_a_warning(gpt2: Any, lr: float) -> None:
     batches = questions(gpt2, 4, batch_size=1)
     with pytest.warns(UserWarning, match="training diverged.* lower lr than"):
         beta = al.train_reweighting(gpt2, batches, epochs=6, lr=lr, **QUIET)
@@ -199,70 +201,71 @@ def test_divergence_is_said(gpt2: Any, lr: float) -> None:
     assert not beta.losses[-1] <= beta.vanilla_loss
 
 
-def test_a_start_that_is_worse_has_not_diverged(gpt2: Any) -> None:
+def test_a_start_with_a_higher_loss_is_no_divergence(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=1)
     start = next(
-        one
+        candidate
         for seed in range(20)
-        for one in [torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(seed))]
-        if loss_of(gpt2, questions(gpt2, 6)[0], one) > loss_of(gpt2, questions(gpt2, 6)[0], one * 0)
+        for candidate in [torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(seed))]
+        if loss_of(gpt2, questions(gpt2, 6)[0], candidate)
+        > loss_of(gpt2, questions(gpt2, 6)[0], candidate * 0)
     )
     beta = al.train_reweighting(gpt2, batches, epochs=3, lr=0.003, start=start, **QUIET)
     assert len(beta.losses) == 3 and beta.losses[-1] < beta.losses[0]
     assert beta.losses[-1] > beta.vanilla_loss
 
 
-def test_a_training_that_was_never_better_gives_the_start(gpt2: Any) -> None:
+def test_training_that_never_improves_returns_the_start(gpt2: Any) -> None:
     calls: list[int] = []
 
-    def grows(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    def growing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         calls.append(1)
         return al.label_cross_entropy(logits, batch) + len(calls)
 
     batches = questions(gpt2, 3, batch_size=1)
     with pytest.warns(UserWarning, match="training diverged"):
-        beta = al.train_reweighting(gpt2, batches, epochs=6, loss=grows, **QUIET)
+        beta = al.train_reweighting(gpt2, batches, epochs=6, loss=growing_loss, **QUIET)
     assert beta.losses[0] > beta.vanilla_loss and len(beta.losses) == 2
     assert not beta.beta.any()
 
 
-def test_other_queries_or_labels_are_refused_before_anything_runs(gpt2: Any) -> None:
+def test_other_queries_or_labels_raise_an_error_before_anything_runs(gpt2: Any) -> None:
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
-    rest = [one for one in examples if one not in demos]
+    rest = [example for example in examples if example not in demos]
 
-    def prompts(of: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
-        return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], of, queries, batch_size=3)
+    def prompts(shots: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
+        return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], shots, queries, batch_size=3)
 
     test = prompts(demos, rest[:4])
     beta = al.train_reweighting(gpt2, test, epochs=1, **QUIET)
-    counted: list[int] = []
-    hook = gpt2.register_forward_pre_hook(lambda *inputs: counted.append(1))
+    passes: list[int] = []
+    hook = gpt2.register_forward_pre_hook(lambda *inputs: passes.append(1))
     for queries in (rest[1:5], rest[:3]):
         with pytest.raises(MetricError, match="compared on the same queries"):
             al.reweighting_accuracy(gpt2, test, beta, prompts([*demos, *demos], queries), **QUIET)
-    turned = prompts(demos[::-1], rest[:4])
+    reordered = prompts(demos[::-1], rest[:4])
     with pytest.raises(HookError, match="this beta is for label words"):
-        al.reweighting_accuracy(gpt2, turned, beta, turned, **QUIET)
+        al.reweighting_accuracy(gpt2, reordered, beta, reordered, **QUIET)
     hook.remove()
-    assert not counted
+    assert not passes
 
 
 @pytest.mark.changes_model
-def test_nothing_is_left(gpt2: Any) -> None:
+def test_training_leaves_the_model_as_it_was(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     parameters = [parameter.clone() for parameter in gpt2.parameters()]
     gpt2.train()
     state = torch.get_rng_state()
 
-    def fails(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    def failing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         if len(logits) == 1:
             raise RuntimeError("in the middle")
         return al.label_cross_entropy(logits, batch)
 
     batches = [*questions(gpt2, 2), *questions(gpt2, 1)]
     with pytest.raises(RuntimeError, match="in the middle"):
-        al.train_reweighting(gpt2, batches, loss=fails, **QUIET)
+        al.train_reweighting(gpt2, batches, loss=failing_loss, **QUIET)
     al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
     assert gpt2.training and torch.equal(state, torch.get_rng_state())
     assert hooks_on(gpt2) == before
@@ -270,7 +273,7 @@ def test_nothing_is_left(gpt2: Any) -> None:
         assert torch.equal(old, new) and new.requires_grad and new.grad is None
 
 
-REFUSED: list[tuple[Any, type[Exception], str]] = [
+WRONG_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda m, b: al.train_reweighting(m, [replace(b[0], gold=None)], **QUIET),
         MetricError,
@@ -293,13 +296,15 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("act", "kind", "message"), REFUSED)
-def test_bad_input(gpt2: Any, act: Any, kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("act", "kind", "message"), WRONG_CALLS)
+def test_wrong_calls_raise_an_error(
+    gpt2: Any, act: Any, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         act(gpt2, questions(gpt2, 3))
 
 
-def test_a_beta_of_other_label_words(gpt2: Any) -> None:
+def test_a_beta_of_other_label_words_raises_an_error(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 3)
     beta = al.train_reweighting(gpt2, [batch], epochs=1, **QUIET)
     classes = batch.label_classes[0].tolist()
@@ -309,7 +314,7 @@ def test_a_beta_of_other_label_words(gpt2: Any) -> None:
         al.reweight_anchors(gpt2, other, beta)
 
 
-def test_comparison_by_hand() -> None:
+def test_compared_accuracies_equal_values_by_hand() -> None:
     correct = {"a": torch.tensor([1.0, 0, 0, 1]), "b": torch.tensor([1.0, 1, 0, 1])}
     record = al.compare_accuracies(correct)
     assert record.accuracy.tolist() == [0.5, 0.75] and record.gain.tolist() == [0, 0.25]

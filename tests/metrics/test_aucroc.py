@@ -1,4 +1,4 @@
-"""AUCROC against scikit-learn, R_l by hand, and the whole way against plain transformers."""
+"""Tests of AUCROC against scikit-learn and plain transformers, and of R_l by hand."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ NAN = float("nan")
 
 
 def reference(scores: Tensor, predicted: Tensor) -> float:
-    """As the published notebook takes it, with scikit-learn."""
+    """AUCROC as the published notebook computes it, with scikit-learn."""
     present = predicted.unique()
-    kept = scores[:, present].double()
-    place = torch.searchsorted(present, predicted)
+    selected = scores[:, present].double()
+    columns = torch.searchsorted(present, predicted)
     if len(present) == 2:
-        return float(roc_auc_score(place == 1, kept[:, 1]))
-    kept[kept.sum(1) == 0] = 1.0
-    shares = kept / kept.sum(1, keepdim=True)
-    return float(roc_auc_score(place, shares.numpy(), multi_class="ovo", average="macro"))
+        return float(roc_auc_score(columns == 1, selected[:, 1]))
+    selected[selected.sum(1) == 0] = 1.0
+    shares = selected / selected.sum(1, keepdim=True)
+    return float(roc_auc_score(columns, shares.numpy(), multi_class="ovo", average="macro"))
 
 
 @st.composite
 def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Scores of few values, so that many are tied, rows of zeros, classes never predicted."""
+    """Scores with many ties and rows of zeros; some classes are never predicted."""
     n_classes = draw(st.integers(2, 5))
     n_prompts = draw(st.integers(4, 24))
     values = st.sampled_from([0.0, 0.0, 0.125, 0.25, 0.5, 1.0])
@@ -39,7 +39,7 @@ def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     labels = draw(
         st.lists(st.integers(0, n_classes - 1), min_size=n_prompts, max_size=n_prompts)
         .map(torch.tensor)
-        .filter(lambda one: len(one.unique()) > 1)
+        .filter(lambda classes: len(classes.unique()) > 1)
     )
     return torch.tensor(scores), labels
 
@@ -57,12 +57,12 @@ def test_aucroc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
 def test_auc_equals_scikit_learn(case: tuple[Tensor, Tensor]) -> None:
     scores, labels = case
     positive = labels == labels[0]
-    for one in scores.T:
-        expected = roc_auc_score(positive, one)
-        assert float(auc(one[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
+    for class_scores in scores.T:
+        expected = roc_auc_score(positive, class_scores)
+        assert float(auc(class_scores[None], positive)[0]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_auc_by_hand() -> None:
+def test_auc_equals_values_by_hand() -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 3.0], [3.0, 2.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
     positive = torch.tensor([False, False, True, True])
     assert auc(scores, positive).tolist() == [0.875, 0.125, 0.5]
@@ -70,36 +70,36 @@ def test_auc_by_hand() -> None:
     assert auc(scores, torch.zeros(4, dtype=torch.bool)).isnan().all()
 
 
-def test_several_series_at_once() -> None:
+def test_several_series_at_once_equal_each_series_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(7, 30, 4, generator=generator)
     predicted = torch.randint(4, (30,), generator=generator)
-    together = aucroc(scores, predicted)
-    assert torch.equal(together, torch.cat([aucroc(one[None], predicted) for one in scores]))
+    at_once = aucroc(scores, predicted)
+    assert torch.equal(at_once, torch.cat([aucroc(series[None], predicted) for series in scores]))
 
 
 def test_two_classes_use_the_raw_score_of_the_second() -> None:
     scores = torch.tensor([[[9.0, 0.3], [0.1, 0.2], [0.1, 0.1], [9.0, 0.4]]])
     predicted = torch.tensor([0, 1, 0, 1])
-    assert aucroc(scores, predicted).tolist() == [0.75]  # divided by its sum it would be 0.5
-    # The same where two of three classes are ever predicted, whichever they are.
-    third = torch.cat([scores, torch.full((1, 4, 1), 5.0)], -1)[..., [0, 2, 1]]
-    assert aucroc(third, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
+    assert aucroc(scores, predicted).tolist() == [0.75]  # 0.5 if scores were divided by their sum
+    # The same holds if two of three classes are predicted.
+    three_classes = torch.cat([scores, torch.full((1, 4, 1), 5.0)], -1)[..., [0, 2, 1]]
+    assert aucroc(three_classes, torch.tensor([0, 2, 0, 2])).tolist() == [0.75]
 
 
-def test_no_attention_to_any_anchor_is_uniform() -> None:
+def test_aucroc_without_attention_to_any_anchor_is_one_half() -> None:
     scores = torch.zeros(1, 6, 3)
     assert aucroc(scores, torch.tensor([0, 1, 2, 0, 1, 2])).tolist() == [0.5]
 
 
-def test_perfect_and_inverted() -> None:
+def test_perfect_scores_give_one_and_inverted_scores_give_zero() -> None:
     predicted = torch.tensor([0, 1, 2, 2, 1, 0])
     perfect = torch.nn.functional.one_hot(predicted, 3).float()[None]
     assert aucroc(perfect, predicted).tolist() == [1.0]
     assert aucroc(1 - perfect, predicted).tolist() == [0.0]
 
 
-def test_fewer_than_two_predicted_classes_are_nan_with_a_warning() -> None:
+def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     assert aucroc(torch.rand(2, 3, 2), torch.tensor([1, 1, 1])).isnan().all()
     rows = {
         "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
@@ -113,16 +113,16 @@ def test_fewer_than_two_predicted_classes_are_nan_with_a_warning() -> None:
     assert record.r.isnan().all()
 
 
-def test_cumulative_excess_by_hand() -> None:
+def test_cumulative_excess_equals_values_by_hand() -> None:
     values = torch.tensor([0.6, 0.5, 0.9, 0.5])
     torch.testing.assert_close(cumulative_excess(values), torch.tensor([0.2, 0.2, 1.0, 1.0]))
-    below = torch.tensor([0.3, 0.9])  # reached from below zero
+    below = torch.tensor([0.3, 0.9])  # the sum is below zero first
     torch.testing.assert_close(cumulative_excess(below), torch.tensor([-1.0, 1.0]))
-    for total in ([0.4, 0.5], [0.5, 0.5], [0.6, NAN]):
-        assert cumulative_excess(torch.tensor(total)).isnan().all()
+    for without_excess in ([0.4, 0.5], [0.5, 0.5], [0.6, NAN]):
+        assert cumulative_excess(torch.tensor(without_excess)).isnan().all()
 
 
-def test_sets_of_demonstrations_are_averaged_before_r() -> None:
+def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     generator = torch.Generator().manual_seed(0)
     attention = torch.rand(20, 3, 2, 4, generator=generator, dtype=torch.double)
     predicted = torch.randint(4, (20,), generator=generator)
@@ -134,21 +134,23 @@ def test_sets_of_demonstrations_are_averaged_before_r() -> None:
     expected = torch.tensor(
         [
             sum(
-                reference(attention[sets == one, k].sum(1), predicted[sets == one])
-                for one in (4, 8)
+                reference(attention[sets == number, layer].sum(1), predicted[sets == number])
+                for number in (4, 8)
             )
             / 2
-            for k in range(3)
+            for layer in range(3)
         ],
         dtype=torch.double,
     )
     torch.testing.assert_close(record.aucroc, expected)
     torch.testing.assert_close(record.r, cumulative_excess(expected))
-    head = [reference(attention[sets == one, 1, 1], predicted[sets == one]) for one in (4, 8)]
-    assert float(record.per_head[1, 1]) == pytest.approx(sum(head) / 2)
+    of_sets = [
+        reference(attention[sets == number, 1, 1], predicted[sets == number]) for number in (4, 8)
+    ]
+    assert float(record.per_head[1, 1]) == pytest.approx(sum(of_sets) / 2)
 
 
-def test_predicted_class_and_ties() -> None:
+def test_the_predicted_class_is_the_first_of_tied_classes() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 2.0, 2.0, 2.0], [9.0, 1.0, 4.0, 4.0]])
     assert predicted_class(logits, torch.tensor([2, 3, 1])).tolist() == [2, 0, 0]
 
@@ -159,7 +161,7 @@ def test_predicted_class_and_ties() -> None:
 def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> None:
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=shots, seed=1)
-    queries = [one for one in examples if one not in demos][:16]
+    queries = [example for example in examples if example not in demos][:16]
     batches = al.build_prompts(
         gpt2.tokenizer, al.TASKS["sst2"], demos, queries, batch_size=6, padding_side=side
     )
@@ -172,26 +174,28 @@ def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> N
                 out = plain(batch.tokens[n][mask][None], output_attentions=True)
             predicted.append(out.logits[0, -1, batch.label_token_ids].argmax())
             at_target = torch.stack(out.attentions)[:, 0, :, -1].double()  # [layer, head, key]
-            own = torch.zeros(*at_target.shape[:2], 2, dtype=torch.double)
-            places = batch.label_positions[n] - mask.long().argmax()
-            for place, label in zip(places, batch.label_classes[n], strict=True):
-                own[..., label] += at_target[..., place]
-            scores.append(own)
-    every, labels = torch.stack(scores), torch.stack(predicted)
+            anchor_scores = torch.zeros(*at_target.shape[:2], 2, dtype=torch.double)
+            positions = batch.label_positions[n] - mask.long().argmax()
+            for position, label in zip(positions, batch.label_classes[n], strict=True):
+                anchor_scores[..., label] += at_target[..., position]
+            scores.append(anchor_scores)
+    all_scores, labels = torch.stack(scores), torch.stack(predicted)
     assert len(labels.unique()) == 2
-    expected = [reference(every[:, k].sum(1), labels) for k in range(3)]
+    expected = [reference(all_scores[:, layer].sum(1), labels) for layer in range(3)]
     results = al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=10, progress=False)
     record = results["attention_aucroc"]
     torch.testing.assert_close(record.aucroc, torch.tensor(expected, dtype=torch.double))
-    heads = [[reference(every[:, k, h], labels) for h in range(2)] for k in range(3)]
+    heads = [
+        [reference(all_scores[:, layer, head], labels) for head in range(2)] for layer in range(3)
+    ]
     torch.testing.assert_close(record.per_head, torch.tensor(heads, dtype=torch.double))
     torch.testing.assert_close(record.r, cumulative_excess(record.aucroc), equal_nan=True)
     low, high = record.intervals["aucroc"]
     assert (low <= high).all()
 
 
-def test_attention_is_that_of_the_changed_run(gpt2: Any) -> None:
-    """With the label words hidden from the target every score is zero: uniform."""
+def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:
+    """If the target cannot attend to label words, all scores are zero and AUCROC is 0.5."""
     batches = questions(gpt2, 8)
     results = al.run(
         gpt2,

@@ -1,4 +1,4 @@
-"""Distances of keys against scikit-learn and the published steps, confusions, refusals."""
+"""Tests of key distances against the published steps, of confusions, and of errors."""
 
 import importlib
 from collections.abc import Callable
@@ -29,7 +29,10 @@ FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
 def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
-    """One layer: queries [prompt, channel] and keys [class, channel] to [class, class]."""
+    """Distances [class, class] in one layer of keys [class, channel].
+
+    The queries [prompt, channel] give the main directions.
+    """
     pca = PCA(n_components=directions, svd_solver="full").fit(queries.double().numpy())
     projected = (keys.double().numpy() @ pca.components_.T) * pca.singular_values_
     distances = pdist(projected)
@@ -38,7 +41,9 @@ def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
 
 def test_key_distances_equal_the_published_steps() -> None:
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(40, 3, 24, generator=generator) + 100.0  # as large biases make them
+    queries = (
+        torch.randn(40, 3, 24, generator=generator) + 100.0
+    )  # large biases shift queries like this
     keys = torch.randn(3, 6, 24, generator=generator)
     for directions in (1, 10, 24):
         ours = key_distances(queries, keys, directions)
@@ -47,7 +52,7 @@ def test_key_distances_equal_the_published_steps() -> None:
             np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
 
 
-def test_more_channels_than_prompts() -> None:
+def test_key_distances_allow_more_channels_than_prompts() -> None:
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(12, 1, 64, generator=generator)
     keys = torch.randn(1, 4, 64, generator=generator)
@@ -55,11 +60,11 @@ def test_more_channels_than_prompts() -> None:
     np.testing.assert_allclose(key_distances(queries, keys, 10)[0], theirs, atol=1e-10)
 
 
-def test_four_points_on_paper() -> None:
-    """Queries (+-3, 0), (0, +-1), and their mean added: S = (3 sqrt 2, sqrt 2), V the axes.
+def test_key_distances_of_four_points_equal_values_by_hand() -> None:
+    """The queries are (+-3, 0) and (0, +-1) plus a mean: S is (3 sqrt 2, sqrt 2), V the axes.
 
-    Keys (0, 0), (1, 0), (0, 3) become (0, 0), (3 sqrt 2, 0), (0, 3 sqrt 2): the largest distance
-    is 6, the others 3 sqrt 2. With one direction only the first axis counts.
+    The keys (0, 0), (1, 0), (0, 3) become (0, 0), (3 sqrt 2, 0), (0, 3 sqrt 2). The largest
+    distance is 6, the others are 3 sqrt 2. With one direction only the first axis counts.
     """
     mean = torch.tensor([5.0, -7.0])
     queries = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + mean
@@ -67,8 +72,8 @@ def test_four_points_on_paper() -> None:
     half = 0.5**0.5
     expected = torch.tensor([[[0, half, half], [half, 0, 1], [half, 1, 0]]], dtype=torch.double)
     torch.testing.assert_close(key_distances(queries[:, None], keys, 2), expected)
-    one = torch.tensor([[[0, 1, 0], [1, 0, 1], [0, 1, 0]]], dtype=torch.double)
-    torch.testing.assert_close(key_distances(queries[:, None], keys, 1), one)
+    first_axis = torch.tensor([[[0, 1, 0], [1, 0, 1], [0, 1, 0]]], dtype=torch.double)
+    torch.testing.assert_close(key_distances(queries[:, None], keys, 1), first_axis)
 
 
 def test_pair_auc_equals_scikit_learn() -> None:
@@ -86,7 +91,7 @@ def test_pair_auc_equals_scikit_learn() -> None:
         assert float(ours[a, b]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_pair_auc_without_prompts_of_a_class() -> None:
+def test_pair_auc_is_nan_for_a_class_without_prompts() -> None:
     ours = pair_auc(torch.rand(6, 3), torch.tensor([0, 0, 1, 1, 0, 1]))
     assert not ours[0, 1].isnan()
     assert ours[2].isnan().all() and ours[:, 2].isnan().all()
@@ -96,41 +101,42 @@ def test_rank_correlation_equals_scipy() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(4, (5, 15), generator=generator).double()
     other = torch.randint(5, (15,), generator=generator).double()
-    expected = [spearmanr(one, other).statistic for one in values]
+    expected = [spearmanr(row, other).statistic for row in values]
     np.testing.assert_allclose(rank_correlation(values, other), expected, atol=1e-12)
     other[[2, 7]] = torch.nan
     known = ~other.isnan()
-    expected = [spearmanr(one[known], other[known]).statistic for one in values]
+    expected = [spearmanr(row[known], other[known]).statistic for row in values]
     np.testing.assert_allclose(rank_correlation(values, other), expected, atol=1e-12)
-    other[2:] = torch.nan  # two pairs are always in line
+    other[2:] = torch.nan  # two values are too few for a correlation
     assert rank_correlation(values, other).isnan().all()
 
 
 def keys_and_queries(
     name: str, model: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """What attention multiplies in plain transformers, Float["layer head position d_head"].
+    """Queries and keys in plain transformers, Float["layer head position d_head"] each.
 
-    For Llama and Gemma-3 it stands behind the norm and the rotary embedding; key heads repeated.
+    In Llama and Gemma-3 they are taken after the norm and the rotary embedding. Key heads are
+    repeated.
     """
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     attend, seen = module.eager_attention_forward, []
 
-    def watch(layer: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+    def store_and_attend(layer: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append((query[0], key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)))
         return attend(layer, query, key, *rest, **options)
 
     plain = MAKE[name](model.W_E.shape[0])
     plain.set_attn_implementation("eager")
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(module, "eager_attention_forward", watch)
+        patch.setattr(module, "eager_attention_forward", store_and_attend)
         plain(tokens)
-    return torch.stack([one[0] for one in seen]), torch.stack([one[1] for one in seen])
+    return torch.stack([pair[0] for pair in seen]), torch.stack([pair[1] for pair in seen])
 
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_keys_and_queries_are_those_of_attention(
+def test_observed_keys_and_queries_equal_those_of_attention(
     name: str, side: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = request.getfixturevalue(name)
@@ -140,34 +146,36 @@ def test_keys_and_queries_are_those_of_attention(
     for n, mask in enumerate(batch.attention_mask):
         tokens = batch.tokens[n][mask][None]
         query, key = keys_and_queries(name, model, tokens, monkeypatch)
-        places = torch.empty(6, dtype=torch.long)
-        places[batch.label_classes[n]] = batch.label_positions[n] - mask.long().argmax()
-        expected = key[:, :, places].transpose(1, 2).flatten(2)  # [layer, class, channel]
+        positions = torch.empty(6, dtype=torch.long)
+        positions[batch.label_classes[n]] = batch.label_positions[n] - mask.long().argmax()
+        expected = key[:, :, positions].transpose(1, 2).flatten(2)  # [layer, class, channel]
         torch.testing.assert_close(rows["keys"][n], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
             rows["queries"][n], query[:, :, -1].flatten(1), rtol=1e-4, atol=1e-5
         )
-        assert rows["positions"][n].tolist() == places.tolist()
+        assert rows["positions"][n].tolist() == positions.tolist()
 
 
-def test_query_and_key_of_gpt2_are_halves_of_c_attn(
+def test_queries_and_keys_of_gpt2_are_parts_of_c_attn(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference above, once more without the attention function."""
+    """``keys_and_queries`` equals a calculation that does not use the attention function."""
     tokens = questions(gpt2, 1)[0].tokens
     query, key = keys_and_queries("gpt2", gpt2, tokens, monkeypatch)
     plain: Any = tiny_gpt2(gpt2.W_E.shape[0]).transformer
     block = plain.h[0]
     with torch.no_grad():
         hidden = plain.wte(tokens) + plain.wpe(torch.arange(tokens.shape[1]))
-        both = block.attn.c_attn(block.ln_1(hidden))[0]
-    torch.testing.assert_close(both[:, :24].unflatten(1, (2, 12)).transpose(0, 1), query[0])
-    torch.testing.assert_close(both[:, 24:48].unflatten(1, (2, 12)).transpose(0, 1), key[0])
+        projected = block.attn.c_attn(block.ln_1(hidden))[0]
+    torch.testing.assert_close(projected[:, :24].unflatten(1, (2, 12)).transpose(0, 1), query[0])
+    torch.testing.assert_close(projected[:, 24:48].unflatten(1, (2, 12)).transpose(0, 1), key[0])
 
 
 @pytest.mark.every_kind
 @FEW
-def test_record_end_to_end(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_run_equals_plain_transformers(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = questions(gpt2, 14, batch_size=5)
     results = al.run(gpt2, batches, [al.AnchorDistances()], resamples=10, progress=False)
     record = results["anchor_distances"]
@@ -193,12 +201,12 @@ def test_record_end_to_end(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     upper = np.triu_indices(6, 1)
     known = ~confusion[upper].isnan().numpy()
     for layer in range(3):
-        own = distance[layer][upper]
-        expected = spearmanr(own[known], confusion[upper][known]).statistic
+        distances = distance[layer][upper]
+        expected = spearmanr(distances[known], confusion[upper][known]).statistic
         assert float(record.correlation[layer]) == pytest.approx(expected, abs=1e-6)
-        places = batches[0].label_positions[0][batches[0].label_classes[0].argsort()]
-        gaps = (places[:, None] - places).abs()[upper]
-        expected = spearmanr(own, gaps).statistic
+        positions = batches[0].label_positions[0][batches[0].label_classes[0].argsort()]
+        gaps = (positions[:, None] - positions).abs()[upper]
+        expected = spearmanr(distances, gaps).statistic
         assert float(record.position_correlation[layer]) == pytest.approx(expected, abs=1e-6)
     assert {"anchor_distance", "pair_auc"} <= set(record.intervals)
 
@@ -222,78 +230,90 @@ def test_default_layer_is_two_thirds_of_the_depth(n_layers: int, expected: int) 
     assert int(record.default_layer) == expected
 
 
-def test_sets_of_demonstrations_are_averaged() -> None:
+def test_distances_are_averaged_over_sets_of_demonstrations() -> None:
     rows = rows_of(2, [3, 5] * 6)
     record = al.AnchorDistances(directions=3).result(rows)
-    halves = [key_distances(rows["queries"][k::2], rows["keys"][k::2].mean(0), 3) for k in range(2)]
-    torch.testing.assert_close(record.anchor_distance, (halves[0] + halves[1]) / 2)
+    of_sets = [
+        key_distances(rows["queries"][k::2], rows["keys"][k::2].mean(0), 3) for k in range(2)
+    ]
+    torch.testing.assert_close(record.anchor_distance, (of_sets[0] + of_sets[1]) / 2)
 
 
-def test_several_anchors_of_a_class_count_by_their_mean(gpt2: Any) -> None:
+def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=2)
     batch = al.build_prompts(gpt2.tokenizer, al.TASKS["sst2"], demos, examples[:2])[0]
-    both = al.AnchorDistances().observe(gpt2, batch)
-    keys = both.rows(run_pass(gpt2, batch, observers=both.hooks), None)["keys"]
+    observation = al.AnchorDistances().observe(gpt2, batch)
+    keys = observation.rows(run_pass(gpt2, batch, observers=observation.hooks), None)["keys"]
     singles = []
-    for chosen in range(4):
-        column = slice(chosen, chosen + 1)
-        one = replace(
+    for anchor in range(4):
+        column = slice(anchor, anchor + 1)
+        single = replace(
             batch,
             label_positions=batch.label_positions[:, column],
             label_ends=batch.label_ends[:, column],
             label_classes=batch.label_classes[:, column] * 0,
             label_token_ids=batch.label_token_ids[:1],
         )
-        watch = al.AnchorDistances().observe(gpt2, one)
-        logits = run_pass(gpt2, one, observers=watch.hooks)
-        singles.append(watch.rows(logits, None)["keys"][:, :, 0])
+        single_observation = al.AnchorDistances().observe(gpt2, single)
+        logits = run_pass(gpt2, single, observers=single_observation.hooks)
+        singles.append(single_observation.rows(logits, None)["keys"][:, :, 0])
     for label in range(2):
-        own = [singles[k] for k in range(4) if int(batch.label_classes[0, k]) == label]
-        torch.testing.assert_close(keys[:, :, label], (own[0] + own[1]) / 2)
+        of_class = [
+            singles[anchor] for anchor in range(4) if int(batch.label_classes[0, anchor]) == label
+        ]
+        torch.testing.assert_close(keys[:, :, label], (of_class[0] + of_class[1]) / 2)
 
 
 def refuse_to_run(*_: Any, **__: Any) -> None:
     raise AssertionError("the model ran")
 
 
-def test_several_small_sets_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be pooled, and a mean key of several sets is the key of none."""
+def test_several_small_sets_raise_an_error_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small sets would be pooled, but a mean key of several sets describes none of them."""
     batches = [
-        replace(one, demonstrations_id=torch.arange(9) % 3)
-        for one in questions(gpt2, 9, batch_size=9)
+        replace(batch, demonstrations_id=torch.arange(9) % 3)
+        for batch in questions(gpt2, 9, batch_size=9)
     ]
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(MetricError, match=r"at least 10 as there are several sets, but one has 3"):
         al.run(gpt2, batches, [al.AnchorDistances(directions=2)], progress=False)
 
 
-def test_too_few_prompts_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_prompts_raise_an_error_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = questions(gpt2, 10)
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(MetricError, match=r"\(10\).* has 10; .*AnchorDistances\(directions=9\)"):
         al.run(gpt2, batches, [al.AnchorDistances()])
 
 
-def test_no_gold_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_without_gold_raise_an_error_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = [replace(batch, gold=None) for batch in questions(gpt2, 12)]
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(MetricError, match="confusion of classes needs the true label"):
         al.run(gpt2, batches, [al.AnchorDistances()])
 
 
-def test_class_without_anchor_before_any_pass(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_without_anchor_raises_an_error_before_any_pass(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = questions(gpt2, 12, batch_size=12)[0]
-    poor = replace(batch, label_classes=batch.label_classes.clamp(max=4))
+    without_anchor = replace(batch, label_classes=batch.label_classes.clamp(max=4))
     monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
     with pytest.raises(MetricError, match=r"classes without one: \[5\]"):
-        al.run(gpt2, [poor], [al.AnchorDistances()])
+        al.run(gpt2, [without_anchor], [al.AnchorDistances()])
 
 
-def test_pairs_without_prompts_are_nan_with_a_warning() -> None:
+def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
     rows = rows_of(2, [0] * 9)
     rows["gold"] = torch.arange(9) % 2
     with pytest.warns(UserWarning, match="some pairs of classes have no prompts of both"):
         record = al.AnchorDistances(directions=2).result(rows)
     assert record.pair_auc[2].isnan().all() and not record.pair_auc[0, 1].isnan()
-    assert record.correlation.isnan().all()  # one pair is left
+    assert record.correlation.isnan().all()  # only one pair is left

@@ -1,4 +1,7 @@
-"""What the paper's published code computes, on two tiny models: tests/golden/README.md."""
+"""Results equal those of the paper's published code, on two tiny models.
+
+tests/golden/README.md describes the numbers.
+"""
 
 from typing import Any
 
@@ -39,7 +42,7 @@ def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, 
     return observation.rows(run_pass(model, batch, observers=observation.hooks), None)
 
 
-def test_batch_is_padded(golden: GoldenCase, side: str) -> None:
+def test_the_batch_is_padded_on_the_given_side(golden: GoldenCase, side: str) -> None:
     batch, starts = golden.batch(side)
     assert not batch.attention_mask.all()
     assert any(starts) == (side == "left")
@@ -47,24 +50,26 @@ def test_batch_is_padded(golden: GoldenCase, side: str) -> None:
         assert int(batch.target_positions[n]) - starts[n] == case["target_position"]
 
 
-def test_saliency(golden: GoldenCase, model: Any, side: str) -> None:
+def test_saliency_equals_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
     batch, starts = golden.batch(side)
     maps = al.saliency(model, batch)
     for n, start in enumerate(starts):
         reference = golden.numbers[f"{n}.saliency"]
         stop = start + reference.shape[-1]
         assert difference(maps[n, :, start:stop, start:stop], reference) <= TOLERANCE
-        # Nothing flows from or to padding.
+        # Saliency from and to padding is zero.
         assert torch.isclose(maps[n].sum(), maps[n, :, start:stop, start:stop].sum())
 
 
-def test_flows(golden: GoldenCase, model: Any, side: str) -> None:
+def test_flows_equal_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
     batch, _ = golden.batch(side)
     results = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     assert_equal(golden, results["saliency_flows"].per_prompt, "flows")
 
 
-def test_query_to_label_attention(golden: GoldenCase, model: Any, side: str) -> None:
+def test_attention_to_label_words_equals_the_published_code(
+    golden: GoldenCase, model: Any, side: str
+) -> None:
     batch, _ = golden.batch(side)
     attention = observed(model, batch, al.AttentionAUCROC())["attention"].sum(2)
     assert_equal(golden, attention, "query_to_label_attention")
@@ -72,14 +77,16 @@ def test_query_to_label_attention(golden: GoldenCase, model: Any, side: str) -> 
     assert_equal(golden, attention.mT.flatten(1), "sim_attn_published_order")
 
 
-def test_anchor_keys(golden: GoldenCase, model: Any, side: str) -> None:
+def test_anchor_keys_equal_the_published_code(golden: GoldenCase, model: Any, side: str) -> None:
     batch, _ = golden.batch(side)
     keys = observed(model, batch, al.AnchorDistances())["keys"]
     heads = golden.meta["config"]["n_head"]
     assert_equal(golden, keys.unflatten(-1, (heads, -1)).transpose(2, 3), "anchor_keys")
 
 
-def test_logits_predictions_and_losses(golden: GoldenCase, model: Any, side: str) -> None:
+def test_logits_predictions_and_losses_equal_the_published_code(
+    golden: GoldenCase, model: Any, side: str
+) -> None:
     batch, _ = golden.batch(side)
     logits = run_pass(model, batch)
     assert_equal(golden, logits, "logits")
@@ -93,7 +100,7 @@ def test_logits_predictions_and_losses(golden: GoldenCase, model: Any, side: str
 @pytest.mark.parametrize(
     ("name", "layers"), [("first2", range(2)), ("last2", range(-2, 0)), ("all", None)]
 )
-def test_isolated_logits(
+def test_isolated_logits_equal_the_published_code(
     golden: GoldenCase, model: Any, side: str, name: str, layers: range | None
 ) -> None:
     batch, _ = golden.batch(side)
@@ -101,9 +108,11 @@ def test_isolated_logits(
     assert_equal(golden, run_pass(model, batch, hooks=hooks), f"isolated_{name}.logits")
 
 
-def test_reweighted_logits(golden: GoldenCase, model: Any, side: str) -> None:
+def test_reweighted_logits_equal_the_published_code(
+    golden: GoldenCase, model: Any, side: str
+) -> None:
     batch, _ = golden.batch(side)
-    # The published beta is by class, ours by appearance; all prompts share one order here.
+    # The published beta is ordered by class, ours by appearance. Here all prompts have one order.
     assert (batch.label_classes == batch.label_classes[0]).all()
     beta = golden.numbers["beta"][:, :, batch.label_classes[0]]
     logits = run_pass(model, batch, hooks=al.reweight_anchors(model, batch, beta))

@@ -1,4 +1,4 @@
-"""Loyalty against slow Python sets, ties, KL, and refusals."""
+"""Tests of loyalty against slow Python sets, of ties, of KL, and of errors."""
 
 from typing import Any
 
@@ -19,26 +19,26 @@ def pair(seed: int = 0, size: int = 40, vocab: int = 30) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("top", [1, 5, 10, 30])
-def test_against_slow_sets(top: int) -> None:
+def test_loyalty_equals_slow_python_sets(top: int) -> None:
     clean, changed = pair()
     ids = [7, 3, 11]
     record = al.loyalty(clean, changed, torch.tensor(ids), top=top)
-    kept, overlap = [], []
+    equal, overlap = [], []
     for a, b in zip(clean.tolist(), changed.tolist(), strict=True):
-        kept.append(
+        equal.append(
             max(range(3), key=lambda k: a[ids[k]]) == max(range(3), key=lambda k: b[ids[k]])
         )
         best_a = set(sorted(range(30), key=lambda word: -a[word])[:top])
         best_b = set(sorted(range(30), key=lambda word: -b[word])[:top])
         overlap.append(len(best_a & best_b) / len(best_a | best_b))
-    assert 0 < sum(kept) < 40
-    assert record.label_kept.tolist() == [float(one) for one in kept]
+    assert 0 < sum(equal) < 40
+    assert record.label_kept.tolist() == [float(same) for same in equal]
     assert record.word_overlap.tolist() == pytest.approx(overlap)
-    assert float(record.label_loyalty) == pytest.approx(sum(kept) / 40)
+    assert float(record.label_loyalty) == pytest.approx(sum(equal) / 40)
     assert float(record.word_loyalty) == pytest.approx(sum(overlap) / 40)
 
 
-def test_kl_equals_torch() -> None:
+def test_kl_equals_pytorch() -> None:
     clean, changed = pair()
     record = al.loyalty(clean, changed, torch.tensor([0, 1]))
     clean, changed = clean.double(), changed.double()
@@ -53,13 +53,13 @@ def test_kl_equals_torch() -> None:
 def test_ties_go_to_the_lowest_class() -> None:
     clean = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 0.0]])
     changed = torch.tensor([[0.0, 2.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
-    kept = al.loyalty(clean, changed, torch.tensor([1, 2]), top=2).label_kept
-    assert kept.tolist() == [1.0, 1.0, 0.0]
-    kept = al.loyalty(clean, changed, torch.tensor([2, 1]), top=2).label_kept
-    assert kept.tolist() == [0.0, 0.0, 1.0]
+    label_kept = al.loyalty(clean, changed, torch.tensor([1, 2]), top=2).label_kept
+    assert label_kept.tolist() == [1.0, 1.0, 0.0]
+    label_kept = al.loyalty(clean, changed, torch.tensor([2, 1]), top=2).label_kept
+    assert label_kept.tolist() == [0.0, 0.0, 1.0]
 
 
-def test_nothing_changed_and_everything_changed() -> None:
+def test_loyalty_is_full_for_equal_logits_and_zero_for_opposite_ones() -> None:
     clean, _ = pair()
     same = al.loyalty(clean, clean, torch.tensor([0, 1]))
     assert (float(same.label_loyalty), float(same.word_loyalty), float(same.kl)) == (1, 1, 0)
@@ -70,8 +70,8 @@ def test_nothing_changed_and_everything_changed() -> None:
     assert (float(opposite.label_loyalty), float(opposite.word_loyalty)) == (0, 0)
 
 
-def test_low_precision_logits() -> None:
-    clean, changed = (one.bfloat16() for one in pair())
+def test_low_precision_logits_give_the_same_as_float32() -> None:
+    clean, changed = (logits.bfloat16() for logits in pair())
     record = al.loyalty(clean, changed, torch.tensor([0, 1]))
     wide = al.loyalty(clean.float(), changed.float(), torch.tensor([0, 1]))
     for name, values in record.tensors().items():
@@ -79,24 +79,24 @@ def test_low_precision_logits() -> None:
 
 
 @pytest.mark.without_jaxtyping
-def test_two_shapes() -> None:
+def test_logits_of_two_shapes_raise_an_error() -> None:
     ids = torch.tensor([0, 1])
     with pytest.raises(MetricError, match=r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"):
         al.loyalty(torch.rand(2, 9), torch.rand(3, 9), ids)
 
 
-def test_no_prompts() -> None:
+def test_logits_of_no_prompts_raise_an_error() -> None:
     with pytest.raises(MetricError, match=r"one row a prompt; got .*0, 9"):
         al.loyalty(torch.rand(0, 9), torch.rand(0, 9), torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("top", [0, 10])
-def test_top_beyond_the_vocabulary(top: int) -> None:
+def test_a_top_outside_the_vocabulary_raises_an_error(top: int) -> None:
     with pytest.raises(MetricError, match=rf"`top` is from 1 to the 9 tokens.*got {top}"):
         al.loyalty(torch.rand(2, 9), torch.rand(2, 9), torch.tensor([0, 1]), top=top)
 
 
-def test_without_hooks_is_refused_before_any_pass(
+def test_a_run_without_hooks_raises_an_error_before_any_pass(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_to_run(*_: Any, **__: Any) -> None:
@@ -108,7 +108,7 @@ def test_without_hooks_is_refused_before_any_pass(
         al.run(gpt2, batches, [al.Loyalty()])
 
 
-def test_through_a_run(gpt2: Any) -> None:
+def test_loyalty_of_a_run_equals_loyalty_of_its_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 9, batch_size=4)
     results = al.run(
         gpt2,

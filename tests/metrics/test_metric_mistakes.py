@@ -1,4 +1,4 @@
-"""A metric that cannot be is refused by name before the model runs."""
+"""A wrong metric raises an error that names it, before the model runs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class MeanRecord(al.Record):
 
 @dataclass(frozen=True)
 class Mine:
-    """A user's metric, whatever it observes in a batch and in demonstrations that are shared."""
+    """A user's metric. Its fields are what it observes in a batch and in shared demonstrations."""
 
     name: Any = "mine"
     observation: Any = None
@@ -40,12 +40,15 @@ class Mine:
         return MeanRecord(mean=rows["v"].mean())
 
 
-def look(tensor: Tensor, hook: Any) -> None:
+def observe_nothing(tensor: Tensor, hook: Any) -> None:
     pass
 
 
-def watching(*hooks: Any, backward: Any = ()) -> Any:
-    """Made when it is asked for, as the shape check refuses wrong hooks at import."""
+def observing(*hooks: Any, backward: Any = ()) -> Any:
+    """A function that makes an observation with these hooks.
+
+    Some hooks are wrong. If they were used at import, the shape check would raise its error.
+    """
     return lambda: al.Observation(
         lambda logits, clean_logits: {"v": torch.ones(len(logits))}, hooks, backward
     )
@@ -53,33 +56,37 @@ def watching(*hooks: Any, backward: Any = ()) -> Any:
 
 NOTHING = al.Observation(lambda logits, clean_logits: {})
 PATTERN = "blocks.0.attn.hook_pattern"
-NOWHERE = "blocks.9.attn.hook_pattern"
+MISSING = "blocks.9.attn.hook_pattern"
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (Mine(name=7), MetricError, r"needs a string for a name without \"/\"; got \[7, 'accuracy'\]"),
     (Mine(name=None), MetricError, r"needs a string for a name .* got \[None, 'accuracy'\]"),
     (Mine(name=["a"]), MetricError, r"needs a string for a name .* got \[\['a'\], 'accuracy'\]"),
     (Mine(name=""), MetricError, r"needs a string for a name .* got \['', 'accuracy'\]"),
-    (Mine(observation=watching((NOWHERE, look))), HookError, f"no hook point '{NOWHERE}', which m"),
     (
-        Mine(observation=watching((PATTERN, look), (NOWHERE, look))),
+        Mine(observation=observing((MISSING, observe_nothing))),
         HookError,
-        f"no hook point '{NOWHERE}', which mine names; see model.hook_dict",
+        f"no hook point '{MISSING}', which m",
     ),
     (
-        Mine(observation=watching(backward=[(NOWHERE, look)])),
+        Mine(observation=observing((PATTERN, observe_nothing), (MISSING, observe_nothing))),
         HookError,
-        f"no hook point '{NOWHERE}', which mine names",
+        f"no hook point '{MISSING}', which mine names; see model.hook_dict",
+    ),
+    (
+        Mine(observation=observing(backward=[(MISSING, observe_nothing)])),
+        HookError,
+        f"no hook point '{MISSING}', which mine names",
     ),
     (Mine(observation=None), MetricError, "mine must observe a batch with an al.Observation; got"),
-    (Mine(observation=watching(PATTERN)), HookError, "hooks of mine must be a list of"),
-    (Mine(observation=watching((PATTERN, None))), HookError, "hooks of mine must be a list of"),
-    (Mine(observation=watching(backward=7)), HookError, "hooks of mine must be a list .* got 7"),
+    (Mine(observation=observing(PATTERN)), HookError, "hooks of mine must be a list of"),
+    (Mine(observation=observing((PATTERN, None))), HookError, "hooks of mine must be a list of"),
+    (Mine(observation=observing(backward=7)), HookError, "hooks of mine must be a list .* got 7"),
 ]
 
 
 @pytest.fixture
 def idle(gpt2: Any) -> Iterator[Any]:
-    """A model that must not run."""
+    """A model that raises an error if it runs."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("the model ran")
@@ -90,7 +97,7 @@ def idle(gpt2: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("metric", "error", "message"), MISTAKES)
-def test_a_metric_that_cannot_be_is_refused_before_any_pass(
+def test_a_wrong_metric_raises_an_error_before_any_pass(
     idle: Any, metric: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -105,21 +112,29 @@ def test_a_metric_that_cannot_be_is_refused_before_any_pass(
         )
 
 
-def test_hook_points_of_functions_stay_as_they_are(gpt2: Any) -> None:
-    """A function of names chooses what is there, which may be nothing."""
+def test_functions_may_select_hook_points(gpt2: Any) -> None:
+    """A function of the name selects hook points, and may select none."""
     seen = []
-    anywhere = (lambda name: name == PATTERN, lambda tensor, hook: seen.append(hook.name))
-    metric = Mine(observation=watching(anywhere, (lambda name: False, look)), shared=NOTHING)
+    selected = (lambda name: name == PATTERN, lambda tensor, hook: seen.append(hook.name))
+    metric = Mine(
+        observation=observing(selected, (lambda name: False, observe_nothing)), shared=NOTHING
+    )
     result = al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)["mine"]
     assert float(result.mean) == 1 and PATTERN in seen
 
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize(
-    "shared", [watching((NOWHERE, look)), watching((NOWHERE, look), (PATTERN, look))]
+    "shared",
+    [
+        observing((MISSING, observe_nothing)),
+        observing((MISSING, observe_nothing), (PATTERN, observe_nothing)),
+    ],
 )
-def test_a_point_that_does_not_exist_in_shared_demonstrations(gpt2: Any, shared: Any) -> None:
-    metric = Mine(observation=watching((PATTERN, look)), shared=shared)
-    with pytest.raises(HookError, match=f"no hook point '{NOWHERE}', which mine names"):
+def test_a_missing_hook_point_in_shared_demonstrations_raises_an_error(
+    gpt2: Any, shared: Any
+) -> None:
+    metric = Mine(observation=observing((PATTERN, observe_nothing)), shared=shared)
+    with pytest.raises(HookError, match=f"no hook point '{MISSING}', which mine names"):
         al.run(gpt2, questions(gpt2, 4), [metric], progress=False)
     assert not [name for name, point in gpt2.hook_dict.items() if point.fwd_hooks]

@@ -1,4 +1,4 @@
-"""Sums of A * dL/dA over edges, piece by piece, against slow loops and wider types."""
+"""Tests of sums of A * dL/dA over edges, in pieces, against slow loops and wider types."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def operands(
 
 @pytest.mark.parametrize("piece", [1, 100, 10**6])
 @pytest.mark.parametrize("absolute_per_head", [False, True])
-def test_sums_equal_loops(
+def test_sums_equal_slow_loops(
     piece: int, absolute_per_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "PIECE", piece)
@@ -31,22 +31,24 @@ def test_sums_equal_loops(
     for n in range(2):
         for flow in range(4):
             edges = chosen[n, flow].nonzero().tolist()
-            by_head = [[float(p) for p in (pattern * gradient)[n, :, i, j]] for i, j in edges]
-            of_head = [sum(abs(one[h]) for one in by_head) for h in range(3)]
-            size = [sum(map(abs, one)) if absolute_per_head else abs(sum(one)) for one in by_head]
-            assert head_sums[n, :, flow].tolist() == pytest.approx(of_head, rel=1e-5)
-            assert float(sums[n, flow]) == pytest.approx(sum(size), rel=1e-5)
+            values = [[float(p) for p in (pattern * gradient)[n, :, i, j]] for i, j in edges]
+            of_heads = [sum(abs(edge[head]) for edge in values) for head in range(3)]
+            sizes = [
+                sum(map(abs, edge)) if absolute_per_head else abs(sum(edge)) for edge in values
+            ]
+            assert head_sums[n, :, flow].tolist() == pytest.approx(of_heads, rel=1e-5)
+            assert float(sums[n, flow]) == pytest.approx(sum(sizes), rel=1e-5)
     assert torch.equal(pattern, copies[0]) and torch.equal(gradient, copies[1])
 
 
-def test_pieces_are_small_and_whole_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_small_and_join_to_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, gradient, _ = operands()
     assert len(list(pieces(pattern, gradient))) == 1
     monkeypatch.setattr(products, "PIECE", 2 * 2 * 3 * 9)
-    found = list(pieces(pattern, gradient))
-    assert [one.shape[2] for _, one in found] == [2, 2, 2, 1]
-    assert torch.equal(torch.cat([one for _, one in found], dim=2), pattern * gradient)
-    assert [(rows.start, rows.stop) for rows, _ in found] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    parts = list(pieces(pattern, gradient))
+    assert [part.shape[2] for _, part in parts] == [2, 2, 2, 1]
+    assert torch.equal(torch.cat([part for _, part in parts], dim=2), pattern * gradient)
+    assert [(rows.start, rows.stop) for rows, _ in parts] == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
 def test_short_prompts_are_one_piece() -> None:
@@ -63,16 +65,16 @@ def test_low_precision_is_multiplied_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(product, pattern.float() * gradient.float())
 
 
-def test_sums_over_many_edges_keep_float32() -> None:
-    """One matrix product over all of a million edges was off by 5e-5 and more of itself."""
+def test_sums_over_many_edges_have_the_precision_of_float32() -> None:
+    """A single matrix product over a million edges had a relative error of 5e-5 or more."""
     pattern, gradient, chosen = operands(1, 4, 1024, 1024)
-    found = edge_sums(pattern, gradient, chosen, False)
+    sums = edge_sums(pattern, gradient, chosen, False)
     expected = edge_sums(pattern.double(), gradient.double(), chosen, False)
-    for ours, exact in zip(found, expected, strict=True):
+    for ours, exact in zip(sums, expected, strict=True):
         assert difference(ours, exact) <= 5e-6
 
 
-def test_absolute_value_before_or_after_the_heads() -> None:
+def test_absolute_values_are_taken_before_or_after_the_sum_over_heads() -> None:
     product = torch.tensor([1.0, -3.0])[None, :, None, None]
     assert over_heads(product, absolute_per_head=False).item() == 2
     assert over_heads(product, absolute_per_head=True).item() == 4

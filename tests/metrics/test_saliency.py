@@ -1,4 +1,4 @@
-"""Saliency against finite differences and plain transformers, flows against slow loops."""
+"""Tests of saliency against finite differences and plain transformers, of flows against loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,13 +63,13 @@ def test_saliency_and_flows_equal_plain_transformers(
         outside = maps[n].clone()
         outside[:, start:stop, start:stop] = 0
         assert not outside.any()
-        prompt, place = prompts[n], int(batch.index[n])
-        slow = torch.tensor([flows_of(one, prompt) for one in merged])
-        assert difference(record.per_prompt[place], slow.double()) <= 1e-5
+        prompt, index = prompts[n], int(batch.index[n])
+        slow = torch.tensor([flows_of(layer, prompt) for layer in merged])
+        assert difference(record.per_prompt[index], slow.double()) <= 1e-5
         absolute = products.abs()
-        slow = torch.tensor([flows_of(one, prompt) for one in absolute.sum(1)])
-        assert difference(variant.per_prompt[place], slow.double()) <= 1e-5
-        heads = [[flows_of(head, prompt) for head in one] for one in absolute]
+        slow = torch.tensor([flows_of(layer, prompt) for layer in absolute.sum(1)])
+        assert difference(variant.per_prompt[index], slow.double()) <= 1e-5
+        heads = [[flows_of(head, prompt) for head in layer] for layer in absolute]
         per_head.append(torch.tensor(heads))
     assert difference(record.per_head, torch.stack(per_head).mean(0).double()) <= 1e-5
     assert difference(record.flows, record.per_prompt.mean(0)) <= 1e-12
@@ -93,30 +93,30 @@ def test_flows_equal_means_over_edges(gpt2: Any) -> None:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("share_prefix", [True, False])
-def test_flows_of_ones_own_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:
-    """Edges inside the shared demonstrations, from the query into them, and a set of the paper."""
+def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix: bool) -> None:
+    """The edges lie inside the shared demonstrations, or lead from the query into them."""
     batch = questions(gpt2, 4)[0]
 
     def into_texts(batch: al.PromptBatch) -> Tensor:
         return edges.between(edges.group(batch, "query"), edges.group(batch, "text"))
 
-    own = {"first": edges.from_first, "into texts": into_texts, "pq": edges.pq}
+    custom = {"first": edges.from_first, "into texts": into_texts, "pq": edges.pq}
     options: dict[str, Any] = {"resamples": 10, "progress": False, "share_prefix": share_prefix}
-    results = al.run(gpt2, [batch], [al.SaliencyFlows(edges=own)], **options)
+    results = al.run(gpt2, [batch], [al.SaliencyFlows(edges=custom)], **options)
     record = results["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off") is not share_prefix
     means = []
     for n, mask in enumerate(batch.attention_mask):
         merged = plain_products("gpt2", gpt2, batch, n).sum(1).abs()
-        sets = [function(batch)[n][mask][:, mask] for function in own.values()]
+        sets = [function(batch)[n][mask][:, mask] for function in custom.values()]
         means.append(torch.stack([merged[:, chosen].mean(1) for chosen in sets], dim=1))
     expected = torch.stack(means).double()
     assert difference(record.per_prompt[batch.index], expected) <= 1e-5
     assert difference(record.flows, expected.mean(0)) <= 1e-5
     shares = expected.mean(0) / expected.mean(0).sum(1, keepdim=True)
     assert difference(record.share, shares) <= 1e-5
-    assert record.axis_names("flow") == tuple(own)
-    assert set(record.to_frame().flow.dropna()) == set(own)
+    assert record.axis_names("flow") == tuple(custom)
+    assert set(record.to_frame().flow.dropna()) == set(custom)
     paper = al.run(gpt2, [batch], [al.SaliencyFlows()], **options)["saliency_flows"]
     assert difference(record.tq, paper.tq) <= 1e-12
     assert difference(record.pq_over_tq, paper.pq_over_tq) <= 1e-12
@@ -124,12 +124,12 @@ def test_flows_of_ones_own_edges_equal_plain_transformers(gpt2: Any, share_prefi
 
 
 @pytest.mark.parametrize("wrong", [{}, [edges.pq], {"pq": None}, {3: edges.pq}])
-def test_edges_that_are_no_functions_by_name(wrong: Any) -> None:
+def test_edges_that_are_not_functions_by_name_raise_an_error(wrong: Any) -> None:
     with pytest.raises(MetricError, match="edges are functions of the batch by name"):
         al.SaliencyFlows(edges=wrong)
 
 
-def test_functions_that_give_no_edges(gpt2: Any) -> None:
+def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
     functions: list[tuple[Any, str]] = [
         (lambda batch: None, "NoneType"),
         (lambda batch: edges.pq(batch).float(), "torch.float32"),
@@ -146,12 +146,13 @@ def test_functions_that_give_no_edges(gpt2: Any) -> None:
 def test_saliency_equals_finite_differences(
     name: str, hooked: Any, request: pytest.FixtureRequest
 ) -> None:
-    """A_ij scaled by 1 +- e in every head at once: the change of L is the head sum of A dL/dA.
+    """If A_ij is scaled by 1 +- e in all heads, L changes by e times the head sum of A dL/dA.
 
-    Central differences err by O(e^2) of the third derivative, 1e-8 here, and by rounding / e. In
-    float64 rounding is 1e-16 / 1e-4; but where transformers takes the softmax in float32 (as in
-    Llama) the loss is smooth only behind the first scaled pattern, and later layers round it to
-    6e-8, so that e must be larger and the tolerance with it. Measured: 2e-9 (GPT-2), 3e-5 (Llama).
+    Central differences have an error of O(e^2) of the third derivative, 1e-8 here, and an error of
+    rounding / e. In float64 the latter is 1e-16 / 1e-4. But if transformers computes the softmax in
+    float32 (as in Llama), the loss is smooth only after the first scaled pattern, and later layers
+    round it to 6e-8. Then e must be larger, and the tolerance too. Measured errors: 2e-9 (GPT-2),
+    3e-5 (Llama).
     """
     fixture = {"gpt2": "byte_level", "llama": "sentencepiece_like"}[name]
     tokenizer = request.getfixturevalue(fixture)
@@ -171,21 +172,21 @@ def test_saliency_equals_finite_differences(
         return float(al.label_cross_entropy(logits, batch)[0])
 
     target, anchors = int(batch.target_positions[0]), batch.label_positions[0].tolist()
-    places = [(i, j) for i in (*anchors, target - 1, target) for j in {0, anchors[0], i - 1, i}]
+    pairs = [(i, j) for i in (*anchors, target - 1, target) for j in {0, anchors[0], i - 1, i}]
     numeric = torch.tensor(
         [
-            [abs(loss(k, i, j, 1 + step) - loss(k, i, j, 1 - step)) / (2 * step) for i, j in places]
+            [abs(loss(k, i, j, 1 + step) - loss(k, i, j, 1 - step)) / (2 * step) for i, j in pairs]
             for k in range(3)
         ],
         dtype=torch.float64,
     )
-    chosen = torch.stack([ours[:, i, j] for i, j in places], 1)
-    assert (chosen > 0).sum() > len(places)
+    chosen = torch.stack([ours[:, i, j] for i, j in pairs], 1)
+    assert (chosen > 0).sum() > len(pairs)
     assert difference(chosen.double(), numeric) <= tolerance
 
 
-def test_custom_loss(gpt2: Any) -> None:
-    """A loss that is one logit: its saliency is the gradient of that logit."""
+def test_saliency_of_a_custom_loss_equals_plain_transformers(gpt2: Any) -> None:
+    """The loss is one logit, so that the gradient is the gradient of that logit."""
     batch = questions(gpt2, 2)[0]
 
     def first_label(logits: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -233,8 +234,8 @@ def test_batching_padding_and_order_change_nothing(
                 assert difference(record.intervals[field], records[0].intervals[field]) <= 1e-5
 
 
-def test_sets_of_demonstrations_are_averaged_by_share(gpt2: Any) -> None:
-    """Flows of each prompt from sums, of each set, then its shares, then the mean over sets."""
+def test_shares_of_flows_are_averaged_over_sets_of_demonstrations(gpt2: Any) -> None:
+    """Flows are averaged over the prompts of a set. Its shares are then averaged over sets."""
     generator = torch.Generator().manual_seed(0)
     rows = {
         "sums": torch.rand(5, 2, 4, generator=generator),
@@ -244,10 +245,12 @@ def test_sets_of_demonstrations_are_averaged_by_share(gpt2: Any) -> None:
     }
     record = al.SaliencyFlows().result(rows)
     flows = rows["sums"].double() / rows["counts"][:, None]
-    a, b = (flows[k].mean(0) for k in ([0, 2, 3], [1, 4]))
-    three = [one[:, :3] for one in (a, b)]
-    shares = [one / one.sum(-1, keepdim=True) for one in three]
+    first, second = (flows[prompts].mean(0) for prompts in ([0, 2, 3], [1, 4]))
+    three = [means[:, :3] for means in (first, second)]
+    shares = [of_set / of_set.sum(-1, keepdim=True) for of_set in three]
     torch.testing.assert_close(record.flows, (three[0] + three[1]) / 2)
     torch.testing.assert_close(record.share, (shares[0] + shares[1]) / 2)
-    torch.testing.assert_close(record.pq_over_tq, (a[:, 1] / a[:, 3] + b[:, 1] / b[:, 3]) / 2)
+    torch.testing.assert_close(
+        record.pq_over_tq, (first[:, 1] / first[:, 3] + second[:, 1] / second[:, 3]) / 2
+    )
     torch.testing.assert_close(record.per_prompt, flows[..., :3])

@@ -1,4 +1,4 @@
-"""Key-value caches of every architecture: shared demonstrations, and contexts cut out of them."""
+"""Key-value caches of every architecture: shared demonstrations and compressed contexts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,12 +29,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
 ]
-# Bridges of these run from no cache: some on 3.9, and TransformerLens's own on no line.
+# Bridges of these models do not run from a cache: toys on every line, and two models on 3.9.
 NO_CACHE = {row.name for row in TOYS} | {*{"3.9": ("MPT", "Falcon (ALiBi)")}.get(LINE, ())}
-# Where the query's distance to a key follows the key's place in the cache, or chunks follow it.
+# Nothing can be dropped from these caches. The index in the cache gives the distance between a
+# query and a key, or the chunk of a key.
 NEVER_CUT = ("Bloom", "MPT", "Falcon (ALiBi)", "Llama 4")
-# Learned positions; keys that are rotated apart (latent attention), in one piece with others, or
-# where no hook reaches before they are.
+# These keys cannot get new positions. Positions are learned, or keys are rotated in a separate part
+# (latent attention), as one tensor with others, or before any hook point.
 NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llama 4"}
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
@@ -47,7 +48,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_caches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_gives_the_results_of_whole_prompts(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = hooked(name, torch.float32, kind), batch_of("left")
     if name in NO_CACHE and kind == "bridge":
         assert (
@@ -75,16 +78,16 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     for ours, theirs in zip(shared, whole, strict=True):
         assert "run once" in ours.info["shared_prefix"]
         assert theirs.info["shared_prefix"].startswith("off")
-        # A KL is a small difference of numbers of the order of 1, so that is what it is held to.
+        # A KL is a small difference of numbers near 1, so its error is compared with 1.
         kls = [name for name in ours.axes() if "kl" in name]
         for name in kls:
             assert float((getattr(ours, name) - getattr(theirs, name)).abs().max()) < 1e-5
-        same: dict[str, Any] = {name: torch.zeros_like(getattr(ours, name)) for name in kls}
-        assert_same(replace(ours, **same), replace(theirs, **same), 1e-5)
+        zeros: dict[str, Any] = {name: torch.zeros_like(getattr(ours, name)) for name in kls}
+        assert_same(replace(ours, **zeros), replace(theirs, **zeros), 1e-5)
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
-    """Every metric, with and without isolation in the demonstrations."""
+    """Yield the record of every metric, with and without isolated label words, and of a sweep."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
     metrics.append(al.Accuracy())
     options: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -94,38 +97,39 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     def isolated(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(model, batch, layers=layers)
 
-    flows, _ = possible(model, [batch], [al.SaliencyFlows()])  # not of folded value biases
+    # Saliency flows need value biases that are not folded.
+    flows, _ = possible(model, [batch], [al.SaliencyFlows()])
     metrics += flows
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
-    places = {"first": al.Site(layers), "last": al.Site(-1)}
-    yield from al.isolation_sweep(model, [batch], places, draws=1, **options).values()
+    sites = {"first": al.Site(layers), "last": al.Site(-1)}
+    yield from al.isolation_sweep(model, [batch], sites, draws=1, **options).values()
 
 
 def some_positions(demonstrations: al.PromptBatch) -> Tensor:
-    """No texts, and a gap within the reach of a sliding window."""
-    kept = al.selection.anchors_and_format(demonstrations)
-    kept[-8:-5] = False
-    return kept
+    """Select no texts, and leave a gap that is shorter than a sliding window."""
+    selected = al.selection.anchors_and_format(demonstrations)
+    selected[-8:-5] = False
+    return selected
 
 
 def tail(demonstrations: al.PromptBatch) -> Tensor:
-    """No gap: the leading tokens are dropped."""
+    """Select all but the leading tokens, which leaves no gap."""
     return torch.arange(demonstrations.tokens.shape[1]) >= 11
 
 
 def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
-    """Nothing dropped is the whole prompt; what is dropped is as if its edges were masked."""
+    """A context of everything equals the whole prompt; others equal a prompt with masked edges."""
     whole = run_pass(model, batch)
     everything = al.compress(model, batch, keep=al.selection.everything)
     assert difference(everything.logits(model, batch), whole) < 1e-5
     context = al.compress(model, batch, keep=some_positions)
     assert context.is_cut == (name not in NEVER_CUT and kind == "bridge")
-    found = context.logits(model, batch)
-    # A first one without a gap does not tell where keys stand.
+    logits = context.logits(model, batch)
+    # A first context without a gap does not show at which positions keys stand.
     for first in (al.selection.everything, tail):
         _, second = contexts(model, batch, [first, some_positions])
-        assert torch.equal(second.logits(model, batch), found)
+        assert torch.equal(second.logits(model, batch), logits)
     dropped = (~context.kept).nonzero().flatten()
     weights = weights_of(name, torch.float32)
     expected = []
@@ -135,12 +139,12 @@ def check_cut(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
         cut[len(context.kept) :, dropped] = True
         expected.append(plain.with_cut_masks(weights, prompt, cut, range(model.cfg.n_layers)))
     masked = torch.stack(expected)
-    assert difference(centred(found), centred(masked)) < 1e-5
+    assert difference(centred(logits), centred(masked)) < 1e-5
     assert difference(centred(whole), centred(masked)) > 1e-3
 
 
 def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None:
-    """What is moved as one piece, together with the query, answers as it did where it stood."""
+    """A context without a gap gives the same logits when it moves as far as the query does."""
     if name in NEVER_CUT or kind != "bridge":
         with pytest.raises(ModelError, match="positions cannot be restarted"):
             al.compress(model, batch, tail, positions=al.placement.restarted)
@@ -151,8 +155,8 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
     context = al.compress(model, batch, positions=al.placement.rebased)
     assert context.is_cut and context.query_position == int(context.kept.sum())
     moved, still = (
-        al.compress(model, batch, tail, positions=p)
-        for p in (al.placement.rebased, al.placement.as_in_prompt)
+        al.compress(model, batch, tail, positions=positions)
+        for positions in (al.placement.rebased, al.placement.as_in_prompt)
     )
     assert (moved.query_position, still.query_position) == (len(moved.kept) - 11, len(still.kept))
     assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5

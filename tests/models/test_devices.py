@@ -1,4 +1,4 @@
-"""A model on a GPU gives the numbers of the CPU, and batches follow it there by themselves."""
+"""A model on a GPU gives the numbers of the CPU, and batches are moved to its device."""
 
 import copy
 from functools import partial
@@ -36,15 +36,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return on_cpu, on_gpu
 
 
-def assert_equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """NaN where the CPU has it: a tiny model may predict one class only, which has no AUC."""
-    found, largest = found.cpu(), float(expected.nan_to_num().abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
+def assert_equal(values: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """NaN equals NaN: a tiny model may predict only one class, which has no AUC."""
+    values, largest = values.cpu(), float(expected.nan_to_num().abs().max())
+    torch.testing.assert_close(values, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
-def test_every_metric(pair: tuple[Any, Any], side: str) -> None:
+def test_every_metric_equals_that_of_the_cpu(pair: tuple[Any, Any], side: str) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances()]
     on_cpu, on_gpu = (
         al.run(
@@ -64,14 +64,14 @@ def test_every_metric(pair: tuple[Any, Any], side: str) -> None:
         (on_gpu["attention_aucroc"].aucroc, on_cpu["attention_aucroc"].aucroc),
         (on_gpu["anchor_distances"].anchor_distance, on_cpu["anchor_distances"].anchor_distance),
     ]
-    for found, expected in pairs:
-        assert not found.is_cuda
-        assert_equal(found, expected)
+    for values, expected in pairs:
+        assert not values.is_cuda
+        assert_equal(values, expected)
 
 
-def test_hooks_alone(pair: tuple[Any, Any]) -> None:
-    """Positions, edges and factors of the CPU serve a model on the GPU."""
-    found = []
+def test_hooks_accept_tensors_on_the_cpu(pair: tuple[Any, Any]) -> None:
+    """Positions, edges and factors on the CPU work with a model on the GPU."""
+    logits = []
     for model in pair:
         batch = questions(model, 2)[0]
         layers, heads, anchors = model.cfg.n_layers, model.cfg.n_heads, 6
@@ -81,11 +81,11 @@ def test_hooks_alone(pair: tuple[Any, Any]) -> None:
             *al.reweight_anchors(model, batch, torch.full((layers, heads, anchors), 0.3)),
         ]
         device = next(model.parameters()).device
-        found.append(logits_of(model, batch.to(device), hooks).cpu())
-    assert_equal(found[1], found[0])
+        logits.append(logits_of(model, batch.to(device), hooks).cpu())
+    assert_equal(logits[1], logits[0])
 
 
-def test_isolation(pair: tuple[Any, Any]) -> None:
+def test_isolation_loyalty_equals_that_of_the_cpu(pair: tuple[Any, Any]) -> None:
     on_cpu, on_gpu = (
         al.isolation_loyalty(model, questions(model, 6), 0, draws=2, resamples=0, progress=False).kl
         for model in pair
@@ -93,8 +93,8 @@ def test_isolation(pair: tuple[Any, Any]) -> None:
     assert_equal(on_gpu, on_cpu, tolerance=1e-3)
 
 
-def test_contexts_follow_the_model(pair: tuple[Any, Any]) -> None:
-    """Made on one device, as after loading a saved one, and used on the other."""
+def test_a_context_of_one_device_works_on_the_other(pair: tuple[Any, Any]) -> None:
+    """A context is made on one device and used on the other, as after loading a saved context."""
     batch = questions(pair[0], 3)[0]
     for model, other in (pair, pair[::-1]):
         context = al.compress(model, batch)

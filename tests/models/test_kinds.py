@@ -1,4 +1,4 @@
-"""One kind of model against another: folded, processed, HookedTransformer (--kind)."""
+"""Kinds of models are compared with each other: folded, processed, HookedTransformer (--kind)."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -23,15 +23,15 @@ TOKENIZER = {
     "llama": "sentencepiece_like",
     "gemma3": "sentencepiece_like",
 }
-# Relative; a number in bfloat16 is off by up to 0.004 at each of a dozen roundings.
-NEAR = {torch.float64: 1e-6, torch.bfloat16: 0.05}
+# Relative. In bfloat16 each of a dozen roundings changes a number by up to 0.004.
+TOLERANCE = {torch.float64: 1e-6, torch.bfloat16: 0.05}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_prompts_are_those_of_the_tokenizer(
+def test_prompts_have_the_tokens_of_the_tokenizer(
     name: str, raw: Any, request: pytest.FixtureRequest
 ) -> None:
-    """BOS included: Llama's tokenizer adds one, GPT-2's does not."""
+    """This includes BOS: Llama's tokenizer adds one, GPT-2's does not."""
     tokenizer = request.getfixturevalue(TOKENIZER[name])
     model = raw(MAKE[name](len(tokenizer)), tokenizer)
     batch = questions(model, 2)[0]
@@ -40,8 +40,8 @@ def test_prompts_are_those_of_the_tokenizer(
     queries = [example for example in examples if example not in demos][:2]
     plain = al.build_prompts(tokenizer, al.TASKS["trec"], demos, queries)[0]
     assert torch.equal(batch.attention_mask, plain.attention_mask)
-    there = batch.attention_mask
-    assert torch.equal(batch.tokens[there], plain.tokens[there])
+    mask = batch.attention_mask
+    assert torch.equal(batch.tokens[mask], plain.tokens[mask])
     assert batch.begins_with_bos == plain.begins_with_bos == (name == "llama")
 
 
@@ -61,7 +61,7 @@ def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level:
             call()
 
 
-def test_a_model_may_be_folded_after_the_proof(byte_level: Any) -> None:
+def test_a_model_that_is_folded_after_verification_is_refused(byte_level: Any) -> None:
     bridge = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     batch = questions(bridge, 3)[0]
     assert al.saliency(bridge, batch).any()
@@ -71,7 +71,7 @@ def test_a_model_may_be_folded_after_the_proof(byte_level: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets")
-def test_the_other_analyses_of_a_folded_model(raw: Any, byte_level: Any) -> None:
+def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_level: Any) -> None:
     plain = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
     folded = raw(tiny_gpt2(len(byte_level)), byte_level, fold=True)
     batches = questions(plain, 12)
@@ -82,17 +82,17 @@ def test_the_other_analyses_of_a_folded_model(raw: Any, byte_level: Any) -> None
             al.prepare_model(model)
             return al.isolate_labels(model, batch, range(3))
 
-        found = al.run(model, batches, metrics, hooks=cut, resamples=0, progress=False)
-        assert found["attention_aucroc"].aucroc.isfinite().all()
+        records = al.run(model, batches, metrics, hooks=cut, resamples=0, progress=False)
+        assert records["attention_aucroc"].aucroc.isfinite().all()
         target_logits = run_pass(model, batches[0], hooks=cut(batches[0])).log_softmax(-1)
-        return [found["anchor_distances"].anchor_distance, found["loyalty"].kl, target_logits]
+        return [records["anchor_distances"].anchor_distance, records["loyalty"].kl, target_logits]
 
     for values, expected in zip(results(folded), results(plain), strict=True):
         torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) -> None:
-    """Rows that do not sum to 1: TransformerLens folds all the same, and the logits are others."""
+    """Rows of attention do not sum to 1 here. TransformerLens folds anyway, and logits change."""
     weights = randomize(
         GptOssForCausalLM(
             GptOssConfig(
@@ -110,14 +110,14 @@ def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) 
             )
         )
     )
-    good, folded = (raw(deepcopy(weights), byte_level, fold=fold) for fold in (False, True))
-    batch = questions(good, 2)[0]
-    loyal = run_pass(al.prepare_model(good), batch)
+    unfolded, folded = (raw(deepcopy(weights), byte_level, fold=fold) for fold in (False, True))
+    batch = questions(unfolded, 2)[0]
+    ours = run_pass(al.prepare_model(unfolded), batch)
     with torch.no_grad():
         tokens = batch.tokens[:1, : int(batch.target_positions[0]) + 1]
         theirs = weights(tokens).logits[0, -1]
         broken = folded(tokens)[0, -1]
-    torch.testing.assert_close(loyal[0].log_softmax(-1), theirs.log_softmax(-1))
+    torch.testing.assert_close(ours[0].log_softmax(-1), theirs.log_softmax(-1))
     assert (broken.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() > 0.01
     al.prepare_model(folded)
     with pytest.raises(ModelError, match=r"folded .*attention sinks.*fold_value_biases=False"):
@@ -126,26 +126,26 @@ def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) 
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_padding_on_the_left_is_never_nan(
+def test_padding_on_the_left_never_gives_nan(
     name: str, dtype: torch.dtype, raw: Any, request: pytest.FixtureRequest
 ) -> None:
-    """Rows of padding see no key; transformers' mask in float64 turns them into NaN."""
+    """Rows of padding attend to no key; in float64 the mask of transformers makes them NaN."""
     tokenizer = request.getfixturevalue(TOKENIZER[name])
     model = al.prepare_model(raw(MAKE[name](len(tokenizer)).to(dtype), tokenizer))
     left, right = (questions(model, 4, padding_side=side)[0] for side in ("left", "right"))
     assert not left.attention_mask[:, 0].all()
     ours, expected = run_pass(model, left), run_pass(model, right)
-    assert difference(ours, expected) <= NEAR[dtype]
+    assert difference(ours, expected) <= TOLERANCE[dtype]
     maps, expected_maps = al.saliency(model, left), al.saliency(model, right)
     real, expected_real = (edges_between_tokens(batch).expand_as(maps) for batch in (left, right))
     assert maps.isfinite().all() and not maps[~real].any()
-    assert difference(maps[real], expected_maps[expected_real]) <= NEAR[dtype]
+    assert difference(maps[real], expected_maps[expected_real]) <= TOLERANCE[dtype]
 
 
 def edges_between_tokens(batch: al.PromptBatch) -> Tensor:
-    """Bool["batch 1 query key"], in the same order whatever the padding."""
-    there = batch.attention_mask[:, None]
-    return there[..., None] & there[..., None, :]
+    """Return Bool["batch 1 query key"], in the same order for padding on either side."""
+    mask = batch.attention_mask[:, None]
+    return mask[..., None] & mask[..., None, :]
 
 
 # GPT-2 has value biases, Llama and Gemma have none to fold.
@@ -154,7 +154,7 @@ def edges_between_tokens(batch: al.PromptBatch) -> Tensor:
 def test_the_kind_of_model_changes_no_number(
     name: str, raw: Any, request: pytest.FixtureRequest
 ) -> None:
-    """Processed as by default, but for the value biases, against a bridge as it is."""
+    """A model with the default processing, but no folded value biases, equals a plain bridge."""
     make, tokenizer = MAKE[name], request.getfixturevalue(TOKENIZER[name])
     plain = al.load_model(make(len(tokenizer)), tokenizer=tokenizer)
     other = al.prepare_model(raw(make(len(tokenizer)), tokenizer, fold=name != "gpt2"))
@@ -164,14 +164,14 @@ def test_the_kind_of_model_changes_no_number(
 
 
 def numbers(model: Any, batches: list[al.PromptBatch]) -> list[Tensor]:
-    """What every analysis gives, label words isolated and not."""
+    """Return the results of every analysis, with and without isolated label words."""
     metrics: list[al.Metric] = [
         al.SaliencyFlows(),
         al.AttentionAUCROC(),
         al.AnchorDistances(),
         al.Loyalty(),
     ]
-    found = al.run(
+    records = al.run(
         model,
         batches,
         metrics,
@@ -181,8 +181,8 @@ def numbers(model: Any, batches: list[al.PromptBatch]) -> list[Tensor]:
     )
     return [
         al.saliency(model, batches[0]),
-        found["saliency_flows"].flows,
-        found["attention_aucroc"].aucroc,
-        found["anchor_distances"].anchor_distance,
-        found["loyalty"].kl,
+        records["saliency_flows"].flows,
+        records["attention_aucroc"].aucroc,
+        records["anchor_distances"].anchor_distance,
+        records["loyalty"].kl,
     ]

@@ -1,11 +1,12 @@
-"""Every architecture against plain transformers run one prompt at a time.
+"""Every architecture is compared with plain transformers, which run one prompt at a time.
 
-Each case builds a tiny random model, runs it hooked on a padded batch, and compares what the
-package gives with the oracle of plain.py. ``--matrix-results FILE`` stores what was measured.
+Each case builds a tiny random model, runs it hooked on a padded batch, and compares the results of
+the package with the oracle of plain.py. ``--matrix-results FILE`` stores the differences.
 
-float64 shows every mistake in the computation: its limits are a hundred thousand times as narrow.
-What only float32 shows is a type that is fixed or rounded somewhere: a bridge and padding on the
-left show it for each architecture. The other cases in float32 run for the published table only.
+float64 shows every mistake in the computation, because its limits are a hundred thousand times as
+narrow. Only float32 shows code that casts to a fixed dtype; one case for each architecture (a
+bridge, padding on the left) is enough for this. The other cases in float32 run only for the
+published table.
 """
 
 import copy
@@ -42,13 +43,13 @@ from anchorlens.models.hooked import scores_name
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
-# What is said of a model that is refused, by the package or by TransformerLens itself.
+# Errors for a model that is refused, from the package or from TransformerLens itself.
 REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to a hooked model."""
+    """How a hooked model is made, and how far its results may be from the oracle."""
 
     load: Callable[[Any, Any], Any]  # from weights and a tokenizer
     limits: dict[torch.dtype, float]  # largest relative difference allowed
@@ -56,7 +57,7 @@ class Kind:
 
 
 def unprepared(weights: Any, tokenizer: Any) -> Any:
-    """A bridge as anyone makes one."""
+    """Return a bridge that anchorlens has not prepared."""
     make = native_bridge if isinstance(weights, PlainToy) else boot
     return make(weights, tokenizer)
 
@@ -68,7 +69,7 @@ def bridge(weights: Any, tokenizer: Any) -> Any:
 
 
 def processed_bridge(weights: Any, tokenizer: Any) -> Any:
-    """Layer norms folded where TransformerLens can, weights centred."""
+    """Return a bridge with centred weights, and folded layer norms where TransformerLens can."""
     model = bridge(weights, tokenizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* does not support (fold_ln|center)")
@@ -77,7 +78,7 @@ def processed_bridge(weights: Any, tokenizer: Any) -> Any:
 
 
 def hooked_transformer_of(weights: Any, tokenizer: Any) -> Any:
-    """As HookedTransformer.from_pretrained gives it, but for the value biases."""
+    """Return the model of HookedTransformer.from_pretrained, but without folded value biases."""
     if isinstance(weights, PlainToy):
         return al.prepare_model(hooked_toy(weights, tokenizer))
     return al.prepare_model(hooked_transformer(weights, tokenizer, fold_value_biases=False))
@@ -109,7 +110,7 @@ CASES = [
 ]
 
 
-@lru_cache(maxsize=6)  # those of one architecture: types by kinds
+@lru_cache(maxsize=6)  # the models of one architecture: two dtypes of three kinds
 def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
     weights = copy.deepcopy(weights_of(name, dtype))
     with precise(dtype):
@@ -117,19 +118,21 @@ def hooked(name: str, dtype: torch.dtype, kind: str) -> Any:
 
 
 def hooks_are_native(name: str) -> bool:
-    """Whether an edit of the scores acts on a bridge that is not prepared."""
+    """Return whether an edit of the scores acts on a bridge that is not prepared."""
     model = unprepared(copy.deepcopy(weights_of(name, torch.float32)), tokenizer())
     batch = batch_of("right").prompt(0)
-    hooks = [(scores_name(k), lambda scores, hook: scores * 0) for k in range(model.cfg.n_layers)]
+    hooks = [
+        (scores_name(layer), lambda scores, hook: scores * 0) for layer in range(model.cfg.n_layers)
+    ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an edit that is discarded
+        warnings.simplefilter("ignore")  # TransformerLens warns when it discards an edit
         return not torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
 def save(
     path: str | None, name: str, dtype: torch.dtype, kind: str, side: str, **more: Any
 ) -> None:
-    """Add one case to the results that the published table is made of."""
+    """Add one case to the results from which the published table is made."""
     if path is None:
         return
     case = {
@@ -147,30 +150,30 @@ def save(
 
 @pytest.mark.filterwarnings("ignore:in layers .0. all prompts have the same query")
 @pytest.mark.parametrize(("name", "dtype", "kind", "side"), CASES)
-def test_equals_plain_transformers(
+def test_every_quantity_equals_plain_transformers(
     name: str, dtype: torch.dtype, kind: str, side: str, request: pytest.FixtureRequest
 ) -> None:
     row = BY_NAME[name]
-    results = request.config.getoption("--matrix-results")
+    path = request.config.getoption("--matrix-results")
     reason = row.refused.get(LINE, row.refused.get(kind))
     if reason is not None:
         with pytest.raises((ModelError, RuntimeError), match=REFUSAL):
             hooked(name, dtype, kind)
-        save(results, name, dtype, kind, side, refused=reason)
+        save(path, name, dtype, kind, side, refused=reason)
         return
     expected, batch = reference(name, dtype), batch_of(side)
     model = hooked(name, dtype, kind)
     with precise(dtype):
-        found = differences(model, batch, expected)
-        found["keys"] = difference_of_keys(model, batch, expected)
+        measured = differences(model, batch, expected)
+        measured["keys"] = difference_of_keys(model, batch, expected)
     limit = KINDS[kind].limits[dtype]
     if kind in row.wrong:
-        assert found["logits"] > 1e-2
-        save(results, name, dtype, kind, side, wrong=row.wrong[kind])
+        assert measured["logits"] > 1e-2
+        save(path, name, dtype, kind, side, wrong=row.wrong[kind])
         return
-    wrong = {quantity: value for quantity, value in found.items() if not value <= limit}
+    wrong = {quantity: value for quantity, value in measured.items() if not value <= limit}
     assert not wrong
-    more: dict[str, Any] = {"differences": found}
-    if results is not None and (dtype, kind, side) == (torch.float32, "bridge", "right"):
+    more: dict[str, Any] = {"differences": measured}
+    if path is not None and (dtype, kind, side) == (torch.float32, "bridge", "right"):
         more["native"] = hooks_are_native(name)
-    save(results, name, dtype, kind, side, **more)
+    save(path, name, dtype, kind, side, **more)

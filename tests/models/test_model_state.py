@@ -1,4 +1,4 @@
-"""Modes, random state, hooks of the user and threads: a model is as it was, and so are numbers."""
+"""An analysis leaves modes, hooks and the random state as they were, and threads take turns."""
 
 import threading
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ NAMES = [row.name for row in ROWS if not {LINE, "bridge"} & {*row.refused, *row.
 
 @contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """Modes of all modules and the random state."""
+    """Assert that the modes of all modules and the random state do not change."""
     modes = {module: module.training for module in modules_of(model)}
     state = torch.get_rng_state()
     yield
@@ -35,7 +35,7 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def with_dropout(name: str) -> Any:
-    """The tiny model of a row, with every dropout that its configuration has."""
+    """Return the tiny model of a row with every dropout of its configuration."""
     weights = BY_NAME[name].build(len(tokenizer()))
     for field, value in vars(weights.config).items():
         if ("drop" in field or field.endswith("_pdrop")) and isinstance(value, float):
@@ -50,7 +50,7 @@ def with_dropout(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dropout_is_off_in_either_mode(name: str) -> None:
+def test_dropout_is_off_in_both_modes(name: str) -> None:
     weights = with_dropout(name).train()
     state = torch.get_rng_state()
     model = al.load_model(weights, tokenizer=with_its_bos(tokenizer()))
@@ -59,14 +59,14 @@ def test_dropout_is_off_in_either_mode(name: str) -> None:
     batches = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES[:3], batch_size=3)
     model.train()
     with as_before(model):
-        trained = al.saliency(model, batches[0])
+        maps = al.saliency(model, batches[0])
         logits = al.target_logits(model, batches, progress=False)
     model.eval()
-    assert torch.equal(trained, al.saliency(model, batches[0]))
+    assert torch.equal(maps, al.saliency(model, batches[0]))
     assert torch.equal(logits, al.target_logits(model, batches, progress=False))
 
 
-def test_every_experiment_has_dropout_off(byte_level: Any, raw: Any) -> None:
+def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> None:
     dropout = {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
     weights = tiny_gpt2(len(byte_level))
     for module in weights.modules():
@@ -81,16 +81,16 @@ def test_every_experiment_has_dropout_off(byte_level: Any, raw: Any) -> None:
         lambda: al.compress(model, batches[0]).logits(model, batches[0]),
     ]
     for call in calls:
-        found = []
+        results = []
         for mode in (True, False):
             model.train(mode)
             with as_before(model):
-                found.append(call())
-        assert torch.equal(*found)
+                results.append(call())
+        assert torch.equal(*results)
 
 
 def counting(model: Any) -> tuple[list[str], list[Any]]:
-    """Hooks at the hook points and on the modules themselves that count their calls."""
+    """Add hooks to hook points and modules; return the list of their calls, and handles."""
     calls: list[str] = []
 
     def count(name: str, *args: Any, **kwargs: Any) -> None:
@@ -104,14 +104,14 @@ def counting(model: Any) -> tuple[list[str], list[Any]]:
 
 
 def functions_of(model: Any) -> list[list[int]]:
-    """Which hooks every module has, in their order."""
+    """Return the identities of the hooks of every module, in their order."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return [list(map(id, getattr(m, name).values())) for m in modules_of(model) for name in names]
 
 
-def test_hooks_of_the_user_see_no_pass_that_nobody_asked_for(byte_level: Any, raw: Any) -> None:
+def test_hooks_of_the_user_see_only_the_passes_of_a_run(byte_level: Any, raw: Any) -> None:
     model = raw(tiny_gpt2(len(byte_level)), byte_level)
-    model(torch.tensor([[1, 2, 3]]))  # after which a bridge has its own hooks
+    model(torch.tensor([[1, 2, 3]]))  # a bridge adds its own hooks in its first pass
     calls, _ = counting(model)
     hooks = functions_of(model)
     seen: list[int] = []
@@ -120,13 +120,13 @@ def test_hooks_of_the_user_see_no_pass_that_nobody_asked_for(byte_level: Any, ra
     assert not calls and not seen and functions_of(model) == hooks
     batches = questions(model, 4)
     results = al.run(model, batches, [al.SaliencyFlows()], **QUIET)
-    assert calls == ["permanent", *["point", "module"] * 3]  # the pass that was asked for
+    assert calls == ["permanent", *["point", "module"] * 3]  # the only pass of the run
     assert "hooks on the model" in results["saliency_flows"].info["shared_prefix"]
     assert functions_of(model) == hooks
 
 
 def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
-    """A hook that changes the model changes results as a hook that is given to the run does."""
+    """A hook on the model changes results in the same way as a hook that the run is given."""
     model: Any = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level))
     batches = questions(model, 4)
 
@@ -137,8 +137,8 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     expected = al.target_logits(model, batches, hooks=lambda batch: given, progress=False)
     clean = al.target_logits(model, batches, progress=False)
     model.add_hook(*given[0])
-    found = al.target_logits(model, batches, progress=False)
-    assert torch.equal(found, expected) and difference(found, clean) > 1e-3
+    logits = al.target_logits(model, batches, progress=False)
+    assert torch.equal(logits, expected) and difference(logits, clean) > 1e-3
     sweep = al.isolation_sweep(
         model, batches, al.sites.first_and_last(model, [1]), draws=1, **QUIET
     )
@@ -152,7 +152,7 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
 
 @pytest.mark.parametrize("name", ["OPT", "XGLM", "GPT-2"])
 def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
-    """A bridge of OPT hands the tensors of its feed-forward layers on in hooks of its own."""
+    """A bridge of OPT has its own hooks, which pass on the tensors of its feed-forward layers."""
     model = boot(BY_NAME[name].build(len(tokenizer())), tokenizer())
     (batch,) = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES[:1])
     calls: list[int] = []
@@ -163,20 +163,20 @@ def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
         assert functions_of(model) == before
         model.run_with_hooks(batch.tokens, fwd_hooks=[hook])
     assert calls == 2 * expected
-    assert expected == [1] or LINE == "3.9"  # where this point of OPT is never called
+    assert expected == [1] or LINE == "3.9"  # 3.9 never calls this hook point of OPT
 
 
-def test_hooks_that_a_bridge_makes_inside_stay(byte_level: Any, raw: Any) -> None:
-    """It makes some at its first pass and never again, on modules that have the user's too."""
+def test_hooks_that_a_bridge_adds_in_its_first_pass_stay(byte_level: Any, raw: Any) -> None:
+    """A bridge adds hooks only in its first pass, also to modules that have hooks of the user."""
     fresh, watched = (raw(tiny_gpt2(len(byte_level)), byte_level) for _ in range(2))
     fresh(torch.tensor([[1, 2, 3]]))
     for module in modules_of(watched):
         module.register_forward_pre_hook(lambda module, inputs: None)
     with without_user_hooks(watched):
         watched(torch.tensor([[1, 2, 3]]))
-    alone, both = (list(map(len, functions_of(model))) for model in (fresh, watched))
-    ours = [0, 1, 0] * (len(both) // 3)
-    assert both == [a + b for a, b in zip(alone, ours, strict=True)]
+    of_bridge, of_both = (list(map(len, functions_of(model))) for model in (fresh, watched))
+    of_user = [0, 1, 0] * (len(of_both) // 3)
+    assert of_both == [a + b for a, b in zip(of_bridge, of_user, strict=True)]
 
 
 @pytest.mark.changes_model
@@ -188,11 +188,11 @@ def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
         raise RuntimeError("in the middle")
     assert not calls and functions_of(gpt2) == hooks
     gpt2.reset_hooks()
-    assert functions_of(gpt2) != hooks  # handles still take off what they put on
+    assert functions_of(gpt2) != hooks  # the hooks can still be removed
 
 
-def test_hooks_of_the_user_on_a_transformers_model(byte_level: Any) -> None:
-    """Loading compares logits before and after, which is no pass that the user asked for."""
+def test_loading_calls_no_hook_of_the_user(byte_level: Any) -> None:
+    """Loading runs the transformers model to compare logits, but without hooks of the user."""
     weights, calls = tiny_gpt2(len(byte_level)), []
     weights.transformer.register_forward_hook(lambda module, inputs, out: calls.append(1))
     model = al.load_model(weights, tokenizer=byte_level)
@@ -205,25 +205,27 @@ def test_threads_that_run_one_model_take_turns(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.saliency(gpt2, batches[0])
     flows = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"].flows
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
         for _ in range(3):
             try:
-                found.append(al.saliency(gpt2, batches[0]))
-                found.append(al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET))
+                results.append(al.saliency(gpt2, batches[0]))
+                results.append(al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET))
             except Exception as error:
-                found.append(error)
+                results.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 24
-    for one in found:
-        assert not isinstance(one, Exception), one
-        value, wanted = (
-            (one["saliency_flows"].flows, flows) if isinstance(one, dict) else (one, expected)
+    assert len(results) == 24
+    for result in results:
+        assert not isinstance(result, Exception), result
+        value, reference = (
+            (result["saliency_flows"].flows, flows)
+            if isinstance(result, dict)
+            else (result, expected)
         )
-        assert difference(value, wanted) < 1e-6  # a thread has its own number of cores
+        assert difference(value, reference) < 1e-6  # rounding depends on a thread's cores

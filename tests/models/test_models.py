@@ -1,4 +1,4 @@
-"""Loading, and the proof that the hooks of a model act."""
+"""Loading a model, and verifying that its hooks act."""
 
 import copy
 import subprocess
@@ -35,7 +35,7 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return getattr(out, "logits", out)
 
 
-def test_local_folder(tmp_path: Path, byte_level: Any) -> None:
+def test_a_model_loads_from_a_local_folder(tmp_path: Path, byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     weights.save_pretrained(tmp_path)
     byte_level.save_pretrained(tmp_path)
@@ -53,7 +53,7 @@ def test_local_folder(tmp_path: Path, byte_level: Any) -> None:
     assert al.saliency(half, batch).isfinite().all()
 
 
-def test_loaded_model(byte_level: Any) -> None:
+def test_a_loaded_model_gives_the_logits_of_its_weights(byte_level: Any) -> None:
     weights = tiny_gpt2(len(byte_level))
     tokens = torch.tensor([byte_level(TEXT)["input_ids"]])
     expected = logits_of(weights, tokens)
@@ -63,7 +63,9 @@ def test_loaded_model(byte_level: Any) -> None:
     assert {parameter.dtype for parameter in double.parameters()} == {torch.float64}
 
 
-def test_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_names_the_model_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cure = "give a local folder or a .gguf file"
@@ -79,34 +81,36 @@ def test_what_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.without_jaxtyping
-def test_what_is_no_model(byte_level: Any) -> None:
+def test_objects_that_are_not_hooked_models_are_refused(byte_level: Any) -> None:
     with pytest.raises(ModelError, match=r"without a tokenizer; pass tokenizer=\.\.\."):
         al.load_model(tiny_gpt2(700))
-    for thing in (tiny_gpt2(700), torch.nn.Linear(2, 2), "gpt2", None):
-        message = f"expected a TransformerBridge or HookedTransformer; got {type(thing).__name__}"
+    for value in (tiny_gpt2(700), torch.nn.Linear(2, 2), "gpt2", None):
+        message = f"expected a TransformerBridge or HookedTransformer; got {type(value).__name__}"
         with pytest.raises(ModelError, match=message + r".*al\.load_model makes one"):
-            al.prepare_model(thing)  # type: ignore[type-var]
+            al.prepare_model(value)  # type: ignore[type-var]
 
 
-def test_a_model_of_ones_own(byte_level: Any, raw: Any, gpt2: Any) -> None:
-    own = raw(tiny_gpt2(len(byte_level)), byte_level)
-    batch = questions(own, 2)[0]
+def test_prepare_model_verifies_a_model_and_does_not_change_it(
+    byte_level: Any, raw: Any, gpt2: Any
+) -> None:
+    model = raw(tiny_gpt2(len(byte_level)), byte_level)
+    batch = questions(model, 2)[0]
     with pytest.raises(ModelError, match=r"not been verified; call al\.prepare_model"):
-        al.isolate_labels(own, batch, 0)
+        al.isolate_labels(model, batch, 0)
     with pytest.raises(ModelError, match=r"not been verified"):
-        al.reweight_anchors(own, batch, torch.zeros(3, 2, 6))
-    before = {name: parameter.clone() for name, parameter in own.named_parameters()}
-    trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
-    hooks = {name: len(point.fwd_hooks) for name, point in own.hook_dict.items()}
-    after = dict(own.named_parameters())
-    assert al.prepare_model(own) is own
+        al.reweight_anchors(model, batch, torch.zeros(3, 2, 6))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    hooks = {name: len(point.fwd_hooks) for name, point in model.hook_dict.items()}
+    after = dict(model.named_parameters())
+    assert al.prepare_model(model) is model
     for name, parameter in after.items():
         assert torch.equal(parameter, before[name])
         assert parameter.requires_grad == (name in trained) and parameter.grad is None
-    assert {name: len(point.fwd_hooks) for name, point in own.hook_dict.items()} == hooks
-    assert al.isolate_labels(own, batch, 0)
-    torch.testing.assert_close(al.saliency(own, batch), al.saliency(gpt2, batch))
-    # al.run proves the hooks at first use.
+    assert {name: len(point.fwd_hooks) for name, point in model.hook_dict.items()} == hooks
+    assert al.isolate_labels(model, batch, 0)
+    torch.testing.assert_close(al.saliency(model, batch), al.saliency(gpt2, batch))
+    # al.run verifies the hooks at first use.
     other = raw(tiny_gpt2(len(byte_level)), byte_level)
     al.run(other, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     require_prepared(other)
@@ -114,7 +118,7 @@ def test_a_model_of_ones_own(byte_level: Any, raw: Any, gpt2: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like"])
 @pytest.mark.parametrize("twice", [False, True])
-def test_bos_is_where_the_tokenizer_puts_it(
+def test_a_model_adds_bos_where_its_tokenizer_does(
     kind: str, twice: bool, request: pytest.FixtureRequest
 ) -> None:
     tokenizer = request.getfixturevalue(kind)
@@ -128,15 +132,15 @@ def test_bos_is_where_the_tokenizer_puts_it(
     assert questions(model, 1)[0].begins_with_bos == (kind == "sentencepiece_like")
 
 
-def test_tokenizer_of_another_model(byte_level: Any) -> None:
-    """It may be there for nothing, beside tokens of one's own: its tokens are what is refused."""
+def test_tokens_from_the_tokenizer_of_another_model_are_refused(byte_level: Any) -> None:
+    """Loading accepts the tokenizer, because a user may never use it. Its tokens are refused."""
     model = al.load_model(tiny_gpt2(100), tokenizer=byte_level)
     with pytest.raises(PromptError, match=r"token \d+ is outside .* 100; .* of another model"):
         al.saliency(model, questions(model, 1)[0])
 
 
-def test_quantised_weights_have_no_type(byte_level: Any) -> None:
-    """Marked as bitsandbytes marks them; transformers then refuses to cast, even to None."""
+def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
+    """The weights are marked as quantised, and transformers refuses to cast them, even to None."""
     weights: Any = tiny_gpt2(len(byte_level))
     weights.is_quantized, weights.quantization_method = True, "gptq"
     al.load_model(weights, tokenizer=byte_level, device="cpu")
@@ -147,10 +151,10 @@ def test_quantised_weights_have_no_type(byte_level: Any) -> None:
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 
 
-def test_nothing_is_installed_for_a_model_of_images(
+def test_loading_a_model_of_images_installs_nothing(
     sentencepiece_like: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TransformerLens installs torchvision where it is missing; the text part needs none."""
+    """TransformerLens installs torchvision where it is missing; the text part does not need it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     commands: list[Any] = []
     for name in ("check_call", "run", "Popen"):
@@ -170,13 +174,13 @@ def test_nothing_is_installed_for_a_model_of_images(
 
 
 def test_loading_replaces_nothing_that_other_threads_use(byte_level: Any) -> None:
-    """Three threads load at once, and none of them sees another ``subprocess`` meanwhile."""
+    """Three threads load at once, and each sees the original functions of ``subprocess``."""
     functions = ("check_call", "run", "Popen")
     before = [getattr(subprocess, name) for name in functions]
     seen: list[Any] = []
 
     class Watching(type(byte_level)):  # type: ignore[misc]
-        def encode(self, *args: Any, **kwargs: Any) -> Any:  # what TransformerLens asks it first
+        def encode(self, *args: Any, **kwargs: Any) -> Any:  # TransformerLens calls this first
             seen.append([getattr(subprocess, name) for name in functions])
             return super().encode(*args, **kwargs)
 
@@ -209,7 +213,7 @@ def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("through", ["load", "prepare"])
-def test_models_that_are_too_small(byte_level: Any, through: str) -> None:
+def test_models_that_are_too_small_are_refused(byte_level: Any, through: str) -> None:
     def prepared(**sizes: Any) -> Any:
         weights = tiny_gpt2(len(byte_level), **sizes)
         if through == "load":
@@ -225,7 +229,7 @@ def test_models_that_are_too_small(byte_level: Any, through: str) -> None:
 
 @pytest.mark.parametrize("kind", [BertLMHeadModel, BertForMaskedLM])
 @pytest.mark.parametrize("through", ["load", "prepare"])
-def test_bidirectional_models_are_told_so(byte_level: Any, kind: Any, through: str) -> None:
+def test_bidirectional_models_are_refused(byte_level: Any, kind: Any, through: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
     weights: Any = randomize(kind(BertConfig(vocab_size=len(byte_level), **sizes)))
@@ -238,7 +242,7 @@ def test_bidirectional_models_are_told_so(byte_level: Any, kind: Any, through: s
             al.prepare_model(model)
 
 
-def test_another_model_than_transformers_has(
+def test_a_bridge_with_other_logits_than_transformers_is_refused(
     byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformer_lens.model_bridge import sources

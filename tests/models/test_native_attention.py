@@ -1,4 +1,4 @@
-"""Attention that transformers runs itself: hook points that act, and no trace afterwards."""
+"""Attention that transformers computes itself: its hook points act, and restoring is complete."""
 
 import copy
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def bridge_of(make: Make, tokenizer: Any, **options: Any) -> Any:
 
 
 def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range) -> Tensor:
-    """Target logits of the transformers model with edges cut in its own attention masks."""
-    found: list[Tensor] = []
+    """Return target logits of the transformers model with edges cut in its attention masks."""
+    logits: list[Tensor] = []
     attentions = [m for m in weights.modules() if type(m).__name__ in ("GPTJAttention",)]
     for row in range(len(batch)):
         real = batch.attention_mask[row].nonzero().flatten()
@@ -43,19 +43,19 @@ def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range)
             attentions[layer].register_forward_pre_hook(edit, with_kwargs=True) for layer in layers
         ]
         with torch.no_grad():
-            found.append(centred(weights(batch.tokens[row, real][None]).logits[0, -1]))
+            logits.append(centred(weights(batch.tokens[row, real][None]).logits[0, -1]))
         for handle in handles:
             handle.remove()
-    return torch.stack(found)
+    return torch.stack(logits)
 
 
-def edit_in_place_message(layer: int, factor: float = 0.5) -> tuple[str, Any]:
+def scaled_pattern(layer: int, factor: float = 0.5) -> tuple[str, Any]:
     return pattern_name(layer), lambda pattern, hook: pattern * factor
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
-def test_gptj_isolated_as_by_hand(byte_level: Any) -> None:
-    """The same edit does nothing before: when this goes red TransformerLens has mended it."""
+def test_isolation_in_gptj_equals_masks_by_hand(byte_level: Any) -> None:
+    """The hooks do nothing on the raw bridge; if this part fails, TransformerLens has fixed it."""
     weights = randomize(gptj())
     raw = boot(copy.deepcopy(weights), byte_level)
     model = al.prepare_model(boot(copy.deepcopy(weights), byte_level))
@@ -70,7 +70,7 @@ def test_gptj_isolated_as_by_hand(byte_level: Any) -> None:
 
 
 @pytest.mark.parametrize("make", NATIVE)
-def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
+def test_each_hook_is_called_once_in_each_direction(make: Make, byte_level: Any) -> None:
     model = bridge_of(make, byte_level)
     batch = questions(model, 2)[0]
     before = logits_of(model, batch, [])
@@ -80,11 +80,11 @@ def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
     assert difference(logits_of(model, batch, []), before) <= 1e-5
     calls: list[str] = []
 
-    def note(tensor: Tensor, hook: Any) -> None:
+    def record(tensor: Tensor, hook: Any) -> None:
         calls.append(hook.name)
 
     names = [name(layer) for layer in range(3) for name in (pattern_name, scores_name)]
-    hooks = [(name, note) for name in names]
+    hooks = [(name, record) for name in names]
     with model.hooks(fwd_hooks=hooks, bwd_hooks=hooks):
         model(batch.tokens)[:, -1].logsumexp(-1).sum().backward()
     assert sorted(calls) == sorted(2 * names)
@@ -92,30 +92,30 @@ def test_each_hook_is_called_once_each_way(make: Make, byte_level: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [gptj, gpt_neo, opt])  # XGLM of transformers has no float64
-def test_gradient_and_edit_agree(make: Make, byte_level: Any) -> None:
-    """A finite difference through the pattern, against the backward hook."""
+def test_the_gradient_agrees_with_a_finite_difference(make: Make, byte_level: Any) -> None:
+    """A backward hook gives the gradient, and hooks that scale the pattern give the difference."""
     model = al.load_model(randomize(make()), tokenizer=byte_level, dtype=torch.float64)
     batch = questions(model, 1)[0]
     seen: dict[str, Tensor] = {}
-    watch = (pattern_name(1), lambda pattern, hook: seen.update(pattern=pattern.detach()))
-    grads = (pattern_name(1), lambda gradient, hook: seen.update(gradient=gradient))
+    observer = (pattern_name(1), lambda pattern, hook: seen.update(pattern=pattern.detach()))
+    backward_hook = (pattern_name(1), lambda gradient, hook: seen.update(gradient=gradient))
 
     def loss(hooks: Any = ()) -> Tensor:
         with model.hooks(fwd_hooks=list(hooks)):
             return model(batch.tokens)[0, -1, :50].log_softmax(-1)[7]
 
-    with model.hooks(fwd_hooks=[watch], bwd_hooks=[grads]):
+    with model.hooks(fwd_hooks=[observer], bwd_hooks=[backward_hook]):
         loss().backward()
     slope = (seen["pattern"] * seen["gradient"]).sum()
     with torch.no_grad():
-        high, low = (loss([edit_in_place_message(1, factor)]) for factor in (1.01, 0.99))
-    # The softmax of transformers rounds to float32 on its way.
+        high, low = (loss([scaled_pattern(1, factor)]) for factor in (1.01, 0.99))
+    # The softmax of transformers rounds to float32.
     assert float((high - low) / 0.02) == pytest.approx(float(slope), rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 @pytest.mark.parametrize("make", NATIVE)
-def test_restored(make: Make, byte_level: Any) -> None:
+def test_restore_model_removes_what_prepare_model_added(make: Make, byte_level: Any) -> None:
     model: Any = bridge_of(make, byte_level)
     batch = questions(model, 2)[0]
     clean = logits_of(model, batch, [])
@@ -124,16 +124,16 @@ def test_restored(make: Make, byte_level: Any) -> None:
     hooked_before = hooks_on(model)
     for _ in range(2):
         assert al.prepare_model(al.prepare_model(model)) is model
-        assert not torch.equal(logits_of(model, batch, [edit_in_place_message(0)]), clean)
+        assert not torch.equal(logits_of(model, batch, [scaled_pattern(0)]), clean)
         assert al.restore_model(al.restore_model(model)) is model
         with pytest.raises(ModelError, match="not been verified"):
             al.isolate_labels(model, batch, 0)
-        assert torch.equal(logits_of(model, batch, [edit_in_place_message(0)]), clean)
+        assert torch.equal(logits_of(model, batch, [scaled_pattern(0)]), clean)
         assert [set(vars(module)) for module in modules] == before
     assert hooks_on(model) == hooked_before
 
 
-def test_fused_kernels_are_given_back(byte_level: Any) -> None:
+def test_fused_kernels_are_restored(byte_level: Any) -> None:
     model = bridge_of(opt, byte_level)
     batch = questions(model, 2)[0]
     fused = model.original_model
@@ -142,50 +142,50 @@ def test_fused_kernels_are_given_back(byte_level: Any) -> None:
     al.prepare_model(model)
     assert fused.config._attn_implementation == "eager"
     assert difference(logits_of(model, batch, []), clean) <= 1e-5
-    assert not torch.allclose(logits_of(model, batch, [edit_in_place_message(1)]), clean)
+    assert not torch.allclose(logits_of(model, batch, [scaled_pattern(1)]), clean)
     al.restore_model(model)
     assert fused.config._attn_implementation == "sdpa"
     assert torch.equal(logits_of(model, batch, []), clean)
 
 
-def test_models_do_not_meet(byte_level: Any) -> None:
-    """Several at once, one run inside another's hook, and a softmax of the hook's own."""
-    one, other = (al.prepare_model(bridge_of(make, byte_level)) for make in (gptj, opt))
+def test_models_do_not_affect_each_other(byte_level: Any) -> None:
+    """A model runs inside the hook of another, and a hook computes a softmax itself."""
+    model, other = (al.prepare_model(bridge_of(make, byte_level)) for make in (gptj, opt))
     raw = bridge_of(gpt_neo, byte_level)
-    batch = questions(one, 2)[0]
-    expected = logits_of(one, batch, [edit_in_place_message(1)])
-    inside = logits_of(other, batch, [edit_in_place_message(0)])
-    alone = logits_of(raw, batch, [])
+    batch = questions(model, 2)[0]
+    expected = logits_of(model, batch, [scaled_pattern(1)])
+    inside = logits_of(other, batch, [scaled_pattern(0)])
+    unhooked = logits_of(raw, batch, [])
     calls = []
 
     def run_another(scores: Tensor, hook: Any) -> Tensor:
         calls.append(scores.softmax(-1).shape)
-        assert torch.equal(logits_of(other, batch, [edit_in_place_message(0)]), inside)
-        assert torch.equal(logits_of(raw, batch, []), alone)
+        assert torch.equal(logits_of(other, batch, [scaled_pattern(0)]), inside)
+        assert torch.equal(logits_of(raw, batch, []), unhooked)
         return scores
 
-    hooks = [(scores_name(2), run_another), edit_in_place_message(1)]
-    assert torch.equal(logits_of(one, batch, hooks), expected)
+    hooks = [(scores_name(2), run_another), scaled_pattern(1)]
+    assert torch.equal(logits_of(model, batch, hooks), expected)
     assert len(calls) == 1
 
-    # Inside the attention itself, before its own softmax: neither another model nor a product and
-    # softmax of the hook's own is taken for those of the attention.
+    # This hook runs inside the attention, before its softmax. The attention must not take another
+    # model, or the product and the softmax of the hook, for its own.
     counted: list[int] = []
     count = (pattern_name(0), lambda pattern, hook: counted.append(1))
 
     def run_all(query: Tensor, hook: Any) -> None:
         heads = query.transpose(1, 2)
         (heads @ heads.mT).softmax(-1)
-        assert torch.equal(logits_of(raw, batch, []), alone)
-        assert torch.equal(logits_of(other, batch, [edit_in_place_message(0)]), inside)
+        assert torch.equal(logits_of(raw, batch, []), unhooked)
+        assert torch.equal(logits_of(other, batch, [scaled_pattern(0)]), inside)
 
-    inner = [("blocks.0.attn.hook_q", run_all), count, edit_in_place_message(1)]
-    assert torch.equal(logits_of(one, batch, inner), expected)
+    inner = [("blocks.0.attn.hook_q", run_all), count, scaled_pattern(1)]
+    assert torch.equal(logits_of(model, batch, inner), expected)
     assert counted == [1]
 
 
-def test_a_fused_kernel_set_later(byte_level: Any) -> None:
-    """Its softmax cannot be seen: silence would look like a model that loses nothing."""
+def test_a_fused_kernel_that_is_set_later_is_refused(byte_level: Any) -> None:
+    """Its softmax cannot be hooked. Without an error, isolation would seem to change nothing."""
     model: Any = al.prepare_model(bridge_of(opt, byte_level))
     batch = questions(model, 2)[0]
     model.original_model.set_attn_implementation("sdpa")
@@ -196,18 +196,18 @@ def test_a_fused_kernel_set_later(byte_level: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
-def test_a_forward_that_another_library_put_there(byte_level: Any) -> None:
+def test_a_replaced_forward_of_another_library_is_not_changed(byte_level: Any) -> None:
     model = bridge_of(opt, byte_level)
     attention = model.blocks[1].attn
-    vars(attention)["forward"] = wrapped = partial(type(attention).forward, attention)
+    vars(attention)["forward"] = replaced = partial(type(attention).forward, attention)
     with pytest.raises(ModelError, match=r"layers \[1\]: an edit of the scores"):
         al.prepare_model(model)
-    assert vars(attention)["forward"] is wrapped
+    assert vars(attention)["forward"] is replaced
     assert "forward" not in vars(model.blocks[0].attn)
 
 
 @pytest.mark.parametrize("make", NATIVE)
-def test_nothing_left_after_an_exception(make: Make, byte_level: Any) -> None:
+def test_no_hook_is_left_after_an_exception(make: Make, byte_level: Any) -> None:
     model: Any = al.prepare_model(bridge_of(make, byte_level))
     batch = questions(model, 2)[0]
     clean = logits_of(model, batch, [])
@@ -223,41 +223,43 @@ def test_nothing_left_after_an_exception(make: Make, byte_level: Any) -> None:
     assert torch.equal(logits_of(model, batch, []), clean)
 
 
-def test_in_train_mode(byte_level: Any) -> None:
+def test_saliency_of_a_model_in_train_mode_has_no_dropout(byte_level: Any) -> None:
     model: Any = al.prepare_model(bridge_of(gptj, byte_level, dropout=0.5))
     batch = questions(model, 2)[0]
-    clean = logits_of(model, batch, [])
-    flows = al.saliency(model, batch)
+    hooks = [scaled_pattern(layer, 0.0) for layer in range(3)]
+    zeroed = logits_of(model, batch, hooks)
+    assert not torch.equal(zeroed, logits_of(model, batch, []))
+    maps = al.saliency(model, batch)
     model.train()
-    silence = logits_of(model, batch, [edit_in_place_message(layer, 0.0) for layer in range(3)])
-    assert not torch.equal(silence, clean)
+    # Dropout acts in a pass of the user's own. With no attention left, that of the pattern cannot.
+    assert not torch.equal(logits_of(model, batch, hooks), zeroed)
     state = torch.get_rng_state()
-    # Dropout is off in our own passes, and on again afterwards.
-    assert torch.equal(al.saliency(model, batch), flows)
+    # Dropout is off in the passes of the package, and the mode is restored afterwards.
+    assert torch.equal(al.saliency(model, batch), maps)
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("make", NATIVE)
-def test_copies_have_hooks_of_their_own(make: Make, byte_level: Any) -> None:
+def test_copies_have_their_own_hooks(make: Make, byte_level: Any) -> None:
     model: Any = al.prepare_model(bridge_of(make, byte_level))
     batch = questions(model, 2)[0]
-    expected = logits_of(model, batch, [edit_in_place_message(1)])
+    expected = logits_of(model, batch, [scaled_pattern(1)])
     clean = logits_of(model, batch, [])
     twin = copy.deepcopy(model)
     assert twin not in verified_operands
     calls: list[int] = []
     with model.hooks(fwd_hooks=[(pattern_name(1), lambda pattern, hook: calls.append(1))]):
-        assert torch.equal(logits_of(twin, batch, [edit_in_place_message(1)]), expected)
+        assert torch.equal(logits_of(twin, batch, [scaled_pattern(1)]), expected)
     assert not calls
     assert torch.equal(logits_of(model, batch, []), clean)
     al.prepare_model(twin)
     al.restore_model(model)
-    assert torch.equal(logits_of(twin, batch, [edit_in_place_message(1)]), expected)
+    assert torch.equal(logits_of(twin, batch, [scaled_pattern(1)]), expected)
 
 
-def test_rotary_hooks_of_rebuilt_attention(byte_level: Any) -> None:
-    """GPT-NeoX has hook points for rotated queries and keys that its bridge leaves out."""
+def test_rebuilt_attention_calls_its_rotary_hooks(byte_level: Any) -> None:
+    """The bridge of GPT-NeoX has hook points for rotated queries and keys, but never calls them."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GPTNeoXConfig(**TOKENS, **sizes, intermediate_size=48, max_position_embeddings=512)
     model = boot(randomize(GPTNeoXForCausalLM(config)), byte_level)
@@ -265,14 +267,14 @@ def test_rotary_hooks_of_rebuilt_attention(byte_level: Any) -> None:
     names = [f"blocks.1.attn.hook_rot_{kind}" for kind in "qk"]
     seen: dict[str, Tensor] = {}
 
-    def keep(tensor: Tensor, hook: Any) -> None:
+    def store(tensor: Tensor, hook: Any) -> None:
         seen[hook.name] = tensor
 
-    watch = [(name, keep) for name in (*names, scores_name(1))]
-    clean = logits_of(model, batch, watch)
+    observers = [(name, store) for name in (*names, scores_name(1))]
+    clean = logits_of(model, batch, observers)
     assert set(seen) == {scores_name(1)}
     al.prepare_model(model)
-    assert torch.equal(logits_of(model, batch, watch), clean)
+    assert torch.equal(logits_of(model, batch, observers), clean)
     query, key, scores = (seen[name] for name in (*names, scores_name(1)))
     product = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     allowed = torch.ones_like(scores[0, 0]).tril().bool()

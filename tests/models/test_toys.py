@@ -1,4 +1,4 @@
-"""TransformerLens's own models: what they can be used for, and what is refused with a reason.
+"""Models of TransformerLens itself: which analyses run, and which are refused with a reason.
 
 Their numbers are compared with plain PyTorch in test_matrix.py.
 """
@@ -49,8 +49,8 @@ def native(tokenizer: Any = None, **options: Any) -> Any:
     return model
 
 
-def of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.PromptBatch:
-    """Prompts of a model without a tokenizer: two anchors, and the last token is the target."""
+def prompts_of_numbers(n_tokens: int, answers: tuple[int, int] = (3, 5)) -> al.PromptBatch:
+    """Return prompts without a tokenizer, with two anchors and the last token as the target."""
     tokens = torch.arange(3 * n_tokens).view(3, n_tokens) % 7
     return al.PromptBatch.from_positions(
         tokens,
@@ -73,7 +73,7 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
-def test_every_metric_and_a_run_that_goes_on(toy: Any, tmp_path: Path) -> None:
+def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) -> None:
     batches = questions(toy, 6, batch_size=2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
     metrics += [al.Accuracy()]
@@ -88,9 +88,9 @@ def test_every_metric_and_a_run_that_goes_on(toy: Any, tmp_path: Path) -> None:
     assert ("takes no key-value cache" in shared) == native
 
 
-def test_another_toy_is_another_run(byte_level: Any) -> None:
-    """Without a configuration of transformers, the settings and weights tell models apart."""
-    prompts = [of_numbers(6)]
+def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
+    """Toys have no configuration of transformers, so settings and weights tell them apart."""
+    prompts = [prompts_of_numbers(6)]
     small, same = native(), native()
     other_settings = native(attn_scores_soft_cap=9.0)
     other_weights = native()
@@ -103,10 +103,10 @@ def test_another_toy_is_another_run(byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
-def test_experiments(toy: Any) -> None:
+def test_every_experiment_runs(toy: Any) -> None:
     batches = questions(toy, 4, batch_size=2)
-    places = {"first": al.Site(0), "last": al.Site(-1)}
-    sweep = al.isolation_sweep(toy, batches, places, draws=1, **QUIET)
+    sites = {"first": al.Site(0), "last": al.Site(-1)}
+    sweep = al.isolation_sweep(toy, batches, sites, draws=1, **QUIET)
     assert list(sweep.values())[-1].info["skipped_layers"] == 2
     beta = al.train_reweighting(toy, batches, epochs=1, progress=False)
     assert beta.of_prompts(batches[0]).any()
@@ -125,31 +125,31 @@ def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None
         al.compress(model, batch)
 
 
-def test_padding_on_the_left_in_a_plain_run(byte_level: Any) -> None:
-    """Rows of padding have no key to attend to; transformer-lens makes them 0."""
+def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> None:
+    """Rows of padding have no key to attend to; TransformerLens makes them 0."""
     plain: Any = BY_NAME["Toy"].build(len(byte_level))
     model: Any = al.prepare_model(native_bridge(plain, byte_level))
     task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]
-    found = []
+    of_sides = []
     for side in ("left", "right"):
         (batch,) = al.build_prompts(byte_level, task, demos, queries, padding_side=side)
         hooks = al.isolate_labels(model, batch, layers=0)
         logits = model.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
         )
-        found.append(logits[torch.arange(2), batch.target_positions].detach())
-    assert difference(found[0], found[1]) < 1e-5
+        of_sides.append(logits[torch.arange(2), batch.target_positions].detach())
+    assert difference(of_sides[0], of_sides[1]) < 1e-5
 
 
-def test_a_model_without_a_tokenizer_and_few_tokens(byte_level: Any) -> None:
-    """As in modular addition: three positions, and an output that is not the input."""
+def test_a_model_without_a_tokenizer_runs_on_few_tokens(byte_level: Any) -> None:
+    """As in modular addition, prompts have three tokens, and there are fewer output tokens."""
     model = al.prepare_model(native(n_layers=1, n_ctx=3, d_vocab=8, d_vocab_out=6, n_heads=4))
-    batch = of_numbers(3)
+    batch = prompts_of_numbers(3)
     assert al.saliency(model, batch)[:, :, 2, :2].gt(0).all()
     assert al.run(model, [batch], [al.Accuracy()], **QUIET)["accuracy"].correct.shape == (3,)
-    wrong = of_numbers(3, answers=(3, 7))
+    wrong = prompts_of_numbers(3, answers=(3, 7))
     message = "label token 7 is outside the 6 tokens that"
     with pytest.raises(PromptError, match=message):
         al.saliency(model, wrong)
@@ -157,7 +157,7 @@ def test_a_model_without_a_tokenizer_and_few_tokens(byte_level: Any) -> None:
         al.run(model, [wrong], [al.Accuracy()], **QUIET)
 
 
-def test_what_is_refused() -> None:
+def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(ModelError, match="bidirectional: its tokens attend to later ones"):
         al.prepare_model(native(attention_dir="bidirectional"))
     with pytest.raises(ModelError, match="has no layers"):
@@ -168,7 +168,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.skipif(not LINE.startswith("3."), reason="gone from this line")
 @pytest.mark.filterwarnings("ignore:Hooked.* is deprecated")
-def test_models_of_the_older_line_that_are_refused() -> None:
+def test_unsuitable_models_of_the_older_line_are_refused() -> None:
     from transformer_lens import HookedEncoder, HookedTransformer, HookedTransformerConfig
 
     sizes = {key: value for key, value in COMMON.items() if key != "init_weights"} | {"d_vocab": 50}
@@ -189,6 +189,9 @@ def test_a_remote_bridge_is_refused() -> None:
     model: Any = object.__new__(RemoteBridge)
     model.cfg = TransformerBridgeConfig(**COMMON, d_vocab=50, model_name="far-away")
     message = "far-away is a RemoteBridge.*no gradients and no attention patterns"
-    for call in (al.prepare_model, lambda model: al.run(model, [of_numbers(6)], [al.Accuracy()])):
+    for call in (
+        al.prepare_model,
+        lambda model: al.run(model, [prompts_of_numbers(6)], [al.Accuracy()]),
+    ):
         with pytest.raises(ModelError, match=message):
             call(model)

@@ -1,4 +1,4 @@
-"""What is no hooked left-to-right language model is refused, with the reason and the layer."""
+"""Only hooked left-to-right language models are accepted; errors name the reason and the layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
         "is no left-to-right language model",
     ),
-    # The bridge takes the padding mask of this model for a causal one: its logits are wrong.
+    # The bridge uses the padding mask of this model as a causal one, so its logits are wrong.
     "GPT-1": (
         lambda: transformers.OpenAIGPTLMHeadModel(
             transformers.OpenAIGPTConfig(vocab_size=700, **GPT1)
@@ -68,28 +68,30 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def refuses(model: Any, message: str) -> None:
-    for _ in range(2):  # the first forward leaves hooks of TransformerLens's own on some
+def check_refused(model: Any, message: str) -> None:
+    for _ in range(2):  # the first forward adds hooks of TransformerLens to some models
         hooked_before = hooks_on(model)
-        stand_ins = ["forward" in vars(module) for module in model.modules()]
+        replaced = ["forward" in vars(module) for module in model.modules()]
         with pytest.raises(ModelError, match=message):
             al.prepare_model(model)
     assert model not in verified_operands
     assert hooks_on(model) == hooked_before
-    assert ["forward" in vars(module) for module in model.modules()] == stand_ins
-    assert all(one.requires_grad and one.grad is None for one in model.parameters())
+    assert ["forward" in vars(module) for module in model.modules()] == replaced
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
+    )
 
 
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_left_to_right_model(name: str, byte_level: Any) -> None:
+def test_models_that_are_not_left_to_right_are_refused(name: str, byte_level: Any) -> None:
     make, message = REFUSED[name]
-    refuses(boot(randomize(make()), byte_level), message)
+    check_refused(boot(randomize(make()), byte_level), message)
 
 
 @torch.library.custom_op("tiny::quantised", mutates_args=())
 def quantised(values: Tensor, weight: Tensor) -> Tensor:
-    """A kernel without a backward."""
+    """A kernel without a backward pass."""
     return values @ weight.mT
 
 
@@ -105,24 +107,24 @@ def quantised_llama(vocab_size: int) -> Any:
     return weights
 
 
-def test_no_backward(sentencepiece_like: Any) -> None:
+def test_a_layer_without_a_backward_pass_is_refused(sentencepiece_like: Any) -> None:
     model = boot(quantised_llama(len(sentencepiece_like)), sentencepiece_like)
     where = "between the attention of layer 1 and that of layer 2"
-    refuses(model, rf"the backward pass of tiny fails {where} \(.*load the model unquantised")
+    check_refused(model, rf"the backward pass of tiny fails {where} \(.*load the model unquantised")
 
 
-def test_a_model_without_an_attention_mask(byte_level: Any, monkeypatch: Any) -> None:
+def test_a_model_without_an_attention_mask_is_refused(byte_level: Any, monkeypatch: Any) -> None:
     model = boot(tiny_gpt2(len(byte_level)), byte_level)
-    whole = model.original_model.forward
+    original = model.original_model.forward
 
     def forward(input_ids: Tensor, use_cache: bool = False) -> Any:
-        return whole(input_ids)
+        return original(input_ids)
 
     monkeypatch.setattr(model.original_model, "forward", forward)
-    refuses(model, r"cannot run a padded batch: .*'attention_mask'; its forward has to take")
+    check_refused(model, r"cannot run a padded batch: .*'attention_mask'; its forward has to take")
 
 
-def test_numbers_that_are_not_finite(byte_level: Any) -> None:
+def test_a_model_with_nan_is_refused(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level))
     with torch.no_grad():
         weights.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
@@ -131,8 +133,8 @@ def test_numbers_that_are_not_finite(byte_level: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
-def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> None:
-    """The error for attention whose forward is not replaced."""
+def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatch: Any) -> None:
+    """This is the error for attention whose forward is not replaced."""
     monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
     weights = opt()
     weights.set_attn_implementation("eager")
@@ -142,7 +144,9 @@ def test_a_score_hook_that_comes_too_late(byte_level: Any, monkeypatch: Any) -> 
         al.prepare_model(model)
 
 
-def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> None:
+def test_verification_finds_the_queries_and_keys_that_attention_multiplies(
+    gemma3: Any, gpt2: Any
+) -> None:
     assert verified_operands[gemma3][1] == Operands(
         "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_rot_k", heads_first=False
     )
@@ -153,8 +157,8 @@ def test_queries_and_keys_that_attention_multiplies(gemma3: Any, gpt2: Any) -> N
 
 
 @pytest.mark.changes_model
-def test_queries_and_keys_at_no_hook_point(gemma3: Any, monkeypatch: Any) -> None:
-    """Before the norm and the rotation they are not what attention multiplies."""
+def test_distances_need_queries_and_keys_at_hook_points(gemma3: Any, monkeypatch: Any) -> None:
+    """Attention does not multiply queries and keys as they are before the norm and the rotation."""
     monkeypatch.setattr("anchorlens.models.verify._QUERY_AND_KEY", (("hook_q", "hook_k"),))
     al.prepare_model(gemma3)
     assert verified_operands[gemma3] == (None, None, None)

@@ -1,4 +1,4 @@
-"""Weights that are not all of the configured model: what is refused, what is a warning."""
+"""Weights that do not match their configuration raise an error or give a warning."""
 
 import json
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def load(folder: Path, tokenizer: Any) -> Any:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_weights_of_another_architecture(tmp_path: Path, byte_level: Any) -> None:
+def test_weights_of_another_architecture_are_refused(tmp_path: Path, byte_level: Any) -> None:
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
     config = tiny_llama(VOCABULARY).config
     config.architectures = ["LlamaForCausalLM"]
@@ -78,7 +78,7 @@ def test_missing_tensors_are_named(tmp_path: Path, byte_level: Any) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_more_layers_than_weights(tmp_path: Path, byte_level: Any) -> None:
+def test_more_layers_than_weights_are_refused(tmp_path: Path, byte_level: Any) -> None:
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
     change_config(folder, n_layer=5)
     with pytest.raises(ModelError, match=r"24 tensors \(transformer\.h\.3\.attn.* are missing"):
@@ -86,7 +86,7 @@ def test_more_layers_than_weights(tmp_path: Path, byte_level: Any) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_tensors_of_another_shape(tmp_path: Path, byte_level: Any) -> None:
+def test_tensors_of_another_shape_are_refused(tmp_path: Path, byte_level: Any) -> None:
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
     change_config(folder, n_positions=256)
     message = (
@@ -97,8 +97,8 @@ def test_tensors_of_another_shape(tmp_path: Path, byte_level: Any) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_missing_head_is_not_tied(tmp_path: Path, byte_level: Any) -> None:
-    """A classifier's weights have no unembedding, and one would be drawn at random."""
+def test_a_missing_unembedding_is_refused(tmp_path: Path, byte_level: Any) -> None:
+    """The weights of a classifier have no unembedding; transformers would draw a random one."""
     config = tiny_llama(VOCABULARY).config
     config.pad_token_id = 0
     save(randomize(LlamaForSequenceClassification(config)), byte_level, tmp_path)
@@ -106,7 +106,7 @@ def test_a_missing_head_is_not_tied(tmp_path: Path, byte_level: Any) -> None:
         load(tmp_path, byte_level)
 
 
-def test_fewer_layers_than_weights_is_a_warning(tmp_path: Path, byte_level: Any) -> None:
+def test_fewer_layers_than_weights_give_a_warning(tmp_path: Path, byte_level: Any) -> None:
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
     change_config(folder, n_layer=2)
     message = r"no use for .* \d+ tensors \(transformer\.h\.2\.attn.* are left out.* another model"
@@ -115,8 +115,8 @@ def test_fewer_layers_than_weights_is_a_warning(tmp_path: Path, byte_level: Any)
     assert model.cfg.n_layers == 2
 
 
-def test_complete_weights_load_without_a_word(tmp_path: Path, byte_level: Any) -> None:
-    """Tied embeddings, shards, the head of another task, masks that older versions stored."""
+def test_complete_weights_load_without_a_warning(tmp_path: Path, byte_level: Any) -> None:
+    """Weights may be tied, in shards, with masks of older versions, or with another task's head."""
     plain = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "plain")
     assert "lm_head.weight" not in load_file(plain / "model.safetensors")
     sharded = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "sharded", max_shard_size="20KB")
@@ -169,7 +169,9 @@ def qwen2(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gguf_file(tmp_path: Path, byte_level: Any, tied: bool) -> None:
+def test_a_gguf_file_gives_the_logits_of_its_weights(
+    tmp_path: Path, byte_level: Any, tied: bool
+) -> None:
     weights = qwen2(tie_word_embeddings=tied)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, weights, without=("lm_head.weight",) if tied else ())
@@ -180,7 +182,7 @@ def test_gguf_file(tmp_path: Path, byte_level: Any, tied: bool) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_gguf_file_that_lacks_a_tensor(tmp_path: Path, byte_level: Any) -> None:
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: Any) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
     write_gguf(tmp_path / "tiny.gguf", qwen2(tie_word_embeddings=False), without=(missing,))
     with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):

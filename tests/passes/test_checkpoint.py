@@ -1,4 +1,4 @@
-"""Blocks that run again for their gradient: the same numbers, each hook once, one layer alive."""
+"""Gradient checkpoints give the same numbers, call each hook once, and hold one layer at a time."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +35,7 @@ METRICS: list[al.Metric] = [
 
 
 def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, float]:
-    """Between results with checkpoints and without, in one run with a metric that looks forward."""
+    """Return differences of results with and without checkpoints; one metric has no gradient."""
     results = [
         al.run(
             model,
@@ -48,19 +48,19 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
         )
         for on in (False, True)
     ]
-    found = {
+    of_records = {
         f"{name}.{field}": difference(getattr(results[1][name], field), values)
         for name, record in results[0].items()
         for field, values in record.tensors().items()
-        if values.isfinite().all()  # R_l need not be
+        if values.isfinite().all()  # R_l may be NaN
     }
     maps = [al.saliency(model, batch, gradient_checkpointing=on) for on in (False, True)]
-    return found | {"maps": difference(maps[1], maps[0])}
+    return of_records | {"maps": difference(maps[1], maps[0])}
 
 
 @pytest.fixture(autouse=True)
 def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without checkpoints too, so that both are the same computation."""
+    """Share no prefix without checkpoints, so that both runs do the same computation."""
     monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
 
 
@@ -75,7 +75,7 @@ def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_same_numbers(
+def test_checkpoints_give_the_same_numbers(
     name: str,
     dtype: torch.dtype,
     hooked: Any,
@@ -86,29 +86,29 @@ def test_same_numbers(
     fixture = "byte_level" if name == "gpt2" else "sentencepiece_like"
     tokenizer = request.getfixturevalue(fixture)
     model = hooked(make[name](len(tokenizer)).to(dtype), tokenizer)
-    monkeypatch.setattr(products, "PIECE", 10_000)  # several pieces
+    monkeypatch.setattr(products, "PIECE", 10_000)  # several pieces of each product
     batch = questions(model, 3, padding_side="left")[0]
     limit = 1e-6 if dtype == torch.float32 else 1e-12
     for hooks in (None, isolated(model)):
-        found = differences(model, batch, hooks)
+        errors = differences(model, batch, hooks)
         assert {"saliency_flows.flows", "absolute.per_head", "attention_aucroc.aucroc"} <= set(
-            found
+            errors
         )
-        assert max(found.values()) <= limit, found
+        assert max(errors.values()) <= limit, errors
 
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX (Pythia)", "Gemma 2"])
-def test_same_numbers_of_architectures(name: str, hooked: Any) -> None:
-    """Attention that is tapped, parallel to the MLP, and in windows with soft caps."""
+def test_checkpoints_give_the_same_numbers_on_other_architectures(name: str, hooked: Any) -> None:
+    """The attention is wrapped, or parallel to the MLP, or in windows with soft caps."""
     model = hooked(weights_of.__wrapped__(name, torch.float32), architecture_tokenizer())
     for hooks in (None, isolated(model)):
-        found = differences(model, architecture_batch("left"), hooks)
-        assert max(found.values()) <= 1e-6, found
+        errors = differences(model, architecture_batch("left"), hooks)
+        assert max(errors.values()) <= 1e-6, errors
 
 
 @pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
-def test_under_any_grad_mode(gpt2: Any, outside: Callable[[], Any]) -> None:
+def test_checkpoints_work_in_any_grad_mode(gpt2: Any, outside: Callable[[], Any]) -> None:
     batch = questions(gpt2, 2)[0]
     expected = al.saliency(gpt2, batch)
     with outside():
@@ -116,19 +116,19 @@ def test_under_any_grad_mode(gpt2: Any, outside: Callable[[], Any]) -> None:
 
 
 def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, Any]:
-    """How often each hook point was seen, and the size of what was there, forward and backward."""
+    """Return how often each hook point is called and the size of its tensor, in both directions."""
     seen: Counter[str] = Counter()
     sizes: dict[str, Tensor] = {}
 
     def watch(name: str, direction: str) -> Hook:
-        def note(tensor: Tensor, hook: Any) -> None:
+        def record(tensor: Tensor, hook: Any) -> None:
             seen[direction + name] += 1
             values = tensor.sum() if direction == "forward " else tensor.abs().sum()
             sizes[direction + name] = values.detach()
 
-        return name, note
+        return name, record
 
-    # The others act with a setting of the model's alone.
+    # Other hook points are called only with a setting of the model.
     optional = ("hook_mlp_in", "hook_attn_in", "_input", "hook_result")
     names = [name for name in model.hook_dict if not name.endswith(optional)]
     with frozen_in_eval_mode(model):
@@ -148,8 +148,8 @@ def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, 
     "ignore:Full backward hook is firing", "ignore:Backward hooks on hook_scale"
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_every_hook_point_is_seen_once(name: str, request: pytest.FixtureRequest) -> None:
-    """The last ones of a block too, which its gradient has no need to reach again."""
+def test_every_hook_point_is_called_once(name: str, request: pytest.FixtureRequest) -> None:
+    """This includes the last ones of a block, which its gradient does not need again."""
     model = request.getfixturevalue(name)
     batch = questions(model, 2)[0]
     seen, sizes = observed(model, batch, checkpoint=True)
@@ -162,7 +162,7 @@ def test_every_hook_point_is_seen_once(name: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.every_kind
-def test_one_layer_is_alive_at_a_time(
+def test_one_layer_is_in_memory_at_a_time(
     hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "PIECE", 10_000)
@@ -189,7 +189,7 @@ def test_one_layer_is_alive_at_a_time(
 
 
 @pytest.mark.draws
-def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
+def test_random_interventions_draw_the_same_numbers_twice(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
 
     def drop(pattern: Tensor, hook: Any) -> Tensor:
@@ -214,7 +214,7 @@ def test_random_interventions_draw_the_same_twice(gpt2: Any) -> None:
 
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_interventions_that_differ_are_refused(gpt2: Any) -> None:
+def test_interventions_that_differ_when_a_block_runs_again_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     generator = torch.Generator().manual_seed(0)
 
@@ -260,15 +260,15 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
 
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
-    """A gradient asked for at the second run's tensors would never come."""
+def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
+    """An observer sees tensors of the second run, which never get the gradient that it asks for."""
     batch = questions(gpt2, 2)[0]
 
     def ask(tensor: Tensor, hook: Any) -> None:
         tensor.retain_grad()
 
-    changes = read_only("it", [(pattern_name(1), lambda tensor, hook: 2 * tensor)])[0][1]
-    for look, error in ((ask, RuntimeError), (changes, HookError)):
+    change = read_only("it", [(pattern_name(1), lambda tensor, hook: 2 * tensor)])[0][1]
+    for observer, error in ((ask, RuntimeError), (change, HookError)):
         with (
             unchanged(gpt2),
             frozen_in_eval_mode(gpt2),
@@ -277,13 +277,13 @@ def test_hooks_that_do_more_than_look_are_refused(gpt2: Any) -> None:
             run_pass(
                 gpt2,
                 batch,
-                observers=[(pattern_name(1), look)],
+                observers=[(pattern_name(1), observer)],
                 loss=al.label_cross_entropy,
                 gradient_checkpointing=True,
             )
 
 
-def test_nothing_to_save_is_refused(gpt2: Any) -> None:
+def test_checkpoints_without_a_gradient_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     message = (
         "gradient_checkpointing=True saves memory of the gradient, but none of "
@@ -302,9 +302,9 @@ def fail(*_: Any, **__: Any) -> Any:
 @pytest.mark.every_kind
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_no_trace_is_left(gpt2: Any) -> None:
+def test_no_trace_is_left_after_checkpoints(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    own = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # another's stand-in stays
+    replaced = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # by another library
     before = [vars(block).get("forward") for block in gpt2.blocks]
     options: dict[str, Any] = {"loss": al.label_cross_entropy, "gradient_checkpointing": True}
     bad: list[dict[str, Any]] = [
@@ -324,14 +324,14 @@ def test_no_trace_is_left(gpt2: Any) -> None:
         ):
             run_pass(gpt2, batch, **(options | more))
         assert [vars(block).get("forward") for block in gpt2.blocks] == before
-    assert vars(gpt2.blocks[1])["forward"] is own
+    assert vars(gpt2.blocks[1])["forward"] is replaced
     assert before[0] is before[2] is None
     expected = al.saliency(gpt2, batch)
     assert difference(al.saliency(gpt2, batch, gradient_checkpointing=True), expected) <= 1e-6
 
 
-class OwnMetric:
-    """A user's: keeps a tensor in the forward pass, meets it with its gradient in the backward."""
+class UserMetric:
+    """Stores a tensor in the forward pass, and multiplies it by its gradient later."""
 
     name = "own"
     needs_gradient = True
@@ -340,22 +340,22 @@ class OwnMetric:
         self.calls: Counter[str] = Counter()
 
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        kept: list[Tensor] = []
-        found: list[Tensor] = []
+        stored: list[Tensor] = []
+        effects: list[Tensor] = []
 
-        def keep(z: Tensor, hook: Any) -> None:
+        def store(z: Tensor, hook: Any) -> None:
             self.calls["forward"] += 1
-            kept.append(z)
+            stored.append(z)
 
-        def meet(gradient: Tensor, hook: Any) -> None:
+        def multiply(gradient: Tensor, hook: Any) -> None:
             self.calls["backward"] += 1
-            found.append((kept.pop() * gradient).flatten(1).sum(1))
+            effects.append((stored.pop() * gradient).flatten(1).sum(1))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"effect": found[0].cpu(), "demonstrations_id": batch.demonstrations_id.cpu()}
+            return {"effect": effects[0].cpu(), "demonstrations_id": batch.demonstrations_id.cpu()}
 
         point = "blocks.1.attn.hook_z"
-        return al.Observation(rows, [(point, keep)], [(point, meet)])
+        return al.Observation(rows, [(point, store)], [(point, multiply)])
 
     def result(self, rows: Any) -> Any:
         return al.SaliencyFlows().result(
@@ -368,14 +368,14 @@ class OwnMetric:
         )
 
 
-def test_hooks_of_ones_own_metric_act_once(gpt2: Any) -> None:
+def test_hooks_of_a_users_metric_act_once(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    metrics = [OwnMetric(), OwnMetric()]
-    plain, again = (
+    metrics = [UserMetric(), UserMetric()]
+    plain, checkpointed = (
         al.run(gpt2, [batch], [metric], gradient_checkpointing=on, resamples=0, progress=False)[
             "own"
         ]
         for metric, on in zip(metrics, (False, True), strict=True)
     )
     assert [metric.calls for metric in metrics] == [{"forward": 1, "backward": 1}] * 2
-    assert difference(again.per_prompt, plain.per_prompt) <= 1e-5
+    assert difference(checkpointed.per_prompt, plain.per_prompt) <= 1e-5

@@ -1,4 +1,4 @@
-"""One pass: the right logits, no trace left, and refusals before the model runs."""
+"""A pass gives the right logits and leaves no trace, and wrong input is refused before it."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measures import hooks_on
 from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptEr
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
 
-# Four prompts of six classes are few.
+# Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
     pytest.mark.every_kind,
     pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets"),
@@ -28,28 +29,10 @@ def batch_of(model: Any, side: Any = "left") -> al.PromptBatch:
     return questions(model, 4, batch_size=4, padding_side=side)[0]
 
 
-def hooks_on(model: Any) -> int:
-    """Every hook that stands anywhere in the model."""
-    points = [
-        len(kind)
-        for point in model.hook_dict.values()
-        for kind in (
-            point.fwd_hooks,
-            point.bwd_hooks,
-            point._forward_hooks,
-            point._backward_hooks,
-            point._forward_pre_hooks,
-        )
-    ]
-    modules = [
-        len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()
-    ]
-    return sum(points) + sum(modules)
-
-
 def state_of(model: Any) -> tuple[Any, ...]:
     return (
         hooks_on(model),
+        [len(point.fwd_hooks) + len(point.bwd_hooks) for point in model.hook_dict.values()],
         [parameter.requires_grad for parameter in model.parameters()],
         [module.training for module in model.modules()],
         torch.get_rng_state().tolist(),
@@ -61,7 +44,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Parameters, modes, gradients, hooks and random states inside are those outside."""
+    """Assert that parameters, modes, gradients, hooks and random states do not change inside."""
     for k, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(k % 3 != 0)
         parameter.grad = torch.full_like(parameter, 0.5) if k % 2 else None
@@ -102,7 +85,7 @@ def test_target_logits_are_those_of_the_full_forward(
 @pytest.mark.parametrize(
     "name", ["ln_final.hook_normalized", "unembed.hook_in", "unembed.hook_out"]
 )
-def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None:
+def test_hooks_after_the_blocks_see_all_positions(gpt2: Any, name: str) -> None:
     batch = batch_of(gpt2)
     widths = []
 
@@ -128,14 +111,14 @@ def test_hooks_behind_the_blocks_see_all_positions(gpt2: Any, name: str) -> None
 @pytest.mark.changes_model
 def test_only_the_target_is_unembedded(gpt2: Any) -> None:
     widths = []
-    # Of the weights themselves, behind every hook point: on a bridge those of transformers.
+    # This module is after every hook point. On a bridge it is the module of transformers.
     unembed = getattr(gpt2.unembed, "original_component", gpt2.unembed)
     unembed.register_forward_hook(lambda module, inputs, out: widths.append(out.shape[1]))
     run_pass(gpt2, batch_of(gpt2))
     assert widths == [1]
 
 
-def test_gradients_of_ones_own_stay_ones_own(gpt2: Any) -> None:
+def test_a_run_leaves_no_gradient_in_tensors_of_the_user(gpt2: Any) -> None:
     batch = batch_of(gpt2)
     beta = torch.zeros(3, 2, 6, requires_grad=True)
     al.run(
@@ -151,9 +134,9 @@ def test_gradients_of_ones_own_stay_ones_own(gpt2: Any) -> None:
 
 def test_interventions_come_before_observers(gpt2: Any) -> None:
     seen: list[Tensor] = []
-    ones: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
-    look: list[Hook] = [(pattern_name(0), lambda pattern, hook: seen.append(pattern))]
-    run_pass(gpt2, batch_of(gpt2), hooks=ones, observers=look)
+    hooks: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
+    observers: list[Hook] = [(pattern_name(0), lambda pattern, hook: seen.append(pattern))]
+    run_pass(gpt2, batch_of(gpt2), hooks=hooks, observers=observers)
     assert (seen[0] == 1).all()
 
 
@@ -178,7 +161,7 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("call", CALLS)
-def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
+def test_no_trace_is_left_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
     batch = batch_of(gpt2)
     with unchanged(gpt2):
         call(gpt2, batch)
@@ -189,7 +172,7 @@ def test_no_trace_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "point", [pattern_name(1), "blocks.2.hook_resid_post", "ln_final.hook_normalized"]
 )
-def test_no_trace_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
+def test_no_trace_is_left_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
     batch = batch_of(gpt2, "right")
     with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
         al.run(gpt2, [batch], METRICS, hooks=lambda _: failing(point), progress=False)
@@ -197,11 +180,11 @@ def test_no_trace_after_an_exception_in_a_hook(gpt2: Any, point: str) -> None:
 
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_no_trace_after_an_exception_elsewhere(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trace_is_left_after_an_exception_in_the_loss(gpt2: Any) -> None:
     batch = batch_of(gpt2)
 
     def broken(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        if logits.requires_grad:  # not when the run tries it out beforehand
+        if logits.requires_grad:  # the run first tries the loss without a gradient
             raise RuntimeError("in the middle")
         return logits[:, 0]
 
@@ -213,14 +196,14 @@ def test_no_trace_after_an_exception_elsewhere(gpt2: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
+def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
     def fail(module: Any, inputs: Any) -> None:
         raise RuntimeError("in the middle")
 
     batch = batch_of(gpt2)
     al.prepare_model(gpt2)
     gpt2.blocks[2].mlp.register_forward_pre_hook(fail)
-    al.prepare_model(gpt2)  # which leaves hooks of the user's out
+    al.prepare_model(gpt2)  # this calls no hook of the user
     for call in (call for number, call in enumerate(CALLS) if number != 2):
         with unchanged(gpt2), pytest.raises(RuntimeError, match="in the middle"):
             call(gpt2, batch)
@@ -228,7 +211,7 @@ def test_no_trace_after_an_exception_in_the_model(gpt2: Any) -> None:
 
 @pytest.mark.changes_model
 @pytest.mark.without_jaxtyping
-def test_no_trace_after_bad_input(gpt2: Any) -> None:
+def test_no_trace_is_left_after_bad_input(gpt2: Any) -> None:
     batch = batch_of(gpt2)
     bad: list[Callable[[], Any]] = [
         lambda: al.run(gpt2, [batch], []),
@@ -243,7 +226,7 @@ def test_no_trace_after_bad_input(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("outside", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_same_numbers_under_any_grad_mode_and_twice(
+def test_numbers_are_the_same_in_any_grad_mode_and_twice(
     gpt2: Any, byte_level: Any, raw: Any, outside: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     batch, fresh = batch_of(gpt2), raw(tiny_gpt2(len(byte_level)), byte_level)
@@ -256,7 +239,7 @@ def test_same_numbers_under_any_grad_mode_and_twice(
         al.prepare_model(fresh)
 
 
-def test_prompts_built_in_inference_mode(gpt2: Any) -> None:
+def test_prompts_may_be_built_in_inference_mode(gpt2: Any) -> None:
     expected = al.saliency(gpt2, batch_of(gpt2))
     with torch.inference_mode():
         batch = batch_of(gpt2)  # autograd refuses such tensors
@@ -265,30 +248,30 @@ def test_prompts_built_in_inference_mode(gpt2: Any) -> None:
     al.run(gpt2, [batch], METRICS, resamples=2, progress=False)
 
 
-def test_custom_loss(gpt2: Any) -> None:
+def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
     batch = batch_of(gpt2)
 
     def twice(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         return 2 * al.label_cross_entropy(logits, batch)
 
     torch.testing.assert_close(al.saliency(gpt2, batch, loss=twice), 2 * al.saliency(gpt2, batch))
-    one = al.run(gpt2, [batch], METRICS[:1], loss=twice, resamples=0, progress=False)
-    two = al.run(gpt2, [batch], METRICS[:1], resamples=0, progress=False)
-    torch.testing.assert_close(one["saliency_flows"].flows, 2 * two["saliency_flows"].flows)
+    custom = al.run(gpt2, [batch], METRICS[:1], loss=twice, resamples=0, progress=False)
+    default = al.run(gpt2, [batch], METRICS[:1], resamples=0, progress=False)
+    torch.testing.assert_close(custom["saliency_flows"].flows, 2 * default["saliency_flows"].flows)
 
 
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("loss", "came"), [(lambda a, b: a, r"\(4, 700\)"), (lambda a, b: a.sum(), r"\(\)")]
 )
-def test_loss_of_wrong_shape(gpt2: Any, loss: Any, came: str) -> None:
+def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -> None:
     with pytest.raises(MetricError, match=rf"one number a prompt, shape \(4,\); got {came}"):
         al.run(gpt2, [batch_of(gpt2)], METRICS, loss=loss, progress=False)
     with pytest.raises(MetricError, match=rf"one number a prompt, shape \(4,\); got {came}"):
         al.saliency(gpt2, batch_of(gpt2), loss=loss)
 
 
-def test_label_cross_entropy_by_hand() -> None:
+def test_label_cross_entropy_equals_a_computation_by_hand() -> None:
     batch = al.PromptBatch.from_positions(
         torch.tensor([[3, 1, 3, 2, 3]]),
         label_positions=[[1, 3]],
@@ -301,7 +284,7 @@ def test_label_cross_entropy_by_hand() -> None:
     torch.testing.assert_close(al.label_cross_entropy(logits, batch)[0], expected)
 
 
-def test_gold_is_missing(gpt2: Any, byte_level: Any) -> None:
+def test_only_metrics_with_a_loss_need_true_labels(gpt2: Any, byte_level: Any) -> None:
     demos = al.sample_demonstrations(al.load_examples("questions"))
     batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, ["Who sings ?"])
     message = r"needs the true label of each query; give queries with labels"
@@ -309,7 +292,7 @@ def test_gold_is_missing(gpt2: Any, byte_level: Any) -> None:
         al.saliency(gpt2, batches[0])
     with pytest.raises(MetricError, match=message):
         al.run(gpt2, batches, [al.SaliencyFlows()])
-    # A metric without a loss needs none.
+    # A metric without a loss needs no true labels.
     with pytest.warns(UserWarning, match="fewer than two classes"):
         al.run(gpt2, batches, [al.AttentionAUCROC()], resamples=0, progress=False)
 
@@ -333,7 +316,9 @@ def short_batch(length: int = 8, token: int = 3) -> al.PromptBatch:
         (short_batch(token=700), r"token 700 is outside the model's vocabulary of 700"),
     ],
 )
-def test_prompts_that_do_not_fit(gpt2: Any, batch: al.PromptBatch, message: str) -> None:
+def test_prompts_that_do_not_fit_are_refused(
+    gpt2: Any, batch: al.PromptBatch, message: str
+) -> None:
     for call in (
         lambda: al.run(gpt2, [batch], METRICS[:1]),
         lambda: al.saliency(gpt2, batch),
@@ -354,7 +339,9 @@ def test_prompts_that_do_not_fit(gpt2: Any, batch: al.PromptBatch, message: str)
         ("unembed.hook_in", "the final norm or the unembedding"),
     ],
 )
-def test_logits_that_are_not_finite(gpt2: Any, name: str, where: str) -> None:
+def test_the_error_for_logits_that_are_not_finite_names_their_source(
+    gpt2: Any, name: str, where: str
+) -> None:
     spoil: list[Hook] = [(name, lambda x, hook: x * float("nan"))]
     message = rf"not finite .* what {where} gives out; .*dtype=torch\.float32"
     with unchanged(gpt2), pytest.raises(ModelError, match=message):

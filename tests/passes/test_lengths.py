@@ -43,7 +43,7 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that an operation inside gave."""
+    """Stores the number of elements of the largest tensor that an operation returned."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Where memory runs out the same prompts are run, fewer at a time, and none is lost."""
+"""When memory runs out, the same prompts run in smaller parts, and none is lost."""
 
 import warnings
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"
 
 
 class Limited(Logits):
-    """The label words' logits on a device that holds ``dies_in`` prompts, where that is given."""
+    """The logits of label words on a device that holds ``dies_in`` prompts, or any number."""
 
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
         inner = Logits(seen=self.seen).observe(model, batch)
@@ -37,24 +37,24 @@ class Limited(Logits):
         return al.Observation(rows)
 
 
-def limited(size: int, behind_cache: int, seen: list[int]) -> Callable[..., Any]:
-    """``run_pass`` on a device that holds so many whole prompts, or queries behind cached keys."""
+def limited(size: int, after_cache: int, seen: list[int]) -> Callable[..., Any]:
+    """Return ``run_pass`` of a device that holds so many prompts, or queries after a cache."""
 
-    def either(model: Any, batch: al.PromptBatch, **options: Any) -> Any:
-        if len(batch) > (size if options.get("prefix") is None else behind_cache):
+    def limited_pass(model: Any, batch: al.PromptBatch, **options: Any) -> Any:
+        if len(batch) > (size if options.get("prefix") is None else after_cache):
             raise torch.OutOfMemoryError(CUDA)
         seen.append(len(batch))
         return run_pass(model, batch, **options)
 
-    return either
+    return limited_pass
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to what the shape of a batch does to rounding."""
-    return bool(torch.allclose(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max())))
+def close(values: Tensor, expected: Tensor) -> bool:
+    """Return whether values are equal but for rounding, which the shape of a batch changes."""
+    return bool(torch.allclose(values, expected, rtol=0, atol=2e-5 * float(expected.abs().max())))
 
 
-def test_what_is_out_of_memory() -> None:
+def test_errors_of_full_memory_are_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -65,7 +65,7 @@ def test_what_is_out_of_memory() -> None:
         assert not is_out_of_memory(other)
 
 
-def test_every_prompt_once_and_in_order(gpt2: Any) -> None:
+def test_every_prompt_runs_once_and_in_order(gpt2: Any) -> None:
     for count, size in ((1, 1), (2, 1), (5, 5), (5, 2), (11, 3)):
         batch = questions(gpt2, count=count, batch_size=count)[0]
         seen: list[int] = []
@@ -79,18 +79,20 @@ def test_every_prompt_once_and_in_order(gpt2: Any) -> None:
             return {"index": part.index}
 
         fitting = PartsThatFit(rows)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            found = fitting.rows(batch)
-        assert any("do not fit into memory" in str(one.message) for one in said) == (count > size)
-        assert torch.equal(found["index"], batch.index)
+            result = fitting.rows(batch)
+        assert any("do not fit into memory" in str(warning.message) for warning in warned) == (
+            count > size
+        )
+        assert torch.equal(result["index"], batch.index)
         assert sum(seen) == count and max(seen) <= size
         first = seen.copy()
-        fitting.rows(batch)  # goes on with what worked, and says nothing
+        fitting.rows(batch)  # starts with the size that fitted, without a warning
         assert seen == first * 2
 
 
-def test_parts_of_a_batch_are_its_prompts(gpt2: Any) -> None:
+def test_a_part_of_a_batch_has_its_prompts(gpt2: Any) -> None:
     for side in ("left", "right"):
         gpt2.tokenizer.padding_side = side
         batch = questions(gpt2, count=7, batch_size=7)[0]
@@ -113,20 +115,23 @@ def test_a_run_that_runs_out_of_memory_loses_no_prompt(gpt2: Any, tmp_path: Path
     metric, hooks = Limited(dies_in=2), hooks_on(gpt2)
     options: dict[str, Any] = {"batches": batches}
     options["metrics"] = [metric, al.SaliencyFlows(), al.AttentionAUCROC()]
-    with pytest.warns(UserWarning, match="do not fit into memory") as said:
-        found = run(gpt2, metric, tmp_path, **options)
-    told = [str(one.message) for one in said if "memory" in str(one.message)]
-    assert [one.split("going on with ")[1] for one in told] == ["3 at a time", "2 at a time"]
+    with pytest.warns(UserWarning, match="do not fit into memory") as warned:
+        records = run(gpt2, metric, tmp_path, **options)
+    messages = [str(warning.message) for warning in warned if "memory" in str(warning.message)]
+    assert [message.split("going on with ")[1] for message in messages] == [
+        "3 at a time",
+        "2 at a time",
+    ]
     assert metric.seen == [2, 2, 1] * 2 + [2]
     assert hooks_on(gpt2) == hooks
-    for name, record in found.items():
+    for name, record in records.items():
         for field, value in record.tensors().items():
             assert close(value.nan_to_num(-1), getattr(expected[name], field).nan_to_num(-1))
     again = options | {"metrics": [Limited(), *options["metrics"][1:]]}
-    assert same(run(gpt2, Limited(), tmp_path, **again), found)  # from the folder
+    assert same(run(gpt2, Limited(), tmp_path, **again), records)  # read from the folder
 
 
-def test_a_prompt_that_does_not_fit_is_told_and_what_was_done_is_kept(
+def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(
     gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(gpt2, count=6, batch_size=2)
@@ -135,8 +140,8 @@ def test_a_prompt_that_does_not_fit_is_told_and_what_was_done_is_kept(
 
     class Full(Limited):
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            left = Limited(seen=self.seen, dies_in=2 if len(self.seen) < 1 else 0)
-            return left.observe(model, batch)
+            inner = Limited(seen=self.seen, dies_in=2 if len(self.seen) < 1 else 0)
+            return inner.observe(model, batch)
 
     full = Full()
     with (
@@ -168,10 +173,10 @@ def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
         patch.setattr(f"anchorlens.{name}.run_pass", run_pass)
 
 
-def test_shared_demonstrations_are_tried_with_what_fits(
+def test_shared_demonstrations_are_tried_with_as_many_prompts_as_fit(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running out of memory in the trial says nothing about whether a cache gives the same."""
+    """A trial that runs out of memory does not show whether a cache changes results."""
     batches = questions(gpt2, count=8, batch_size=4)
     expected = al.isolation_loyalty(gpt2, batches, [0], draws=1, progress=False)
     assert "run once for all" in expected.info["shared_prefix"]
@@ -180,21 +185,25 @@ def test_shared_demonstrations_are_tried_with_what_fits(
         with monkeypatch.context() as patched:
             limit_passes(patched, limited(*sizes, seen))
             with pytest.warns(UserWarning, match="do not fit into memory"):
-                found = al.isolation_loyalty(gpt2, batches, [0], draws=1, progress=False)
-        assert found.info == expected.info
+                record = al.isolation_loyalty(gpt2, batches, [0], draws=1, progress=False)
+        assert record.info == expected.info
         assert max(seen) <= max(sizes)
-        assert close(found.random_kl, expected.random_kl) and close(found.kl, expected.kl)
-        assert torch.equal(found.label_kept, expected.label_kept)
+        assert close(record.random_kl, expected.random_kl) and close(record.kl, expected.kl)
+        assert torch.equal(record.label_kept, expected.label_kept)
 
 
-def test_a_part_shares_no_more_than_its_set_does(
+def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set that stands in a mixed batch too, of queries that begin otherwise."""
+    """The set is also in a mixed batch, where queries begin with other words."""
     examples = al.load_examples("questions")
     ours, others = (al.sample_demonstrations(examples, seed=seed) for seed in (1, 2))
-    what = [one for one in examples if one.text.startswith("What") and one not in ours][:4]
-    who = [one for one in examples if one.text.startswith("Who") and one not in ours][:2]
+    what = [
+        example for example in examples if example.text.startswith("What") and example not in ours
+    ][:4]
+    who = [
+        example for example in examples if example.text.startswith("Who") and example not in ours
+    ][:2]
 
     def prompts(demos: Any, queries: Any) -> list[al.PromptBatch]:
         return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries, batch_size=4)
@@ -203,11 +212,11 @@ def test_a_part_shares_no_more_than_its_set_does(
     (mixed,) = prompts([ours, ours, others, others], [*who, *what[:2]])
     assert only_set(mixed) is None
     assert {only_set(batch) for batch in pure} == set(mixed.demonstrations_id.tolist())
-    pure += prompts(al.sample_demonstrations(examples, seed=3), what)  # one that may be shared
+    pure += prompts(al.sample_demonstrations(examples, seed=3), what)  # this set may be shared
     expected = al.target_logits(gpt2, [mixed, *pure], progress=False)
     seen: list[int] = []
     limit_passes(monkeypatch, limited(2, 2, seen))
     with pytest.warns(UserWarning, match="do not fit into memory"):
-        found = al.target_logits(gpt2, [mixed, *pure], progress=False)
+        logits = al.target_logits(gpt2, [mixed, *pure], progress=False)
     assert max(seen) == 2
-    assert close(found, expected)
+    assert close(logits, expected)

@@ -1,4 +1,4 @@
-"""Whatever side prompts are padded on, their numbers are those of each prompt alone."""
+"""A batch with padding on either side gives the numbers of each prompt alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ QUERIES = [al.Example("Who?", 0), al.Example(LONG, 1)]
 
 
 def tempered_llama4(vocab_size: int) -> Any:
-    """The temperature of its attention follows the column, from the first tokens on."""
+    """Return a model whose attention has a temperature that depends on the column."""
     config = Llama4TextConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -46,7 +46,7 @@ def tempered_llama4(vocab_size: int) -> Any:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_columns_that_a_model_counts_do_not_matter(byte_level: Any, side: Any) -> None:
+def test_padding_does_not_change_a_model_that_counts_columns(byte_level: Any, side: Any) -> None:
     weights = tempered_llama4(len(byte_level))
     model = al.load_model(weights, tokenizer=with_its_bos(byte_level))
     (batch,) = al.build_prompts(
@@ -60,10 +60,10 @@ def test_columns_that_a_model_counts_do_not_matter(byte_level: Any, side: Any) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_that_a_window_cuts_off_the_prompt(
+def test_padding_that_is_longer_than_a_window_changes_nothing(
     sentencepiece_like: Any, hooked: Any, side: Any, dtype: torch.dtype
 ) -> None:
-    """Rows of padding then have nothing to attend to."""
+    """Some rows of padding then have no token to attend to."""
     weights: Any = tiny_gemma3(len(sentencepiece_like))
     model = hooked(weights.to(dtype), sentencepiece_like)
     (batch,) = al.build_prompts(
@@ -77,33 +77,35 @@ def test_padding_that_a_window_cuts_off_the_prompt(
 def check_each_alone(model: Any, batch: al.PromptBatch) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(1)]
     order = batch.index.argsort()
-    together = al.run(model, [batch], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    batched = al.run(model, [batch], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     isolated = al.isolation_loyalty(model, [batch], range(2), draws=1, **QUIET)
     maps = al.saliency(model, batch)
     logits = al.target_logits(model, [batch], progress=False)
     for row, number in enumerate(order.tolist()):
         prompt = batch.prompt(number)
         alone = al.run(model, [prompt], [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-        assert difference(together.per_prompt[row], alone.per_prompt[0]) < 1e-5
+        assert difference(batched.per_prompt[row], alone.per_prompt[0]) < 1e-5
         expected = al.target_logits(model, [prompt], progress=False)[0]
         assert difference(logits[row], expected) < 1e-5
-        kept = al.isolation_loyalty(model, [prompt], range(2), draws=1, **QUIET)
-        assert torch.equal(isolated.word_overlap[row], kept.word_overlap[0])
+        loyalty = al.isolation_loyalty(model, [prompt], range(2), draws=1, **QUIET)
+        assert torch.equal(isolated.word_overlap[row], loyalty.word_overlap[0])
         inside = batch.attention_mask[number].nonzero().flatten()
         columns = slice(int(inside[0]), int(inside[-1]) + 1)
         assert difference(maps[number][:, columns, columns], al.saliency(model, prompt)[0]) < 1e-5
         outside = maps[number].clone()
         outside[:, columns, columns] = 0
         assert not outside.any()
-    both = [al.run(model, [one], metrics[1:], **QUIET) for one in (batch, batch.padded_right())]
-    for name, record in both[0].items():
+    of_both_sides = [
+        al.run(model, [padded], metrics[1:], **QUIET) for padded in (batch, batch.padded_right())
+    ]
+    for name, record in of_both_sides[0].items():
         for field, value in record.tensors().items():
-            assert torch.equal(value.nan_to_num(), getattr(both[1][name], field).nan_to_num()), (
-                field
-            )
+            assert torch.equal(
+                value.nan_to_num(), getattr(of_both_sides[1][name], field).nan_to_num()
+            ), field
 
 
-def test_own_hooks_are_not_moved_silently(gpt2: Any) -> None:
+def test_hooks_of_the_user_are_not_moved_silently(gpt2: Any) -> None:
     """They may hold positions of the batch as it was given."""
     (left,) = questions(gpt2, 3, padding_side="left")
     (right,) = questions(gpt2, 3)
@@ -118,26 +120,26 @@ def test_own_hooks_are_not_moved_silently(gpt2: Any) -> None:
     ):
         with pytest.raises(HookError, match="padded on the left"):
             call()
-    found = al.target_logits(
+    logits = al.target_logits(
         gpt2, [left], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
     )
     expected = al.target_logits(
         gpt2, [right], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(logits, expected)
 
 
 def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
-    """Made once, of a batch of the same shape, they would cut at other positions."""
+    """Hooks of another batch of the same shape would cut at the positions of that batch."""
     first, second = (batch.prompt(0) for batch in questions(gpt2, 2, batch_size=1))
     second = replace(first, tokens=first.tokens.flip(1), index=second.index)
     cut = al.isolate_labels(gpt2, first, layers=0)
     with pytest.raises(HookError, match="made for other prompts"):
         al.run(gpt2, [first, second], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
     (left,) = questions(gpt2, 3, padding_side="left")
-    moved = al.isolate_labels(gpt2, left, layers=0)
+    cut_on_the_left = al.isolate_labels(gpt2, left, layers=0)
     with pytest.raises(HookError, match="made for other prompts"):
-        al.target_logits(gpt2, [left], hooks=lambda batch: moved, progress=False)
+        al.target_logits(gpt2, [left], hooks=lambda batch: cut_on_the_left, progress=False)
     assert al.run(gpt2, [first], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
 
 

@@ -1,4 +1,4 @@
-"""bfloat16 and float16 beside float32 of the same rounded weights: near, and NaN nowhere."""
+"""bfloat16 and float16 give numbers near those of float32 with the same weights, and no NaN."""
 
 import copy
 from typing import Any
@@ -14,9 +14,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.passes.forward import run_pass
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),
@@ -26,12 +24,12 @@ MODELS: dict[str, tuple[Any, str]] = {
     "GPT-Neo": (lambda size: randomize(gpt_neo()), "byte_level"),
     "OPT": (lambda size: randomize(opt()), "byte_level"),
 }
-# The arithmetic of transformers itself moves the mean flows of these three layers that far.
+# The arithmetic of transformers itself changes the mean flows of these three layers by so much.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def flows_of(maps: Tensor, batch: al.PromptBatch) -> Tensor:
-    """Means over the prompts: [layer, flow]."""
+    """Return the mean flows over the prompts: [layer, flow]."""
     flows = [edges(batch)[:, None].float() for edges in (al.edges.wp, al.edges.pq, al.edges.ww)]
     return torch.stack(
         [((maps * flow).sum((2, 3)) / flow.sum((2, 3))).mean(0) for flow in flows], dim=-1
@@ -40,8 +38,10 @@ def flows_of(maps: Tensor, batch: al.PromptBatch) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_low_precision(name: str, dtype: torch.dtype, request: Any) -> None:
-    """As near to float32 as transformers is in that type, one prompt at a time."""
+def test_low_precision_is_as_accurate_as_in_transformers(
+    name: str, dtype: torch.dtype, request: Any
+) -> None:
+    """The error is at most twice that of transformers, which runs one prompt at a time."""
     make, tokenizer_name = MODELS[name]
     tokenizer = request.getfixturevalue(tokenizer_name)
     rounded = make(len(tokenizer)).to(dtype)
@@ -68,7 +68,7 @@ def test_low_precision(name: str, dtype: torch.dtype, request: Any) -> None:
     assert run_pass(low, batch, hooks=al.reweight_anchors(low, batch, beta)).isfinite().all()
 
 
-def test_a_float16_that_overflows_names_its_layer(byte_level: Any) -> None:
+def test_the_error_of_a_float16_overflow_names_the_layer(byte_level: Any) -> None:
     weights: Any = tiny_gpt2(len(byte_level)).half()
     with torch.no_grad():
         weights.transformer.h[1].mlp.c_proj.bias.fill_(6e4)

@@ -1,4 +1,4 @@
-"""Passes that begin in a later layer: the same logits, fewer layers run, no trace."""
+"""A pass that starts in a later layer gives the same logits and leaves no trace."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def forwards_set(model: Any) -> int:
+def replaced_forwards(model: Any) -> int:
     return sum("forward" in vars(block) for block in model.blocks)
 
 
@@ -36,7 +36,7 @@ class Calls:
         self.model, self.counts = model, [0] * model.cfg.n_layers
 
     def __enter__(self) -> list[int]:
-        # Not by hooks: with hooks of the user a model runs all layers and whole prompts.
+        # Hooks of the user would change the count: with them, all layers of whole prompts run.
         for layer, block in enumerate(self.model.blocks):
             vars(block.attn)["forward"] = partial(self._count, layer, block.attn.forward)
         return self.counts
@@ -52,7 +52,7 @@ class Calls:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("layer", [1, 2])
-def test_logits_of_all_layers(model: Any, layer: int) -> None:
+def test_a_late_start_gives_the_logits_of_all_layers(model: Any, layer: int) -> None:
     (batch,) = questions(model, 3)
     hooks = al.block_edges(model, al.edges.tq(batch), layer)
     expected = run_pass(model, batch, hooks=hooks)
@@ -60,15 +60,15 @@ def test_logits_of_all_layers(model: Any, layer: int) -> None:
         clean = run_pass(model, batch)
     assert list(starts) == [layer]
     with Calls(model) as calls, started(model, starts[layer]):
-        found = run_pass(model, batch, hooks=hooks)
+        logits = run_pass(model, batch, hooks=hooks)
     assert calls == [0] * layer + [1] * (3 - layer)
-    assert torch.equal(found, expected)
+    assert torch.equal(logits, expected)
     assert difference(expected, clean) > 1e-4
-    assert forwards_set(model) == 0
+    assert replaced_forwards(model) == 0
     assert torch.equal(run_pass(model, batch), clean)
 
 
-def test_no_trace_after_an_exception(gpt2: Any) -> None:
+def test_no_trace_is_left_after_an_exception(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
 
     def fail(tensor: Any, hook: Any) -> None:
@@ -81,25 +81,25 @@ def test_no_trace_after_an_exception(gpt2: Any) -> None:
             run_pass(gpt2, batch, hooks=hooks)
     with pytest.raises(RuntimeError, match="in the middle"), started(gpt2, starts[2]):
         run_pass(gpt2, batch, hooks=[("blocks.2.hook_resid_post", fail)])
-    assert forwards_set(gpt2) == 0
+    assert replaced_forwards(gpt2) == 0
     assert torch.equal(run_pass(gpt2, batch), clean)
 
 
-def test_a_stand_in_of_another_comes_back(gpt2: Any) -> None:
+def test_a_replaced_forward_of_another_library_is_restored(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
     with stored_starts(gpt2, [1]) as starts:
         run_pass(gpt2, batch)
     block = gpt2.blocks[0]
-    own = vars(block)["forward"] = type(block).forward.__get__(block)
+    replaced = vars(block)["forward"] = type(block).forward.__get__(block)
     try:
         with started(gpt2, starts[1]):
-            assert vars(block)["forward"] is not own
-        assert vars(block)["forward"] is own
+            assert vars(block)["forward"] is not replaced
+        assert vars(block)["forward"] is replaced
     finally:
         del vars(block)["forward"]
 
 
-PLACES = {
+SITES = {
     "first": al.Site(range(2)),
     "last": al.Site(-1),
     "middle head": al.Site(1, heads=1),
@@ -108,26 +108,28 @@ PLACES = {
 
 
 @pytest.mark.every_kind
-def test_a_sweep_is_each_place_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_gives_the_records_of_each_site_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = questions(model, 9, batch_size=4, padding_side="left")
     with Calls(model) as shared:
-        records = al.isolation_sweep(model, batches, PLACES, draws=2, **QUIET)
+        records = al.isolation_sweep(model, batches, SITES, draws=2, **QUIET)
     skipped = [record.info["skipped_layers"] for record in records.values()]
     assert skipped == [0, 2, 1, 1]
     monkeypatch.setattr(isolation, "late_starts", lambda passes, batches, of: {1: "off", 2: "off"})
     with Calls(model) as whole:
-        for name, where in PLACES.items():
-            (alone,) = al.isolation_sweep(model, batches, {"x": where}, draws=2, **QUIET).values()
+        for name, site in SITES.items():
+            (alone,) = al.isolation_sweep(model, batches, {"x": site}, draws=2, **QUIET).values()
             assert_same(records[name], alone)
     assert shared[0] < whole[0] / 2
 
 
-def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
+def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
     model = llama
     (batch,) = questions(model, 6)
-    places = al.sites.single_heads(model, 1)
-    assert list(places) == [f"head 1.{head}" for head in range(model.cfg.n_heads)]
-    records = al.isolation_sweep(model, [batch], places, draws=1, **QUIET)
+    sites = al.sites.single_heads(model, 1)
+    assert list(sites) == [f"head 1.{head}" for head in range(model.cfg.n_heads)]
+    records = al.isolation_sweep(model, [batch], sites, draws=1, **QUIET)
     clean = run_pass(model, batch)
     for head, record in enumerate(records.values()):
         assert record.info["heads"] == [head]
@@ -141,23 +143,23 @@ def test_heads_alone_against_hooks_by_hand(llama: Any) -> None:
 
 
 @pytest.mark.every_kind
-def test_a_start_that_changes_logits_is_not_taken(
+def test_a_start_that_changes_logits_is_not_used(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(gpt2, 5, batch_size=3)
-    expected = al.isolation_sweep(gpt2, batches, PLACES, draws=1, **QUIET)
+    expected = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
 
-    def off(model: Any, start: Start | None) -> Any:
+    def changed(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output * 1.01))
 
-    monkeypatch.setattr(shared_prefix, "started", off)
-    records = al.isolation_sweep(gpt2, batches, PLACES, draws=1, **QUIET)
+    monkeypatch.setattr(shared_prefix, "started", changed)
+    records = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
     for name, record in records.items():
         assert_same(record, expected[name])
 
 
-def test_a_start_that_fails_is_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_is_not_used(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5, batch_size=3)
 
     def fails(model: Any, start: Start | None) -> Any:
@@ -168,7 +170,7 @@ def test_a_start_that_fails_is_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPa
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
 
 
-def test_sites(gpt2: Any) -> None:
+def test_sites_name_their_layers_and_impossible_ones_are_refused(gpt2: Any) -> None:
     assert list(al.sites.first_and_last(gpt2, [1, 3])) == [
         "first layer",
         "last layer",

@@ -1,4 +1,4 @@
-"""A batch from anyone's own positions: what it fills in, and what it refuses."""
+"""Batches from given positions: what is filled in, and which input raises an error."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,14 +12,14 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.prompts.batch import GROUPS, PADDING
 
-refused = partial(pytest.raises, PromptError)
+raises = partial(pytest.raises, PromptError)
 PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]
 LEFT = [[0, 0, *PROMPTS[0]], PROMPTS[1]]
 RIGHT = [[*PROMPTS[0], 0, 0], PROMPTS[1]]
 
 
-def batch(side: str = "right", **changes: Any) -> al.PromptBatch:
-    """Two prompts of 5 and 7 tokens; label words 21 and 22 at 1 and 3."""
+def make_batch(side: str = "right", **changes: Any) -> al.PromptBatch:
+    """Two prompts of 5 and 7 tokens, with the label words 21 and 22 at positions 1 and 3."""
     tokens = torch.tensor(LEFT if side == "left" else RIGHT)
     shift = 2 if side == "left" else 0
     arguments: dict[str, Any] = {
@@ -36,58 +36,59 @@ def rows(values: Tensor) -> list[Any]:
     return values.tolist()
 
 
-def test_what_is_not_given_is_filled_in() -> None:
-    made = al.PromptBatch.from_positions(
+def test_arguments_that_are_not_given_are_filled_in() -> None:
+    batch = al.PromptBatch.from_positions(
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
         label_positions=[[1, 3]],
         label_classes=[[1, 0]],
         label_token_ids=[1, 2],
     )
-    assert len(made) == 1
-    assert made.attention_mask.all()
-    assert made.gold is None
-    assert rows(made.target_positions) == [5]
-    assert rows(made.label_ends) == rows(made.label_positions) == [[1, 3]]
-    assert [GROUPS[k] for k in made.groups[0]] == [
+    assert len(batch) == 1
+    assert batch.attention_mask.all()
+    assert batch.gold is None
+    assert rows(batch.target_positions) == [5]
+    assert rows(batch.label_ends) == rows(batch.label_positions) == [[1, 3]]
+    assert [GROUPS[k] for k in batch.groups[0]] == [
         *("other", "label", "other", "label", "query", "target")
     ]
-    assert rows(made.query_start) == [4]
-    assert rows(made.index) == [0]
-    assert (made.labels, made.begins_with_bos, made.first_query) == ((), False, 0)
+    assert rows(batch.query_start) == [4]
+    assert rows(batch.index) == [0]
+    assert (batch.labels, batch.begins_with_bos, batch.first_query) == ((), False, 0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_may_stand_on_either_side(side: str) -> None:
-    made = batch(side)
+def test_padding_may_be_on_either_side(side: str) -> None:
+    batch = make_batch(side)
     shift = 2 if side == "left" else 0
-    assert rows(made.target_positions) == [4 + shift, 6]
-    assert rows(made.query_start) == [4 + shift, 4]
+    assert rows(batch.target_positions) == [4 + shift, 6]
+    assert rows(batch.query_start) == [4 + shift, 4]
     short = [0, 2, 0, 2, 5]
     padded = [PADDING] * shift + short + [PADDING] * (2 - shift)
-    assert rows(made.groups) == [padded, [0, 2, 0, 2, 4, 4, 5]]
-    assert made.shared_prefix == 5
-    assert ((made.groups == PADDING) == ~made.attention_mask).all()
+    assert rows(batch.groups) == [padded, [0, 2, 0, 2, 4, 4, 5]]
+    assert batch.shared_prefix == 5
+    assert ((batch.groups == PADDING) == ~batch.attention_mask).all()
 
 
-def test_a_target_of_ones_own_may_be_followed_by_tokens() -> None:
-    made = batch(target_positions=[4, 5], gold=[1, 0])
-    assert rows(made.target_positions) == [4, 5]
-    assert rows(made.groups)[1] == [0, 2, 0, 2, 4, 5, 4]
-    assert made.gold is not None
-    assert rows(made.gold) == [1, 0]
+def test_tokens_may_follow_a_given_target_position() -> None:
+    batch = make_batch(target_positions=[4, 5], gold=[1, 0])
+    assert rows(batch.target_positions) == [4, 5]
+    assert rows(batch.groups)[1] == [0, 2, 0, 2, 4, 5, 4]
+    assert batch.gold is not None
+    assert rows(batch.gold) == [1, 0]
 
 
-def test_the_shared_prefix_ends_where_prompts_part() -> None:
-    assert batch().shared_prefix == 5
+def test_the_shared_prefix_ends_where_prompts_differ() -> None:
+    assert make_batch().shared_prefix == 5
     assert (
-        batch("left", tokens=torch.tensor([[0, 0, 11, 21, 9, 22, 13], LEFT[1]])).shared_prefix == 2
+        make_batch("left", tokens=torch.tensor([[0, 0, 11, 21, 9, 22, 13], LEFT[1]])).shared_prefix
+        == 2
     )
-    assert batch(tokens=torch.tensor([RIGHT[0], [9, *RIGHT[1][1:]]])).shared_prefix == 0
+    assert make_batch(tokens=torch.tensor([RIGHT[0], [9, *RIGHT[1][1:]]])).shared_prefix == 0
 
 
-def test_tensors_lists_and_integer_masks_are_the_same() -> None:
-    of_lists = batch(gold=[0, 1], target_positions=[4, 6])
-    of_tensors = batch(
+def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
+    of_lists = make_batch(gold=[0, 1], target_positions=[4, 6])
+    of_tensors = make_batch(
         label_positions=torch.tensor([[1, 3], [1, 3]], dtype=torch.int32),
         label_classes=torch.tensor([[0, 1], [0, 1]]),
         label_token_ids=torch.tensor([21, 22]),
@@ -101,7 +102,7 @@ def test_tensors_lists_and_integer_masks_are_the_same() -> None:
         assert same, name
 
 
-def test_inputs_are_untouched() -> None:
+def test_inputs_do_not_change() -> None:
     given: dict[str, Any] = {
         "tokens": torch.tensor(LEFT),
         "label_positions": torch.tensor([[3, 5], [1, 3]]),
@@ -112,24 +113,24 @@ def test_inputs_are_untouched() -> None:
         "target_positions": torch.tensor([6, 6]),
     }
     before = {name: value.clone() for name, value in given.items()}
-    batch(**given).to("cpu")
+    make_batch(**given).to("cpu")
     assert all(torch.equal(given[name], value) for name, value in before.items())
 
 
-def test_demonstrations_are_named_by_their_tokens_alone() -> None:
-    ids = {side: rows(batch(side).demonstrations_id) for side in ("left", "right")}
+def test_the_id_of_demonstrations_depends_only_on_their_tokens() -> None:
+    ids = {side: rows(make_batch(side).demonstrations_id) for side in ("left", "right")}
     assert ids["left"] == ids["right"]
     assert len(set(ids["left"])) == 1  # the queries differ
     longer = torch.tensor([[*PROMPTS[0], 7, 7], RIGHT[1]])
-    assert rows(batch(tokens=longer, attention_mask=None).demonstrations_id) == ids["right"]
+    assert rows(make_batch(tokens=longer, attention_mask=None).demonstrations_id) == ids["right"]
     other = torch.tensor([RIGHT[0], [11, 21, 9, 22, 13, 14, 15]])
-    first, second = rows(batch(tokens=other).demonstrations_id)
+    first, second = rows(make_batch(tokens=other).demonstrations_id)
     assert first == ids["right"][0] != second
-    # The same in every process and on every machine.
+    # The id is the same in every process and on every machine.
     assert ids["right"][0] == 47459361711109742
 
 
-def test_build_prompts_gives_the_same_names(byte_level: Any) -> None:
+def test_build_prompts_gives_the_same_ids_and_positions(byte_level: Any) -> None:
     demos = al.sample_demonstrations(al.load_examples("sentiment"))
     sides: list[Any] = ["left", "right"]
     for side in sides:
@@ -140,21 +141,21 @@ def test_build_prompts_gives_the_same_names(byte_level: Any) -> None:
             ["a", "b and more", ""],
             padding_side=side,
         )
-        made = al.PromptBatch.from_positions(
+        batch = al.PromptBatch.from_positions(
             built.tokens,
             label_positions=built.label_positions,
             label_classes=built.label_classes,
             label_token_ids=built.label_token_ids,
             attention_mask=built.attention_mask,
         )
-        assert torch.equal(made.demonstrations_id, built.demonstrations_id)
-        assert torch.equal(made.target_positions, built.target_positions)
-        assert made.shared_prefix == built.shared_prefix
+        assert torch.equal(batch.demonstrations_id, built.demonstrations_id)
+        assert torch.equal(batch.target_positions, built.target_positions)
+        assert batch.shared_prefix == built.shared_prefix
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_one_prompt_is_a_batch_without_padding(side: str) -> None:
-    whole = batch(side, gold=[1, 0])
+def test_a_prompt_of_a_batch_is_a_batch_without_padding(side: str) -> None:
+    whole = make_batch(side, gold=[1, 0])
     for number, tokens in enumerate(PROMPTS):
         alone = al.PromptBatch.from_positions(
             torch.tensor([tokens]),
@@ -163,28 +164,28 @@ def test_one_prompt_is_a_batch_without_padding(side: str) -> None:
             label_token_ids=[21, 22],
             gold=[1 - number],
         )
-        found = whole.prompt(number)
+        prompt = whole.prompt(number)
         for name, value in vars(replace(alone, index=torch.tensor([number]))).items():
-            other = getattr(found, name)
+            other = getattr(prompt, name)
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
 @pytest.mark.parametrize("number", [-1, 2])
-def test_a_prompt_that_is_not_there_is_refused(number: int) -> None:
-    with refused(match=rf"prompt.*{number}"):
-        batch().prompt(number)
+def test_a_prompt_that_does_not_exist_raises_an_error(number: int) -> None:
+    with raises(match=rf"prompt.*{number}"):
+        make_batch().prompt(number)
 
 
-def test_to_moves_every_tensor_and_nothing_else() -> None:
-    made = replace(batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
-    moved = made.to("meta")
-    for name, value in vars(made).items():
+def test_to_moves_every_tensor_and_changes_nothing_else() -> None:
+    batch = replace(make_batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
+    moved = batch.to("meta")
+    for name, value in vars(batch).items():
         if isinstance(value, Tensor):
             assert value.device.type == "cpu"
             assert getattr(moved, name).device.type == "meta"
         else:
             assert getattr(moved, name) == value
-    assert batch().to(torch.device("cpu")).gold is None
+    assert make_batch().to(torch.device("cpu")).gold is None
 
 
 @pytest.mark.parametrize(
@@ -242,9 +243,9 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
         ({"label_positions": [[1], [1, 3]]}, r"label_positions must be a table of the shape"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    with refused(match=message):
-        batch(**changes)
+def test_values_that_do_not_fit_raise_an_error(changes: dict[str, Any], message: str) -> None:
+    with raises(match=message):
+        make_batch(**changes)
 
 
 @pytest.mark.without_jaxtyping
@@ -268,6 +269,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         ({"gold": torch.ones(3).long()}, r"gold must have the shape \(2,\); got \(3,\)"),
     ],
 )
-def test_tensors_of_the_wrong_shape_are_refused(changes: dict[str, Any], message: str) -> None:
-    with refused(match=message):
-        batch(**changes)
+def test_tensors_of_the_wrong_shape_or_type_raise_an_error(
+    changes: dict[str, Any], message: str
+) -> None:
+    with raises(match=message):
+        make_batch(**changes)

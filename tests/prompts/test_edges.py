@@ -1,4 +1,4 @@
-"""Edge sets against loops over positions, written from the definitions."""
+"""Tests of edge sets against loops over positions, which follow the definitions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from anchorlens.errors import PromptError
 from anchorlens.prompts import edges
 from anchorlens.prompts.batch import GROUPS
 
-# (batch, row, query, key) of a pair of tokens, key before query -> whether it is an edge.
+# A rule tells for (batch, row, query, key), with the key before the query, if it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]
 
 
@@ -29,29 +29,31 @@ def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptB
         al.Example("no", 1),
     ]
     queries = ["so so", "a much longer text", ""]
-    (made,) = al.build_prompts(sentencepiece_like, task, demos, queries, padding_side=request.param)
-    assert len(set(made.attention_mask.sum(1).tolist())) == 3
-    assert (made.label_ends > made.label_positions).any()
-    return made
+    (prompts,) = al.build_prompts(
+        sentencepiece_like, task, demos, queries, padding_side=request.param
+    )
+    assert len(set(prompts.attention_mask.sum(1).tolist())) == 3
+    assert (prompts.label_ends > prompts.label_positions).any()
+    return prompts
 
 
-def loop(batch: al.PromptBatch, rule: Rule) -> Tensor:
+def edges_by_loop(batch: al.PromptBatch, rule: Rule) -> Tensor:
     size, length = batch.tokens.shape
-    found = torch.zeros(size, length, length, dtype=torch.bool)
+    result = torch.zeros(size, length, length, dtype=torch.bool)
     for row in range(size):
         for i in range(length):
             for j in range(i):
                 if batch.attention_mask[row, i] and batch.attention_mask[row, j]:
-                    found[row, i, j] = rule(batch, row, i, j)
-    return found
+                    result[row, i, j] = rule(batch, row, i, j)
+    return result
 
 
-def is_anchor(batch: al.PromptBatch, row: int, place: int) -> bool:
-    return place in batch.label_positions[row].tolist()
+def is_anchor(batch: al.PromptBatch, row: int, position: int) -> bool:
+    return position in batch.label_positions[row].tolist()
 
 
-def is_target(batch: al.PromptBatch, row: int, place: int) -> bool:
-    return place == int(batch.target_positions[row])
+def is_target(batch: al.PromptBatch, row: int, position: int) -> bool:
+    return position == int(batch.target_positions[row])
 
 
 def wp(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
@@ -81,14 +83,14 @@ def every(batch: al.PromptBatch, row: int, i: int, j: int) -> bool:
 @pytest.mark.parametrize(
     "rule", [wp, pq, ww, tq, from_first, every], ids=lambda rule: rule.__name__
 )
-def test_edges_are_those_of_the_definition(batch: al.PromptBatch, rule: Rule) -> None:
-    found = getattr(edges, rule.__name__)(batch)
-    assert found.dtype == torch.bool
-    assert torch.equal(found, loop(batch, rule))
-    assert found.any((1, 2)).all()
+def test_edges_equal_their_definition(batch: al.PromptBatch, rule: Rule) -> None:
+    result = getattr(edges, rule.__name__)(batch)
+    assert result.dtype == torch.bool
+    assert torch.equal(result, edges_by_loop(batch, rule))
+    assert result.any((1, 2)).all()
 
 
-def test_the_flows_share_out_all_edges(batch: al.PromptBatch) -> None:
+def test_every_edge_belongs_to_exactly_one_flow(batch: al.PromptBatch) -> None:
     flows = torch.stack([edges.wp(batch), edges.pq(batch), edges.ww(batch)])
     assert torch.equal(flows.sum(0), edges.every(batch).long())
     lengths = batch.attention_mask.sum(1)
@@ -96,31 +98,31 @@ def test_the_flows_share_out_all_edges(batch: al.PromptBatch) -> None:
     assert not (edges.tq(batch) & ~edges.ww(batch)).any()
 
 
-def test_counts_of_the_flows_are_those_of_the_paper(batch: al.PromptBatch) -> None:
+def test_counts_of_the_flows_equal_those_of_the_paper(batch: al.PromptBatch) -> None:
     starts = batch.attention_mask.long().argmax(1, keepdim=True)
     assert torch.equal(edges.wp(batch).sum((1, 2)), (batch.label_positions - starts).sum(1))
     assert edges.pq(batch).sum((1, 2)).tolist() == [4, 4, 4]
 
 
-def test_the_diagonal_and_padding_belong_to_none(batch: al.PromptBatch) -> None:
+def test_no_set_contains_the_diagonal_or_padding(batch: al.PromptBatch) -> None:
     real = batch.attention_mask
     never = torch.eye(real.shape[1], dtype=torch.bool) | ~(real[:, :, None] & real[:, None, :])
-    for of_batch in (edges.wp, edges.pq, edges.ww, edges.tq, edges.from_first, edges.every):
-        assert not (of_batch(batch) & never).any()
+    for edge_set in (edges.wp, edges.pq, edges.ww, edges.tq, edges.from_first, edges.every):
+        assert not (edge_set(batch) & never).any()
     for name in GROUPS:
         assert not (edges.group(batch, name) & ~real).any()
 
 
-def test_groups_share_out_all_tokens(batch: al.PromptBatch) -> None:
+def test_every_token_belongs_to_exactly_one_group(batch: al.PromptBatch) -> None:
     members = torch.stack([edges.group(batch, name) for name in GROUPS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
     for number, name in enumerate(GROUPS):
         for row in range(len(batch)):
-            places = [k for k, group in enumerate(batch.groups[row].tolist()) if group == number]
-            assert edges.group(batch, name)[row].nonzero().flatten().tolist() == places
+            positions = [k for k, group in enumerate(batch.groups[row].tolist()) if group == number]
+            assert edges.group(batch, name)[row].nonzero().flatten().tolist() == positions
 
 
-def test_anchors_stand_for_whole_label_words(batch: al.PromptBatch) -> None:
+def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:
     anchors, words = edges.anchors(batch), edges.group(batch, "label")
     for row in range(len(batch)):
         starts, ends = batch.label_positions[row].tolist(), batch.label_ends[row].tolist()
@@ -131,30 +133,30 @@ def test_anchors_stand_for_whole_label_words(batch: al.PromptBatch) -> None:
     assert torch.equal(edges.target(batch), edges.group(batch, "target"))
 
 
-def test_between_joins_any_two_sets_of_positions() -> None:
+def test_between_connects_queries_to_all_earlier_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.rand(2, 3, 9, generator=generator) < 0.5).unbind()
     before = queries.clone(), keys.clone()
-    found = edges.between(queries, keys)
+    result = edges.between(queries, keys)
     for row in range(3):
         for i in range(9):
             for j in range(9):
-                assert found[row, i, j] == (bool(queries[row, i]) and bool(keys[row, j]) and j < i)
+                assert result[row, i, j] == (bool(queries[row, i]) and bool(keys[row, j]) and j < i)
     assert torch.equal(queries, before[0])
     assert torch.equal(keys, before[1])
 
 
-def test_a_group_that_does_not_exist_is_refused(batch: al.PromptBatch) -> None:
+def test_a_group_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
     with pytest.raises(
         PromptError, match=r"no token group 'labels'; the groups are other, text, label"
     ):
         edges.group(batch, "labels")
 
 
-def test_nothing_after_the_target_is_an_edge() -> None:
-    """It cannot reach the target, and would only thin out the mean of S_ww."""
+def test_tokens_after_the_target_have_no_edges() -> None:
+    """Later tokens cannot influence the target. Their edges would only lower the mean S_ww."""
     rows = torch.tensor([[9, 5, 8, 6, 7, 4, 4]])
-    whole, ended = (
+    whole, shortened = (
         al.PromptBatch.from_positions(
             tokens,
             label_positions=[[1, 3]],
@@ -165,5 +167,5 @@ def test_nothing_after_the_target_is_an_edge() -> None:
         for tokens in (rows, rows[:, :5])
     )
     for flow in (edges.every, edges.wp, edges.pq, edges.ww, edges.tq):
-        assert torch.equal(flow(whole)[:, :5, :5], flow(ended))
+        assert torch.equal(flow(whole)[:, :5, :5], flow(shortened))
         assert not flow(whole)[:, 5:].any() and not flow(whole)[:, :, 5:].any()

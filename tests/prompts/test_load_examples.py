@@ -1,4 +1,4 @@
-"""Examples are the same from a file of any kind, the bundled sets and the hub."""
+"""Examples from files of all kinds, from the bundled sets and from the hub."""
 
 import json
 import os
@@ -18,14 +18,14 @@ import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.prompts.examples import BUNDLED, HUB_SOURCES
 
-refused = partial(pytest.raises, DataError)
+raises = partial(pytest.raises, DataError)
 ROWS = [("dull, \"slow\"\nand 'long'", 0), ("schön 😀", 1), ("  fun ", 1)]
 EXAMPLES = [al.Example(text, label) for text, label in ROWS]
 
 
 @pytest.fixture(autouse=True)
 def cache_of_datasets(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is below a file: nothing can be written into it or be read from it."""
+    """Put the cache below a file, so that nothing can be written to it or read from it."""
     file = tmp_path_factory.mktemp("cache") / "file"
     file.write_text("")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", file / "cache")
@@ -35,7 +35,7 @@ def write(
     path: Path, rows: Sequence[tuple[Any, Any]], text: str = "text", label: str = "label"
 ) -> Path:
     frame = pd.DataFrame(rows, columns=[text, label])
-    # Opened here, because pandas reads a name as an address or as that of a compressed file.
+    # The file is opened here, because pandas takes some names for addresses or compressed files.
     suffix = path.suffix.lower()
     if suffix == ".csv":
         path.write_text(frame.to_csv(index=False), newline="")
@@ -56,11 +56,11 @@ def test_files_of_every_kind_give_the_same_examples(tmp_path: Path, suffix: str)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_columns_and_classes_are_as_named(tmp_path: Path, suffix: str) -> None:
+def test_columns_and_classes_may_be_named(tmp_path: Path, suffix: str) -> None:
     rows = [(text, ["bad", "good"][label]) for text, label in ROWS]
     path = write(tmp_path / f"file.{suffix}", rows, "sentence", "verdict")
-    found = al.load_examples(path, text="sentence", label="verdict", classes=["bad", "good"])
-    assert found == EXAMPLES
+    examples = al.load_examples(path, text="sentence", label="verdict", classes=["bad", "good"])
+    assert examples == EXAMPLES
     swapped = al.load_examples(path, text="sentence", label="verdict", classes=["good", "bad"])
     assert [example.label for example in swapped] == [1, 0, 0]
 
@@ -70,7 +70,7 @@ def test_classes_may_be_integers(tmp_path: Path) -> None:
     assert [example.label for example in al.load_examples(path, classes=[3, 7])] == [1, 0]
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "file.jsonl", [("a", 0)])
     assert al.load_examples(path) == [al.Example("a", 0)]
     write(path, [("b", 1)])
@@ -98,7 +98,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_local_file_is_that_file_whatever_its_name(
+def test_a_local_file_may_have_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for other in ("x1.jsonl", "sother.jsonl", "so.csv", "b.jsonl", "a.parquet"):
@@ -112,7 +112,7 @@ def test_a_local_file_is_that_file_whatever_its_name(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_file_that_changed_at_the_same_time_stamp_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_file_with_the_same_time_stamp_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "file.jsonl", [("a", 0)])
     stamp = path.stat()
     assert al.load_examples(path) == [al.Example("a", 0)]
@@ -126,30 +126,30 @@ def test_a_file_that_changed_at_the_same_time_stamp_is_read_anew(tmp_path: Path)
 @pytest.mark.parametrize(
     "text", ["NA", "null", "None", "nan", "007", "1e5", "True", "-", " 3 ", "#"]
 )
-def test_texts_that_resemble_something_else_stay_texts(
+def test_texts_that_resemble_other_values_stay_texts(
     tmp_path: Path, suffix: str, text: str
 ) -> None:
     path = write(tmp_path / f"file.{suffix}", [(text, 0)])
     assert al.load_examples(path) == [al.Example(text, 0)]
 
 
-def test_json_lines_take_blank_lines_any_line_end_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_path: Path) -> None:
     lines = ["", *(json.dumps({"text": text, "label": label}) for text, label in ROWS), "  ", ""]
     for end in ("\n", "\r\n", "\r"):
         (tmp_path / "file.jsonl").write_bytes(end.join(lines).encode("utf-8-sig"))
         assert al.load_examples(tmp_path / "file.jsonl") == EXAMPLES
-    # A separator of lines that json allows within a text.
+    # json allows this line separator inside a text.
     (tmp_path / "file.jsonl").write_text('{"text": "a\u2028b", "label": 0}')
     assert al.load_examples(tmp_path / "file.jsonl") == [al.Example("a\u2028b", 0)]
 
 
-def test_json_takes_an_array_of_objects(tmp_path: Path) -> None:
+def test_a_json_file_may_be_an_array_of_objects(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in ROWS]
     (tmp_path / "file.json").write_text(f" \n{json.dumps(rows, indent=1)}\n")
     assert al.load_examples(tmp_path / "file.json") == EXAMPLES
 
 
-def test_csv_takes_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
+def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:
     content = 'label,id,text\r\n0,x,"a\r\nb"\r\n\r\n 1 ,y,"c,""d"""\r\n'
     (tmp_path / "file.csv").write_bytes(content.encode("utf-8-sig"))
     assert al.load_examples(tmp_path / "file.csv") == [
@@ -204,11 +204,11 @@ GOOD = '{"text": "a", "label": 0}\n'
         ),
     ],
 )
-def test_files_that_cannot_be_read_are_named_with_the_line(
+def test_errors_name_the_file_and_the_line_that_cannot_be_read(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with refused(match=message):
+    with raises(match=message):
         al.load_examples(tmp_path / name)
 
 
@@ -239,12 +239,12 @@ def test_a_path_is_never_sent_to_the_hub(
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "folder").mkdir()
     for source in (name, Path(name)):
-        with refused(match=r"there is no file|cannot be read: |does not tell how to read it"):
+        with raises(match=r"there is no file|cannot be read: |does not tell how to read it"):
             al.load_examples(source)
     assert not hub
 
 
-def test_names_of_sets_are_files_only_as_paths(
+def test_a_name_of_a_set_is_a_file_only_if_given_as_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -255,7 +255,7 @@ def test_names_of_sets_are_files_only_as_paths(
         len(al.load_examples("news")) > 1 and len(al.load_examples("sst2")) == 3 and len(hub) == 1
     )
     for name in ("sst2", "news"):
-        with refused(match=rf"{name} does not tell how to read it"):
+        with raises(match=rf"{name} does not tell how to read it"):
             al.load_examples(Path(name))
 
 
@@ -272,41 +272,41 @@ def test_names_of_sets_are_files_only_as_paths(
         ((None, 1), {}, r"row 1 .* got text None and label 1$"),
     ],
 )
-def test_bad_rows_are_named(
+def test_errors_name_the_wrong_row(
     tmp_path: Path, row: tuple[Any, Any], options: dict[str, Any], message: str
 ) -> None:
-    with refused(match=message):
+    with raises(match=message):
         al.load_examples(write(tmp_path / "file.jsonl", [("a", 0), row]), **options)
 
 
 @pytest.mark.parametrize(
     ("label", "classes"), [("0", None), (True, None), (0.5, None), ("c", ["a", "b"]), ([0], [0, 1])]
 )
-def test_labels_of_other_kinds_are_refused(tmp_path: Path, label: Any, classes: Any) -> None:
+def test_labels_of_wrong_types_raise_an_error(tmp_path: Path, label: Any, classes: Any) -> None:
     path = write(tmp_path / "file.jsonl", [("a", label)])
-    with refused(match=rf"row 0 .*{re.escape(f'label {label!r}')}$"):
+    with raises(match=rf"row 0 .*{re.escape(f'label {label!r}')}$"):
         al.load_examples(path, classes=classes)
 
 
-def test_what_cannot_be_read_is_named_with_the_cure(tmp_path: Path) -> None:
+def test_errors_say_what_cannot_be_read_and_the_cure(tmp_path: Path) -> None:
     path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
-    with refused(match=r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .* text="):
+    with raises(match=r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .* text="):
         al.load_examples(path)
-    with refused(match=r"but not \['label'\]; name the right ones .* label="):
+    with raises(match=r"but not \['label'\]; name the right ones .* label="):
         al.load_examples(path, text="sentence")
-    with refused(match=r"a file is one split, but split='test' came with .*csv; pass the file"):
+    with raises(match=r"a file is one split, but split='test' came with .*csv; pass the file"):
         al.load_examples(path, split="test")
-    with refused(match=r"no file .*none\.csv; give a jsonl, csv or parquet file"):
+    with raises(match=r"no file .*none\.csv; give a jsonl, csv or parquet file"):
         al.load_examples(tmp_path / "none.csv")
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
-    with refused(match=r"broken\.parquet cannot be read as parquet: "):
+    with raises(match=r"broken\.parquet cannot be read as parquet: "):
         al.load_examples(tmp_path / "broken.parquet")
-    with refused(match=r"'news' has the splits 'train' and 'test'; got 'validation'"):
+    with raises(match=r"'news' has the splits 'train' and 'test'; got 'validation'"):
         al.load_examples("news", split="validation")
 
 
 def readme() -> dict[str, tuple[list[str], int, int]]:
-    """What the README beside the data says: class names, rows a class, rows."""
+    """The table in the README of the data: class names, rows per class, and rows of each set."""
     text = (files("anchorlens") / "data" / "README.md").read_text(encoding="utf-8")
     row = r"\| `(\w+)\.jsonl` \|.*\| (.*) \| (\d+) a class, (\d+) \|"
     return {
@@ -316,7 +316,7 @@ def readme() -> dict[str, tuple[list[str], int, int]]:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_examples_are_what_their_readme_says(name: str) -> None:
+def test_bundled_examples_agree_with_their_readme(name: str) -> None:
     classes, each, total = readme()[name]
     examples = al.load_examples(name)
     assert [word.strip() for word in al.TASKS[BUNDLED[name]].labels] == classes
@@ -328,16 +328,16 @@ def test_bundled_examples_are_what_their_readme_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_halves_are_disjoint_with_all_classes(name: str) -> None:
+def test_bundled_splits_are_disjoint_and_have_all_classes(name: str) -> None:
     train, test = al.load_examples(name, "train"), al.load_examples(name, split="test")
     whole = al.load_examples(name)
     assert not set(train) & set(test)
     assert set(train) | set(test) == set(whole)
-    for half in (train, test):
-        counts = Counter(example.label for example in half)
+    for split in (train, test):
+        counts = Counter(example.label for example in split)
         assert set(counts) == {example.label for example in whole}
         assert max(counts.values()) - min(counts.values()) == 0
-        assert half == [example for example in whole if example in half]  # in order
+        assert split == [example for example in whole if example in split]  # in the same order
     assert abs(len(train) - len(test)) <= len({example.label for example in whole})
 
 
@@ -351,16 +351,16 @@ HUB = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A hub whose data sets all have the same columns; what it is asked for."""
-    asked: list[Any] = []
+    """Replace the hub by data sets with the same columns; the list has the requests to it."""
+    requests: list[Any] = []
 
     def load_dataset(path: str, *, split: str, revision: str | None) -> Any:
-        asked.append((path, split, revision))
+        requests.append((path, split, revision))
         columns = {name: [row[0] for row in ROWS] for name in ("text", "sentence")}
         return datasets.Dataset.from_dict(columns | {"label": [0, 1, 1], "coarse_label": [1, 0, 1]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -373,19 +373,21 @@ def test_tasks_of_the_paper_come_from_the_hub(name: str, hub: list[Any]) -> None
     assert (HUB_SOURCES[name].text == "sentence") == (name == "sst2")
 
 
-def test_other_data_sets_of_the_hub_take_any_split(hub: list[Any]) -> None:
+def test_other_data_sets_of_the_hub_may_have_any_split(hub: list[Any]) -> None:
     options: dict[str, Any] = {"text": "sentence", "label": "coarse_label", "classes": [1, 0]}
-    found = al.load_examples("me/moods", "dev", **options)
-    assert [example.label for example in found] == [0, 1, 0]
+    examples = al.load_examples("me/moods", "dev", **options)
+    assert [example.label for example in examples] == [0, 1, 0]
     assert hub == [("me/moods", "dev", None)]
 
 
-def test_an_unreachable_hub_is_an_error_with_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_raises_an_error_with_alternatives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    said = r"'stanfordnlp/sst2' \(split 'validation'\) cannot be loaded: no route to host\. "
-    ways = r"Give a jsonl, csv or parquet file, one of .*sentiment, questions, news, emotions"
-    with refused(match=said + ways):
+    problem = r"'stanfordnlp/sst2' \(split 'validation'\) cannot be loaded: no route to host\. "
+    cure = r"Give a jsonl, csv or parquet file, one of .*sentiment, questions, news, emotions"
+    with raises(match=problem + cure):
         al.load_examples("sst2", split="test")

@@ -1,4 +1,4 @@
-"""What has no certain positions is refused, with what came and what to do."""
+"""Prompts without certain positions raise an error that says what came and what to do."""
 
 import copy
 from functools import partial
@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers, processors
 import anchorlens as al
 from anchorlens.errors import PromptError
 
-refused = partial(pytest.raises, PromptError)
+raises = partial(pytest.raises, PromptError)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD, ODD = (al.Example(text, k) for k, text in enumerate(["bad", "good", "odd"]))
 REQUESTS: list[tuple[str, Any, Any]] = [
@@ -36,26 +36,28 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize(("message", "demos", "queries"), REQUESTS)
-def test_bad_requests_are_refused(tokenizer: Any, message: str, demos: Any, queries: Any) -> None:
-    with refused(match=message):
+def test_wrong_requests_raise_an_error(
+    tokenizer: Any, message: str, demos: Any, queries: Any
+) -> None:
+    with raises(match=message):
         al.build_prompts(tokenizer, SST2, demos, queries)
 
 
-def test_bad_sizes_and_slow_tokenizers_are_refused(byte_level: Any) -> None:
-    with refused(match=r"batch_size must be a whole number from 1; got 0"):
+def test_wrong_sizes_and_slow_tokenizers_raise_an_error(byte_level: Any) -> None:
+    with raises(match=r"batch_size must be a whole number from 1; got 0"):
         al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], batch_size=0)
     for length in (0, -1):
-        with refused(match=rf"max_length must be a whole number from 1; got {length}"):
+        with raises(match=rf"max_length must be a whole number from 1; got {length}"):
             al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], max_length=length)
     for slow in (SimpleNamespace(is_fast=False), SimpleNamespace()):
-        with refused(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
+        with raises(match=r"SimpleNamespace gives no character offsets, .*load the fast version"):
             al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
 
 
 @pytest.mark.without_jaxtyping
-def test_a_padding_side_that_is_none_is_refused(byte_level: Any) -> None:
+def test_an_unknown_padding_side_raises_an_error(byte_level: Any) -> None:
     side: Any = "both"
-    with refused(match=r"padding_side must be 'left' or 'right'; got 'both'"):
+    with raises(match=r"padding_side must be 'left' or 'right'; got 'both'"):
         al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], padding_side=side)
 
 
@@ -65,18 +67,18 @@ def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any)
     (batch,) = build(queries)
     lengths = batch.attention_mask.sum(1)[batch.index.argsort()].tolist()
     count = rf"1 of 3 prompts are longer than {lengths[0]} tokens"
-    named = rf" \(queries \[1\], the longest has {lengths[1]} tokens\)"
-    with refused(match=rf"{count}{named}; use fewer or shorter .*, or drop_too_long=True"):
+    which = rf" \(queries \[1\], the longest has {lengths[1]} tokens\)"
+    with raises(match=rf"{count}{which}; use fewer or shorter .*, or drop_too_long=True"):
         build(queries, max_length=lengths[0])
-    with pytest.warns(UserWarning, match=f"{count} and are left out{named}"):
+    with pytest.warns(UserWarning, match=f"{count} and are left out{which}"):
         (batch,) = build(queries, max_length=lengths[0], drop_too_long=True)
     assert sorted(batch.index.tolist()) == [0, 2]
     assert len(build(queries, max_length=lengths[1])[0]) == 3
-    with refused(match="3 of 3 prompts are longer than 5 tokens"):
+    with raises(match="3 of 3 prompts are longer than 5 tokens"):
         build(queries, max_length=5, drop_too_long=True)
     limited = copy.deepcopy(byte_level)
     limited.model_max_length = lengths[0]
-    with refused(match=count):
+    with raises(match=count):
         al.build_prompts(limited, SST2, [GOOD, BAD], queries)
 
 
@@ -92,11 +94,11 @@ def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any)
         ("{text}:{label}", [" Ab", " A", " Abb"], r"' Ab' and ' A' have the same first token '.A'"),
     ],
 )
-def test_labels_without_a_position_of_their_own_are_refused(
+def test_labels_without_a_separate_first_token_raise_an_error(
     tokenizer: Any, template: str, labels: list[str], message: str
 ) -> None:
     demos = [al.Example("x", k) for k in range(len(labels))]
-    with refused(match=message):
+    with raises(match=message):
         al.build_prompts(tokenizer, al.Task(template, labels), demos, ["x"])
 
 
@@ -104,64 +106,64 @@ def test_labels_without_a_position_of_their_own_are_refused(
     ("template", "labels", "side"),
     [("{text}:{label}\u0301", [" Ünï", " No"], "after"), ("{text}e{label}", ["\u0301x", "o"], "")],
 )
-def test_labels_that_are_normalised_with_a_neighbour_are_refused(
+def test_labels_that_are_normalised_with_a_neighbour_raise_an_error(
     template: str, labels: list[str], side: str
 ) -> None:
-    """NFC makes one character of a letter and an accent, whose offsets are the letter's."""
+    """NFC joins a letter and an accent to one character, with the offsets of the letter."""
     demos = [al.Example("x", k) for k in range(len(labels))]
-    with refused(match=f"merges with what stands {side}|changes how the tokenizer reads the end"):
+    with raises(match=f"merges with what stands {side}|changes how the tokenizer reads the end"):
         al.build_prompts(made("byte-level, NFC"), al.Task(template, labels), demos, ["x"])
 
 
-def test_labels_that_an_unknown_word_takes_in_are_refused() -> None:
+def test_labels_that_become_part_of_an_unknown_word_raise_an_error() -> None:
     task = al.Task("}{text}e{label}", ["1", " 7"])
     demos = [al.Example("x", 0), al.Example("x", 1)]
-    with refused(match=r"query 1 ends in a word .* does not know, and label word '1' after it"):
+    with raises(match=r"query 1 ends in a word .* does not know, and label word '1' after it"):
         al.build_prompts(made("WordPiece, lower case"), task, demos, ["x", "ΑΣ"])
     spaced = al.Task("}{text}e{label}", [" 1", " 7"])
     assert len(al.build_prompts(made("WordPiece, lower case"), spaced, demos, ["ΑΣ"])) == 1
 
 
 def test_accents_in_texts_belong_to_their_letters() -> None:
-    """The same prompt with each accent as a character of its own has the same tokens and groups."""
+    """Accents as separate characters give the same tokens, groups and positions."""
     texts = ["nai\u0308ve", "\u1112\u1161\u11ab", "e\u0301\u0323 x"]
     demos = [al.Example(text, k % 2) for k, text in enumerate(texts)]
     composed = [al.Example(normalize("NFC", demo.text), demo.label) for demo in demos]
-    made_of = [
+    batches = [
         al.build_prompts(made("byte-level, NFC"), SST2, given, [given[0].text])[0]
         for given in (demos, composed)
     ]
-    assert torch.equal(made_of[0].tokens, made_of[1].tokens)
-    assert torch.equal(made_of[0].groups, made_of[1].groups)
-    assert torch.equal(made_of[0].label_positions, made_of[1].label_positions)
+    assert torch.equal(batches[0].tokens, batches[1].tokens)
+    assert torch.equal(batches[0].groups, batches[1].groups)
+    assert torch.equal(batches[0].label_positions, batches[1].label_positions)
 
 
-def test_a_label_that_begins_differently_elsewhere_is_refused(byte_level: Any) -> None:
+def test_a_label_with_different_first_tokens_raises_an_error(byte_level: Any) -> None:
     spaced = copy.deepcopy(byte_level)
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     task = al.Task("{text}{label}", ["A", "B"])
-    with refused(
+    with raises(
         match=r"label word 'A' begins with the token 'Ġ.*' in a demonstration, but with 'A'"
     ):
         al.build_prompts(spaced, task, [al.Example("", 0), al.Example("x", 1)], ["x"])
 
 
-def test_a_special_token_at_the_end_is_refused(byte_level: Any) -> None:
+def test_a_special_token_at_the_end_raises_an_error(byte_level: Any) -> None:
     ending = copy.deepcopy(byte_level)
     ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
-    with refused(match=r"adds a special token after the prompt, .*add_eos_token=False"):
+    with raises(match=r"adds a special token after the prompt, .*add_eos_token=False"):
         al.build_prompts(ending, SST2, [GOOD, BAD], ["x"])
 
 
-def test_a_prompt_that_ends_in_a_demonstration_is_refused(tokenizer: Any) -> None:
-    with refused(match=r"query 1"):
+def test_a_prompt_that_ends_in_a_demonstration_raises_an_error(tokenizer: Any) -> None:
+    with raises(match=r"query 1"):
         al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
-def test_half_a_character_is_refused(tokenizer: Any, text: str) -> None:
+def test_half_of_a_surrogate_pair_raises_an_error(tokenizer: Any, text: str) -> None:
     for demos, query in (([GOOD, BAD], text), ([GOOD, al.Example(text, 0)], "x")):
-        with refused(match=r"a text holds '\\ud[8f]..', half of a surrogate pair, .*; remove it"):
+        with raises(match=r"a text holds '\\ud[8f]..', half of a surrogate pair, .*; remove it"):
             al.build_prompts(tokenizer, SST2, demos, [query])

@@ -1,4 +1,4 @@
-"""Positions against an oracle that knows no offsets: the bytes that each token spells."""
+"""Tests of positions against an oracle that uses only the bytes that each token spells."""
 
 import re
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from plain_prompts import Row, pieces, rows
 import anchorlens as al
 from anchorlens.errors import PromptError
 
-moderately = settings(max_examples=60, deadline=None)
+few_examples = settings(max_examples=60, deadline=None)
 SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TASKS = [
@@ -38,15 +38,15 @@ def prompts(draw: st.DrawFn) -> Prompts:
     task = draw(st.sampled_from(TASKS))
     classes = [*range(len(task.labels))]
     labels = draw(st.permutations(classes * draw(st.integers(1, 3))))
-    asked = draw(st.lists(st.tuples(texts, st.sampled_from(classes)), min_size=1, max_size=4))
+    queries = draw(st.lists(st.tuples(texts, st.sampled_from(classes)), min_size=1, max_size=4))
     demos = [al.Example(draw(texts), label) for label in labels]
-    return Prompts(task, demos, [al.Example(*query) for query in asked])
+    return Prompts(task, demos, [al.Example(*query) for query in queries])
 
 
-def spelled(token: str, tokenizer: Any) -> int:
-    """How many bytes of the prompt a token stands for."""
+def byte_count(token: str, tokenizer: Any) -> int:
+    """The number of bytes in the prompt that a token represents."""
     if tokenizer.bos_token == "<|endoftext|>":
-        return len(token)  # one symbol a byte
+        return len(token)  # one symbol per byte
     return 1 if re.fullmatch("<0x..>", token) else len(token.replace("▁", " ").encode())
 
 
@@ -54,19 +54,19 @@ def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.E
     parts = pieces(task, demos, query.text)
     text = "".join(part for _, part, _ in parts)
     tokens = tokenizer(text)["input_ids"]
-    sizes = [spelled(token, tokenizer) for token in tokenizer.convert_ids_to_tokens(tokens)]
+    sizes = [byte_count(token, tokenizer) for token in tokenizer.convert_ids_to_tokens(tokens)]
     if tokens[0] == tokenizer.bos_token_id:
         sizes[0] = 0
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     assert ends[-1] == len(text.encode())
     owner = [group for group, part, _ in parts for _ in part.encode()]
     groups = [owner[end - 1] if end else "other" for end in ends]
-    words, place = [], 0
+    words, start = [], 0
     for _, part, label in parts:
-        stop = place + len(part.encode())
+        stop = start + len(part.encode())
         if label >= 0:
-            words.append((ends.index(place) + 1, ends.index(stop), label))
-        place = stop
+            words.append((ends.index(start) + 1, ends.index(stop), label))
+        start = stop
     return Row(
         tokens=tokens,
         groups=[*groups[:-1], "target"],
@@ -87,40 +87,40 @@ def build(tokenizer: Any, case: Prompts, **options: Any) -> list[al.PromptBatch]
     return al.build_prompts(tokenizer, case.task, case.demos, case.queries, **options)
 
 
-@moderately
+@few_examples
 @given(case=prompts())
-def test_positions_are_those_of_the_oracle(tokenizer: Any, case: Prompts) -> None:
+def test_positions_equal_those_of_the_oracle(tokenizer: Any, case: Prompts) -> None:
     batches = build(tokenizer, case, batch_size=3, padding_side="left")
-    for found, query in zip(rows(batches), case.queries, strict=True):
+    for row, query in zip(rows(batches), case.queries, strict=True):
         oracle = expected(tokenizer, case.task, case.demos, query)
-        assert found._replace(demonstrations=0) == oracle
+        assert row._replace(demonstrations=0) == oracle
 
 
-@moderately
+@few_examples
 @given(case=prompts())
-def test_tokens_spell_what_the_positions_say(tokenizer: Any, case: Prompts) -> None:
+def test_tokens_at_the_positions_spell_the_prompt(tokenizer: Any, case: Prompts) -> None:
     task, batches = case.task, build(tokenizer, case)
     for row, query in zip(rows(batches), case.queries, strict=True):
-        own = [token for token in row.tokens if token != tokenizer.bos_token_id]
-        shift = len(row.tokens) - len(own)
+        without_bos = [token for token in row.tokens if token != tokenizer.bos_token_id]
+        shift = len(row.tokens) - len(without_bos)
         written = task.prefix
         for demo, (first, last, label) in zip(case.demos, row.words, strict=True):
             before, between, after = task.pieces
             written += before + demo.text + between
             assert label == demo.label
-            assert tokenizer.decode(own[: first - shift]) == written
+            assert tokenizer.decode(without_bos[: first - shift]) == written
             assert tokenizer.decode(row.tokens[first : last + 1]) == task.labels[label]
             assert row.tokens[first] == batches[0].label_token_ids[label]
             assert set(row.groups[first : last + 1]) == {"label"}
             written += task.labels[label] + after + task.separator
-        assert tokenizer.decode(own) == written + task.query(query.text)
+        assert tokenizer.decode(without_bos) == written + task.query(query.text)
         inside = sum(last - first + 1 for first, last, _ in row.words)
         assert row.groups.count("label") == inside
         assert row.groups.index("target") == row.target == len(row.tokens) - 1
         assert row.groups.count("target") == 1
 
 
-@moderately
+@few_examples
 @given(case=prompts(), size=st.integers(1, 4))
 def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size: int) -> None:
     alone = rows(build(tokenizer, case, batch_size=1))
@@ -136,9 +136,9 @@ def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size
             assert batch.labels == case.task.labels
 
 
-@moderately
+@few_examples
 @given(case=prompts(), side=st.sampled_from(["left", "right"]))
-def test_the_shared_prefix_is_the_longest(tokenizer: Any, case: Prompts, side: str) -> None:
+def test_the_shared_prefix_is_as_long_as_possible(tokenizer: Any, case: Prompts, side: str) -> None:
     (batch,) = build(tokenizer, case, padding_side=side)
     tokens = [row.tokens for row in rows([batch])]
     count = 0
@@ -147,7 +147,9 @@ def test_the_shared_prefix_is_the_longest(tokenizer: Any, case: Prompts, side: s
     assert batch.shared_prefix == count
 
 
-def test_bos_is_there_where_the_tokenizer_adds_it(byte_level: Any, sentencepiece_like: Any) -> None:
+def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
+    byte_level: Any, sentencepiece_like: Any
+) -> None:
     for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
         (batch,) = al.build_prompts(tokenizer, SST2, [GOOD, BAD], ["", "so so"])
         assert batch.begins_with_bos == bool(count)
@@ -157,19 +159,21 @@ def test_bos_is_there_where_the_tokenizer_adds_it(byte_level: Any, sentencepiece
 
 
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
-    one, other = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
+    first, second = [GOOD, BAD], [BAD, al.Example("a fine film", 1)]
     queries = ["a long query, much longer", "b", "c, longer", "d"]
-    batches = al.build_prompts(tokenizer, SST2, [one, other, one, other], queries, batch_size=2)
+    batches = al.build_prompts(
+        tokenizer, SST2, [first, second, first, second], queries, batch_size=2
+    )
     assert [batch.index.tolist() for batch in batches] == [[2, 0], [1, 3]]  # by set, then length
-    found = rows(batches)
-    for sets in (one, other):
+    ours = rows(batches)
+    for sets in (first, second):
         alone = rows(al.build_prompts(tokenizer, SST2, sets, queries))
-        places = [0, 2] if sets is one else [1, 3]
-        assert [found[k] for k in places] == [alone[k] for k in places]
-    assert len({row.demonstrations for row in found}) == 2
+        indices = [0, 2] if sets is first else [1, 3]
+        assert [ours[index] for index in indices] == [alone[index] for index in indices]
+    assert len({row.demonstrations for row in ours}) == 2
 
 
-def test_nothing_is_added_to_what_is_asked(byte_level: Any) -> None:
+def test_build_prompts_does_not_change_its_inputs(byte_level: Any) -> None:
     before = byte_level.backend_tokenizer.to_str()
     demos, queries = [GOOD, BAD], ["x", "y z"]
     (batch,) = al.build_prompts(byte_level, SST2, demos, queries)
@@ -180,7 +184,7 @@ def test_nothing_is_added_to_what_is_asked(byte_level: Any) -> None:
 
 @pytest.fixture
 def indenting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Like GPT-NeoX's: one token for a newline and the spaces after it."""
+    """A tokenizer like that of GPT-NeoX: one token for a newline and the spaces after it."""
     monkeypatch.setattr(tiny_models, "TEXTS", [*tiny_models.TEXTS, *["a\n   b\n\n c"] * 30])
     return tiny_models.byte_level_tokenizer()
 
@@ -189,11 +193,11 @@ def test_white_space_may_share_a_token(indenting: Any) -> None:
     task = al.Task("{text}\n  {label}", SST2.labels)
     assert "ĊĠĠ" in indenting.tokenize("\n   x")
     query = al.Example("  so so ", 0)
-    (found,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
-    assert found._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
+    (row,) = rows(al.build_prompts(indenting, task, [GOOD, BAD], [query]))
+    assert row._replace(demonstrations=0) == expected(indenting, task, [GOOD, BAD], query)
 
 
-def test_a_label_that_changes_the_end_of_the_query_is_refused(indenting: Any) -> None:
+def test_a_label_that_changes_the_end_of_the_query_raises_an_error(indenting: Any) -> None:
     task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
     message = r"'Negative' changes how the tokenizer reads the end of the query 'x\\n\\n'"
     with pytest.raises(PromptError, match=message):

@@ -1,4 +1,4 @@
-"""Tasks refuse what cannot be a prompt; demonstrations are drawn fairly."""
+"""Tasks that cannot give prompts raise an error; demonstrations are drawn at random."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ import anchorlens as al
 from anchorlens.errors import DataError, PromptError
 from anchorlens.prompts.examples import sample_queries
 
-refused = partial(pytest.raises, DataError)
+raises = partial(pytest.raises, DataError)
 WORDS = [" Negative", " Positive"]
 EXAMPLES = [al.Example("dull", 0), al.Example("schön", 1), al.Example("fun", 1)]
 
@@ -28,26 +28,26 @@ TABLE_4 = {
 
 
 @pytest.mark.parametrize("name", TABLE_4)
-def test_tasks_are_those_of_the_paper(name: str) -> None:
+def test_tasks_equal_those_of_the_paper(name: str) -> None:
     written, words = TABLE_4[name]
     task = al.TASKS[name]
     assert set(al.TASKS) == set(TABLE_4)
     assert task.query("S") == written
-    assert [task.demonstration("S", k) for k in range(len(words))] == [
+    assert [task.demonstration("S", label) for label in range(len(words))] == [
         f"{written} {word}" for word in words
     ]
     assert (task.separator, task.prefix, len(task.labels)) == ("\n", "", len(words))
 
 
-def test_pieces_put_the_template_together_again() -> None:
+def test_the_pieces_are_the_template_without_its_fields() -> None:
     task = al.Task("<{x} {text}>\n[{label}] {{", WORDS)
     assert task.pieces == ("<{x} ", ">\n[", "] {{")
-    # Fields inside a text are text.
+    # Fields inside a text are not replaced.
     assert task.demonstration("a {label} {text}", 1) == "<{x} a {label} {text}>\n[ Positive] {{"
     assert task.query("{label}") == "<{x} {label}>\n["
 
 
-def test_a_task_keeps_its_own_labels() -> None:
+def test_a_task_copies_its_labels() -> None:
     words = list(WORDS)
     task = al.Task("{text}{label}", words)
     words.clear()
@@ -69,7 +69,7 @@ def test_a_task_keeps_its_own_labels() -> None:
         ("{text}{label}", ["a", " "], r"different and not blank; got \['a', ' '\]"),
     ],
 )
-def test_bad_tasks_are_refused(template: str, labels: list[str], message: str) -> None:
+def test_wrong_tasks_raise_an_error(template: str, labels: list[str], message: str) -> None:
     with pytest.raises(PromptError, match=message):
         al.Task(template, labels)
 
@@ -85,7 +85,7 @@ def test_demonstrations_are_balanced_and_never_drawn_twice() -> None:
     assert set(everything) == set(examples)
 
 
-def test_a_seed_is_a_draw() -> None:
+def test_a_seed_fixes_the_draw() -> None:
     examples = al.load_examples("sentiment")
     assert al.sample_demonstrations(examples, 2, 5) == al.sample_demonstrations(examples, 2, 5)
     assert len({tuple(al.sample_demonstrations(examples, 2, seed)) for seed in range(8)}) == 8
@@ -93,7 +93,7 @@ def test_a_seed_is_a_draw() -> None:
     assert len({tuple(sample_queries(examples, 9, seed)) for seed in range(8)}) == 8
 
 
-def test_the_order_of_classes_is_drawn_too() -> None:
+def test_the_order_of_classes_is_random() -> None:
     examples = al.load_examples("sentiment")
     orders = {
         tuple(d.label for d in al.sample_demonstrations(examples, 1, seed)) for seed in range(20)
@@ -102,7 +102,7 @@ def test_the_order_of_classes_is_drawn_too() -> None:
 
 
 @pytest.mark.without_jaxtyping
-def test_sampling_leaves_the_global_random_state_alone() -> None:
+def test_sampling_does_not_change_the_global_random_state() -> None:
     examples = al.load_examples("sentiment")
     before = list(examples), random.getstate(), torch.get_rng_state()
     al.sample_demonstrations(examples, shots=3, seed=1)
@@ -123,16 +123,18 @@ def test_sampling_leaves_the_global_random_state_alone() -> None:
         ([al.Example("a", 0), al.Example("b", -1)], 1, "-1"),
     ],
 )
-def test_too_few_examples_are_refused(examples: list[al.Example], shots: int, message: str) -> None:
-    with refused(match=message):
+def test_too_few_examples_raise_an_error(
+    examples: list[al.Example], shots: int, message: str
+) -> None:
+    with raises(match=message):
         al.sample_demonstrations(examples, shots)
 
 
-def test_queries_are_none_of_the_demonstrations() -> None:
+def test_queries_exclude_the_demonstrations() -> None:
     examples = [*EXAMPLES, al.Example("dull", 1)]  # a text that comes twice
     assert sorted(sample_queries(examples, 2, exclude=EXAMPLES[:1]), key=str) == sorted(
         EXAMPLES[1:], key=str
     )
-    with refused(match=r"3 queries are asked for, but only 2 examples are left .*fewer"):
+    with raises(match=r"3 queries are asked for, but only 2 examples are left .*fewer"):
         sample_queries(examples, 3, exclude=EXAMPLES[:1])
     assert len(set(sample_queries(al.load_examples("news"), 124))) == 124

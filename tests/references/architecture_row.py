@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 
-# What configs share, by the names that most of them use; a config ignores what it has no use for.
+# Options of all configurations, by their most common names. A configuration ignores the others.
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -31,16 +31,17 @@ class Architecture:
     """One row of the matrix.
 
     Attributes:
-        name: What people call it.
-        special: What its attention has that others lack.
+        name: Its usual name.
+        special: How its attention differs from others.
         config: Name of its configuration class in transformers.
-        options: What its configuration needs.
+        options: Options of its configuration.
         scale: Standard deviation of every parameter, such that attention is neither near uniform
             nor near one-hot.
-        refused: Why there is no right model of it: on a TransformerLens line, or as a kind of
-            model. Loading must fail there.
-        wrong: Why TransformerLens makes another model of it, as a kind of model that it makes by
-            itself, so that nobody here can compare. Its numbers must be off, or we learn of it.
+        refused: The reason why there is no right model, by TransformerLens line or kind of model.
+            Loading must fail there.
+        wrong: The reason why TransformerLens makes a wrong model, by kind of model. TransformerLens
+            makes this kind without the package, which cannot verify it. The test expects wrong
+            numbers, so it fails when TransformerLens fixes them.
     """
 
     name: str
@@ -53,29 +54,29 @@ class Architecture:
 
     @property
     def model_class(self) -> str:
-        """Name of the transformers class of the model."""
+        """The name of the transformers class of the model."""
         return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, self.config).model_type])
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of model that this line of TransformerLens makes of it."""
+        """The kinds of model that this line of TransformerLens makes of it."""
         converted = LINE.startswith("3.") and self.model_class in CONVERTED
         return ("bridge", "processed") + ("HookedTransformer",) * converted
 
     def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """The model, the same at every call."""
+        """Return the model, with the same weights at every call."""
         options = {**self.options, "vocab_size": vocab_size}
         config = getattr(transformers, self.config)(**options)
         for name, value in vars(config).items():
             if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
-        # The fused experts take no float64.
+        # Fused experts do not support float64.
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", experts_implementation="eager"
         )
         randomize(model, scale=self.scale)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # learned, though it is no parameter
+            if name.endswith("e_score_correction_bias"):  # a buffer, but learned
                 buffer.copy_(torch.linspace(-0.2, 0.2, buffer.numel()))
         return model.to(dtype)
 
@@ -90,7 +91,7 @@ def row(
     wrong: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Architecture:
-    """Later options go before earlier ones."""
+    """Return a row, in which later options replace earlier ones."""
     merged = dict(COMMON)
     for more in (*shared, options):
         merged |= more

@@ -3,7 +3,7 @@
 from architecture_row import Architecture, row
 from toys import TOYS, Toy
 
-WINDOW = 12  # shorter than the prompts, so that it acts
+WINDOW = 12  # shorter than the prompts, so that it has an effect
 GROUPED = {"num_key_value_heads": 2}
 WIDE = {"num_key_value_heads": 2, "head_dim": 8}
 SLIDING_AND_FULL = {

@@ -1,4 +1,4 @@
-"""The package's numbers of one model beside the oracle's, as relative differences.
+"""Relative differences between the numbers of the package and of the oracle, for one model.
 
 A relative difference is the largest absolute difference over the largest absolute value of the
 reference.
@@ -41,12 +41,12 @@ CUT_HEADS = (0, 2)
 
 @dataclass(frozen=True)
 class Reference:
-    """What the oracle says of all prompts."""
+    """The numbers of the oracle for all prompts."""
 
     prompts: list[plain.Prompt]
     observed: list[plain.Observed]
     flows: Tensor  # [prompt, layer, flow]
-    cut: list[list[Tensor]]  # logits of each way to isolate, by prompt
+    cut: list[list[Tensor]]  # logits of each kind of isolation, by prompt
     reweighted: list[Tensor]
 
 
@@ -68,9 +68,9 @@ def precise(dtype: torch.dtype) -> Any:
 
 
 def cut_layers(n_layers: int) -> tuple[range, int]:
-    """Layers in which label words are isolated; the one in which they are in some heads.
+    """Return the layers in which label words are isolated, and the layer for some heads only.
 
-    Not the last: nobody attends to label words after it.
+    Of three layers the last is left out, because no later layer attends to label words.
     """
     return range(min(2, n_layers)), max(n_layers - 2, 0)
 
@@ -83,7 +83,7 @@ def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=2)
 def weights_of(name: str, dtype: torch.dtype) -> Any:
-    """Drawn in float32, so that they are the same numbers in both types."""
+    """Return weights that are drawn in float32, so that both dtypes have the same numbers."""
     assert torch.get_default_dtype() == torch.float32
     return BY_NAME[name].build(len(tokenizer()), dtype)
 
@@ -115,8 +115,8 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
             )
             reweighted.append(plain.with_pattern_times(model, prompt, scaled))
     flows = [
-        [plain.flows_of(layer, prompt) for layer in one.saliency]
-        for prompt, one in zip(prompts, observed, strict=True)
+        [plain.flows_of(layer, prompt) for layer in observation.saliency]
+        for prompt, observation in zip(prompts, observed, strict=True)
     ]
     flows_of_all = torch.tensor(flows, dtype=torch.float64)
     expected = Reference(prompts, observed, flows_of_all, cut, reweighted)
@@ -125,9 +125,11 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
 
 
 def check_informative(expected: Reference) -> None:
-    """Attention is neither near uniform nor near one-hot, and each intervention shows."""
+    """Assert that attention is not near uniform or one-hot, and interventions change logits."""
     for layer in range(len(expected.observed[0].attention)):
-        patterns = [one.attention[layer, :, 8:].double() for one in expected.observed]
+        patterns = [
+            observation.attention[layer, :, 8:].double() for observation in expected.observed
+        ]
         evenness = []
         for pattern in patterns:
             keys = (pattern > 0).sum(-1)
@@ -135,33 +137,35 @@ def check_informative(expected: Reference) -> None:
             entropy = torch.special.entr(share).sum(-1)
             evenness.append((entropy / keys.log())[keys > 4].mean())
         assert 0.25 < torch.stack(evenness).mean() < 0.95, f"layer {layer}: {evenness}"
-    clean = torch.stack([one.logits for one in expected.observed])
+    clean = torch.stack([observation.logits for observation in expected.observed])
     assert difference(torch.stack(expected.reweighted), clean) > 1e-3
-    one_layer = len(expected.observed[0].attention) == 1  # what label words collect goes nowhere
+    one_layer = len(expected.observed[0].attention) == 1  # no later layer reads label words
     for changed in zip(*expected.cut, strict=True):
-        shows = difference(torch.stack(list(changed)), clean)
-        assert shows < 1e-6 if one_layer else shows > 1e-3
+        change = difference(torch.stack(list(changed)), clean)
+        assert change < 1e-6 if one_layer else change > 1e-3
 
 
 def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
-    """[..., query, key] without the padding of prompt n."""
-    keep = batch.attention_mask[n].nonzero().flatten()
-    return maps[..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
+    """Return maps [..., query, key] without the padding of prompt n."""
+    positions = batch.attention_mask[n].nonzero().flatten()
+    return maps[..., positions[0] : positions[-1] + 1, positions[0] : positions[-1] + 1]
 
 
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
-    """The package's side, from padded batches."""
+    """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
     metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
     observations = [metric.observe(model, batch) for metric in metrics]
     logits = run_pass(
         model,
         batch,
-        observers=[hook for one in observations for hook in one.hooks],
-        backward_hooks=[hook for one in observations for hook in one.backward_hooks],
+        observers=[hook for observation in observations for hook in observation.hooks],
+        backward_hooks=[
+            hook for observation in observations for hook in observation.backward_hooks
+        ],
         loss=al.label_cross_entropy,
     )
-    flows, attention = (one.rows(logits, None) for one in observations)
+    flows, attention = (observation.rows(logits, None) for observation in observations)
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
     positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
     cuts = [
@@ -180,34 +184,35 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
 
 
 def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[str, float]:
-    got, observed = ours(model, batch), expected.observed
+    results, observed = ours(model, batch), expected.observed
     pairs = list(zip(expected.prompts, observed, strict=True))
-    attention = torch.stack([class_attention(prompt, one) for prompt, one in pairs])
-    logits = torch.stack([one.logits for one in observed])
+    attention = torch.stack([class_attention(prompt, observation) for prompt, observation in pairs])
+    logits = torch.stack([observation.logits for observation in observed])
     maps = [
-        difference(inside(got["saliency"][n], batch, n), one.saliency)
-        for n, one in enumerate(observed)
+        difference(inside(results["saliency"][n], batch, n), observation.saliency)
+        for n, observation in enumerate(observed)
     ]
     cuts = [
         difference(centred(mine), centred(torch.stack(theirs)))
-        for mine, theirs in zip(got["isolation"], zip(*expected.cut, strict=True), strict=True)
+        for mine, theirs in zip(results["isolation"], zip(*expected.cut, strict=True), strict=True)
     ]
     reweighted = torch.stack(expected.reweighted)
     return {
-        "logits": difference(centred(got["logits"]), centred(logits)),
-        "saliency": largest(*maps, difference(got["flows"], expected.flows)),
+        "logits": difference(centred(results["logits"]), centred(logits)),
+        "saliency": largest(*maps, difference(results["flows"], expected.flows)),
         "isolation": largest(*cuts),
-        "reweighting": difference(centred(got["reweighting"]), centred(reweighted)),
-        "attention": difference(got["attention"], attention),
+        "reweighting": difference(centred(results["reweighting"]), centred(reweighted)),
+        "attention": difference(results["attention"], attention),
     }
 
 
 def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -> float:
-    """Of the distances, and of each head-summed product of a target's query and a label's key.
+    """Return the largest difference of anchor distances, and of products of queries and keys.
 
-    Neither depends on a factor or on the order of channels, in which conventions differ. Where no
-    position has entered yet (the first layer with ALiBi) all targets have one query, and distances
-    along their directions are 0 over 0.
+    A product is of a target's query and a label's key, summed over heads. Libraries differ in the
+    scale and the order of channels, which change neither products nor distances. Where queries do
+    not depend on positions (in the first layer with ALiBi), all targets have the same query, and
+    distances along their directions are 0 / 0.
     """
     metric = al.AnchorDistances(directions=DIRECTIONS)
     observation = metric.observe(model, batch)
@@ -217,10 +222,10 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
     worst = 0.0
     for layer in range(model.cfg.n_layers):
         queries, keys = [], []
-        for prompt, one in zip(expected.prompts, expected.observed, strict=True):
+        for prompt, observed in zip(expected.prompts, expected.observed, strict=True):
             by_class = [prompt.anchors[k] for k in np.argsort(prompt.classes)]
-            queries.append(one.queries[layer][:, prompt.target].flatten())
-            keys.append(one.keys[layer][:, by_class].transpose(0, 1).flatten(1))
+            queries.append(observed.queries[layer][:, prompt.target].flatten())
+            keys.append(observed.keys[layer][:, by_class].transpose(0, 1).flatten(1))
         query, key = torch.stack(queries).double(), torch.stack(keys).double()
         product = torch.einsum("px,pcx->pc", query, key)
         mine = products[layer] / products[layer].abs().max()
@@ -234,13 +239,13 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
 
 
 def largest(*values: float) -> float:
-    """NaN where one is, unlike max."""
+    """Return the largest value, or NaN where a value is NaN, unlike max."""
     return float(np.max(values))
 
 
-def class_attention(prompt: plain.Prompt, seen: plain.Observed) -> Tensor:
-    """Attention from the target to each class's label word, over all heads: [layer, class]."""
-    at_target = seen.attention[:, :, prompt.target].sum(1)
+def class_attention(prompt: plain.Prompt, observed: plain.Observed) -> Tensor:
+    """Return attention from the target to each class's label word, over heads: [layer, class]."""
+    at_target = observed.attention[:, :, prompt.target].sum(1)
     scores = torch.zeros(len(at_target), len(prompt.label_token_ids), dtype=torch.float64)
     for anchor, label in zip(prompt.anchors, prompt.classes, strict=True):
         scores[:, label] += at_target[:, anchor]

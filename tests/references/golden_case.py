@@ -1,4 +1,4 @@
-"""A model, its prompts and what the paper's published code computes of them."""
+"""A model, its prompts, and the numbers that the paper's published code computes of them."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ class GoldenCase:
         return model
 
     def batch(self, side: str) -> tuple[al.PromptBatch, list[int]]:
-        """All five prompts in one padded batch, and where each begins."""
+        """Return all five prompts in one padded batch, and the index at which each begins."""
         rows = [self.numbers[f"{n}.input_ids"] for n in range(5)]
         length = max(len(row) for row in rows)
         starts = [length - len(row) if side == "left" else 0 for row in rows]

@@ -1,4 +1,4 @@
-"""The oracle: plain transformers, one unpadded prompt at a time, without any hooked model."""
+"""The oracle: plain transformers runs one unpadded prompt at a time, without a hooked model."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a clean pass over one prompt shows, all layers."""
+    """The numbers of a clean pass over one prompt, for all layers."""
 
     logits: Tensor  # [vocab], at the target
     attention: Tensor  # [layer, head, query, key]
@@ -83,7 +83,7 @@ def observe(model: Any, prompt: Prompt) -> Observed:
         out = forward(model, prompt, output_attentions=True)
     for attention in out.attentions:
         attention.retain_grad()
-    # As the package: what follows from low precision is not in it.
+    # As in the package, computations on results of low precision are not in low precision.
     wide = torch.promote_types(out.logits.dtype, torch.float32)
     logits = out.logits[0, -1].to(wide)
     loss = torch.nn.functional.cross_entropy(logits[prompt.label_token_ids], prompt.gold)
@@ -104,7 +104,7 @@ def observe(model: Any, prompt: Prompt) -> Observed:
 def with_cut_masks(
     model: Any, prompt: Prompt, edges: Tensor, layers: Sequence[int], **options: Any
 ) -> Tensor:
-    """Logits where the attention masks of some layers cut edges [query, key] as well."""
+    """Return logits with edges [query, key] also cut in the attention masks of some layers."""
 
     def edit(module: Any, args: Any, kwargs: Any) -> Any:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -122,7 +122,7 @@ def with_cut_masks(
 
 
 def with_cut_scores(model: Any, prompt: Prompt, cut: Tensor) -> Tensor:
-    """Logits where scores are cut before the softmax where ``cut`` [layer, head, query, key]."""
+    """Return logits with scores cut before the softmax where ``cut`` [layer, head, query, key]."""
     with _EditedSoftmax(prompt, cut=cut) as mode:
         logits = logits_of(model, prompt)
     assert mode.calls == len(cut)
@@ -130,7 +130,7 @@ def with_cut_scores(model: Any, prompt: Prompt, cut: Tensor) -> Tensor:
 
 
 def with_pattern_times(model: Any, prompt: Prompt, factor: Tensor) -> Tensor:
-    """Logits where the pattern is multiplied by a factor [layer, head, query, key]."""
+    """Return logits with the pattern multiplied by a factor [layer, head, query, key]."""
     with _EditedSoftmax(prompt, factor=factor) as mode:
         logits = logits_of(model, prompt)
     assert mode.calls == len(factor)
@@ -138,12 +138,12 @@ def with_pattern_times(model: Any, prompt: Prompt, factor: Tensor) -> Tensor:
 
 
 def isolation_edges(prompt: Prompt) -> Tensor:
-    """The edges (p, j), j < p, of every label word."""
+    """Return the edges (p, j), j < p, of every label word."""
     return edges_into(prompt.anchors, prompt)
 
 
 def edges_into(positions: Sequence[int], prompt: Prompt) -> Tensor:
-    """The edges (p, j), j < p."""
+    """Return the edges (p, j), j < p, of the given positions."""
     n = prompt.tokens.shape[1]
     edges = torch.zeros(n, n, dtype=torch.bool)
     for p in positions:
@@ -152,7 +152,7 @@ def edges_into(positions: Sequence[int], prompt: Prompt) -> Tensor:
 
 
 def flows_of(saliency: Tensor, prompt: Prompt) -> list[float]:
-    """S_wp, S_pq and S_ww of one layer, pair by pair as the paper writes them."""
+    """Return S_wp, S_pq and S_ww of one layer, pair by pair as in the paper."""
     kinds: dict[str, list[float]] = {"wp": [], "pq": [], "ww": []}
     anchors, target = prompt.anchors, prompt.target
     for i, row in enumerate(saliency.tolist()):
@@ -163,7 +163,7 @@ def flows_of(saliency: Tensor, prompt: Prompt) -> list[float]:
 
 
 def anchor_distances(queries: np.ndarray, keys: np.ndarray, directions: int) -> np.ndarray:
-    """One layer: queries [prompt, channel] and keys [class, channel] to [class, class]."""
+    """Return distances [class, class] from queries [prompt, channel] and keys [class, channel]."""
     _, singular, axes = np.linalg.svd(queries - queries.mean(0), full_matrices=False)
     projected = (keys @ axes[:directions].T) * singular[:directions]
     distances = np.linalg.norm(projected[:, None] - projected[None], axis=-1)
@@ -171,12 +171,12 @@ def anchor_distances(queries: np.ndarray, keys: np.ndarray, directions: int) -> 
 
 
 def attention_modules(model: Any) -> list[Any]:
-    """The attention of each layer: the outermost modules that say so in their class's name."""
-    found = {name: module for name, module in model.named_modules() if _attends(module)}
+    """Return the attention of each layer: the outermost modules with this word in their class."""
+    modules = {name: module for name, module in model.named_modules() if _attends(module)}
     outer = [
         module
-        for name, module in found.items()
-        if not any(name.startswith(f"{other}.") for other in found)
+        for name, module in modules.items()
+        if not any(name.startswith(f"{other}.") for other in modules)
     ]
     assert len(outer) == model.config.num_hidden_layers
     return outer
@@ -188,7 +188,7 @@ def _attends(module: Any) -> bool:
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Meets the softmax of each layer's attention: the one whose last axes are query and key."""
+    """Recognises the softmax of each layer's attention, whose last axes are query and key."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _AttentionMode(TorchFunctionMode):
 
 
 class _EditedSoftmax(_AttentionMode):
-    """Cuts scores and multiplies patterns, the layers in turn."""
+    """Cuts scores and multiplies patterns, one layer after another."""
 
     def __init__(
         self, prompt: Prompt, *, cut: Tensor | None = None, factor: Tensor | None = None
@@ -220,7 +220,7 @@ class _EditedSoftmax(_AttentionMode):
         out = func(*args, **(kwargs or {}))
         if not self.is_softmax(func, out):
             return out
-        layer, n = self.calls, self.length  # behind the n keys a sink may stand
+        layer, n = self.calls, self.length  # a sink may follow the n keys
         self.calls += 1
         if self.cut is not None:
             scores = args[0].clone()
@@ -232,7 +232,7 @@ class _EditedSoftmax(_AttentionMode):
 
 
 class _Operands(_AttentionMode):
-    """Keeps the last two things multiplied into [query, key] before each pattern."""
+    """Stores the last two tensors with a product [query, key] before each pattern."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -259,11 +259,11 @@ class _Operands(_AttentionMode):
 
 @contextmanager
 def everything_in_float64() -> Iterator[None]:
-    """Keeps float64 where code asks for float32 (softmax, norms, rotary embeddings).
+    """Use float64 where code asks for float32 (softmax, norms, rotary embeddings).
 
-    Without it many rows agree to the rounding of float32 only, up to 2e-6, and left padding is NaN
-    on most architectures, in transformers too: the mask's lowest float64 is minus infinity in a
-    float32 softmax.
+    Without it, many rows agree only to the rounding of float32, up to 2e-6. Left padding also gives
+    NaN on most architectures, and in transformers itself: the lowest float64 of the mask is minus
+    infinity in a float32 softmax.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -280,9 +280,9 @@ class _NoFloat32(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        if any(one is torch.float32 for one in args):
-            args = [torch.float64 if one is torch.float32 else one for one in args]
-        return func(*args, **{name: _widened(one) for name, one in (kwargs or {}).items()})
+        if any(value is torch.float32 for value in args):
+            args = [torch.float64 if value is torch.float32 else value for value in args]
+        return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
 
 def _widened(option: Any) -> Any:

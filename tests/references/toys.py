@@ -1,7 +1,8 @@
-"""Toy models of TransformerLens's own, computed a second time in plain PyTorch from their settings.
+"""Toy models of TransformerLens, computed a second time in plain PyTorch from their settings.
 
-``PlainToy`` is the reference: it has what the oracle of plain.py asks of a transformers model, and
-shares no code with TransformerLens. Its parameters have the names of those of ``boot_native``.
+``PlainToy`` is the reference. It has the attributes of a transformers model that the oracle of
+plain.py needs, and shares no code with TransformerLens. Its parameters have the same names as those
+of ``boot_native``.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(nn.Module):
-    """Layer norm, root mean square norm, the same without parameters, or none."""
+    """A layer norm or root mean square norm, with parameters or without, or no norm."""
 
     def __init__(self, kind: str | None, width: int) -> None:
         super().__init__()
@@ -67,10 +68,10 @@ class ToyAttention(nn.Module):
         self.k, self.v = nn.Linear(cfg.d_model, narrow), nn.Linear(cfg.d_model, narrow)
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """``attention_mask``: True where nobody attends."""
+        """Return the output and the pattern; ``attention_mask`` is True where no token attends."""
         query, key, value = (self.by_head(project(x)) for project in (self.q, self.k, self.v))
         if self.cfg.positional_embedding_type == "rotary":
-            query, key = self.turned(query), self.turned(key)
+            query, key = self.rotated(query), self.rotated(key)
         shared = self.cfg.n_heads // self.cfg.n_key_heads
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         scores = capped(query @ key.mT / self.cfg.scale, self.cfg.attn_scores_soft_cap)
@@ -80,17 +81,19 @@ class ToyAttention(nn.Module):
     def by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.cfg.d_head)).transpose(1, 2)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """As complex numbers: pairs of channels, multiplied by a number of length 1."""
+    def rotated(self, x: Tensor) -> Tensor:
+        """Pairs of channels are complex numbers, which are multiplied by a number of length 1."""
         width = self.cfg.rotary_dim
         frequencies = self.cfg.rotary_base ** -(torch.arange(0, width, 2, dtype=x.dtype) / width)
         angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * self.cfg.rescale(frequencies)
-        turns = torch.polar(torch.ones_like(angles), angles)
-        head, rest = x[..., :width], x[..., width:]
-        pairs = head.unflatten(-1, (-1, 2)) if self.cfg.adjacent else head.unflatten(-1, (2, -1)).mT
-        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
-        turned = turned if self.cfg.adjacent else turned.mT
-        return torch.cat([turned.flatten(-2), rest], -1)
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        first, rest = x[..., :width], x[..., width:]
+        pairs = (
+            first.unflatten(-1, (-1, 2)) if self.cfg.adjacent else first.unflatten(-1, (2, -1)).mT
+        )
+        rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotations)
+        rotated = rotated if self.cfg.adjacent else rotated.mT
+        return torch.cat([rotated.flatten(-2), rest], -1)
 
 
 class ToyMLP(nn.Module):
@@ -159,7 +162,7 @@ class PlainToy(nn.Module):
 
 
 def settings(options: Mapping[str, Any]) -> Any:
-    """What the settings of TransformerLens say, with its defaults written out."""
+    """Return the settings of TransformerLens, with its defaults written out."""
     cfg = SimpleNamespace(**options)
     cfg.n_key_heads = options.get("n_key_value_heads", cfg.n_heads)
     cfg.rotary_dim = options.get("rotary_dim", cfg.d_head)
@@ -179,13 +182,13 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def llama3(frequencies: Tensor) -> Tensor:
-    """Low frequencies are divided by 4, high ones are not, and those between go over."""
-    turns = 32 * frequencies / (2 * torch.pi)  # in the context of the first training
+    """Divide low frequencies by 4, leave high ones, and interpolate between them."""
+    turns = 32 * frequencies / (2 * torch.pi)  # in the context length of the first training
     share = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return frequencies * (share + (1 - share) / 4)
 
 
-# As in the rope_scaling of the rows below: factor 4, and for llama3 low 1, high 4, context 32.
+# The rope_scaling of the rows below has factor 4, and for llama3 low 1, high 4, context 32.
 RESCALED: dict[str | None, Callable[[Tensor], Tensor]] = {
     "linear": lambda frequencies: frequencies / 4,
     "dynamic": lambda x: x * 4 ** -(torch.arange(len(x), dtype=x.dtype) / (len(x) - 1)),
@@ -198,13 +201,13 @@ class Toy:
     """A row of the matrix; see ``Architecture``.
 
     Attributes:
-        name: What people call it.
-        special: What it has that others lack.
-        options: Settings, as both lines of TransformerLens take them.
+        name: Its usual name.
+        special: How it differs from others.
+        options: Settings that both lines of TransformerLens accept.
         kinds: Kinds of model that this line of TransformerLens makes of it.
-        scale: As of an ``Architecture``.
-        refused: The same.
-        wrong: The same.
+        scale: As in ``Architecture``.
+        refused: As in ``Architecture``.
+        wrong: As in ``Architecture``.
     """
 
     name: str
@@ -231,17 +234,17 @@ def toy(
 ) -> Toy:
     merged = COMMON | options
     is_rotary = merged["positional_embedding_type"] == "rotary"
-    # boot_native turns adjacent pairs, whatever is set, and has no other positions.
+    # boot_native rotates adjacent pairs only, whatever the setting is.
     native = merged.get("rotary_adjacent_pairs", False) == is_rotary
     native = native and (LINE.startswith("4.") or merged["act_fn"] != "solu_ln")
-    # The other toys of 3.9 know no rope_scaling.
+    # HookedTransformer of 3.9 does not support rope_scaling.
     hooked = LINE.startswith("3.") and "rope_scaling" not in merged
     kinds = ("bridge", "processed") * native + ("HookedTransformer",) * hooked
     return Toy(name, special, merged, kinds, scale, refused or {}, wrong or {})
 
 
 def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
-    """``TransformerBridge.boot_native`` with the toy's weights."""
+    """Return the bridge of ``TransformerBridge.boot_native`` with the toy's weights."""
     options = dict(toy.options)
     scaling = options.pop("rope_scaling", None)
     config: Any = TransformerBridgeConfig(**options, architecture="TransformerLensNative")
@@ -255,16 +258,16 @@ def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:
         name.replace("._original_component", ""): parameter
         for name, parameter in bridge.original_model.named_parameters()
     }
-    without = {name: torch.zeros_like(theirs[name]) for name in theirs.keys() - weights.keys()}
-    assert weights.keys() <= theirs.keys() and without.keys() <= {"head.bias"}  # of 3.9
+    missing = {name: torch.zeros_like(theirs[name]) for name in theirs.keys() - weights.keys()}
+    assert weights.keys() <= theirs.keys() and missing.keys() <= {"head.bias"}  # on 3.9
     with torch.no_grad():
-        for name, weight in (weights | without).items():
+        for name, weight in (weights | missing).items():
             theirs[name].copy_(weight)
     return bridge
 
 
 def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
-    """The ``HookedTransformer(cfg)`` of transformer-lens 3.9 with the toy's weights."""
+    """Return the ``HookedTransformer(cfg)`` of TransformerLens 3.9 with the toy's weights."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     cfg, weights = toy.cfg, toy.state_dict()
@@ -296,7 +299,7 @@ def hooked_toy(toy: PlainToy, tokenizer: Any) -> Any:
             if f"{name}.{suffix}" in weights:
                 ours[f"{theirs}.{end}"] = weights[f"{name}.{suffix}"]
     assert len(ours) == len(weights) and set(ours) <= set(state)
-    # Biases that a toy has only here are zero; masks stay as they are.
+    # Biases that the toy lacks are zero; masks do not change.
     computed = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
     model.load_state_dict(
         model.state_dict()

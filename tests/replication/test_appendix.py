@@ -1,4 +1,4 @@
-"""The appendix: each part against the package's functions, or hooks and prompts by hand."""
+"""Each part of the appendix, compared with the package's functions or with hooks by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(byte_level: Any) -> Any:
-    """Its context takes eight demonstrations per class, and its weights predict both classes."""
+    """Its context takes eight demonstrations per class, and it predicts both classes."""
     weights = randomize(tiny_gpt2(len(byte_level), n_positions=1024), seed=2, scale=0.8)
     return al.load_model(weights, tokenizer=byte_level)
 
@@ -33,7 +33,7 @@ def model(byte_level: Any) -> Any:
 def setting(model: Any) -> Setting:
     demos = al.sample_demonstrations(EXAMPLES, 1, 3)
     queries = al.sample_queries(EXAMPLES, 12, 3, exclude=demos)
-    pool = [one for one in EXAMPLES if one not in queries]
+    pool = [example for example in EXAMPLES if example not in queries]
     return Setting(model, TASK, demos, [], queries, pool, depth=2, draws=2, seed=3)
 
 
@@ -48,10 +48,10 @@ def values(numbers: Sequence[Number], part: str, row: str, column: str) -> list[
 def compare(
     numbers: Sequence[Number], variant: str, model: Any, batches: list[al.PromptBatch]
 ) -> None:
-    """Compare flows and isolation in another setting with their functions."""
+    """Compare flows and isolation in a variant of the setting with their functions."""
     flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
-    found = values(numbers, f"{variant}: Figure 3", "S_wp", "share")
-    assert found == pytest.approx(flows.share[:, 0].tolist(), rel=1e-4)
+    shares = values(numbers, f"{variant}: Figure 3", "S_wp", "share")
+    assert shares == pytest.approx(flows.share[:, 0].tolist(), rel=1e-4)
     record = al.isolation_loyalty(model, batches, [0, 1], draws=2, **QUIET)
     part, row = f"{variant}: Figure 4", "label words, first 2 layers"
     assert values(numbers, part, row, "word loyalty") == [float(record.word_loyalty)]
@@ -61,8 +61,8 @@ def compare(
     assert all(name.startswith(f"{variant}: ") for name in names)
 
 
-def test_depths(model: Any, setting: Setting) -> None:
-    """1, 3, 5 and 7 layers, as far as the model has them."""
+def test_depths_equal_isolation_loyalty(model: Any, setting: Setting) -> None:
+    """The depths are 1, 3, 5 and 7 layers, up to the number that the model has."""
     numbers = list(paper_parts.depths(setting))
     sites = {"first layer": [0], "last layer": [2], "first 3 layers": range(3)}
     assert {number.row for number in numbers} == {
@@ -73,13 +73,13 @@ def test_depths(model: Any, setting: Setting) -> None:
     assert paper_parts.DEPTHS == (1, 3, 5, 7)
     for site, layers in sites.items():
         record = al.isolation_loyalty(model, setting.prompts(), layers, draws=2, **QUIET)
-        found = values(
+        loyalties = values(
             numbers, "Appendix, isolation depths", f"label words, {site}", "word loyalty"
         )
-        assert found == [float(record.word_loyalty)]
+        assert loyalties == [float(record.word_loyalty)]
 
 
-def test_two_shots(model: Any, setting: Setting) -> None:
+def test_two_shots_equal_runs_on_their_prompts(model: Any, setting: Setting) -> None:
     numbers = list(paper_parts.two_shots(setting))
     demos = al.sample_demonstrations(setting.pool, 2, 3)
     assert len(demos) == 4 and not set(demos) & set(setting.queries)
@@ -87,22 +87,24 @@ def test_two_shots(model: Any, setting: Setting) -> None:
     compare(numbers, "Appendix, two shots", model, batches)
 
 
-def test_letters(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts have letters as label words; the rest is tested with two shots."""
-    given: list[tuple[Setting, str]] = []
+def test_letters_replace_the_label_words(
+    model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts have letters as label words. The numbers are tested with two shots."""
+    calls: list[tuple[Setting, str]] = []
 
-    def keep(setting: Setting, variant: str) -> list[Number]:
-        given.append((setting, variant))
+    def record_call(setting: Setting, variant: str) -> list[Number]:
+        calls.append((setting, variant))
         return []
 
-    monkeypatch.setattr(paper_parts, "_repeated", keep)
+    monkeypatch.setattr(paper_parts, "_repeated", record_call)
     assert list(paper_parts.letters(setting)) == []
-    [(changed, variant)] = given
+    [(changed, variant)] = calls
     assert variant == "Appendix, letters as labels, 8 shots"
     assert replace(changed, task=TASK, demonstrations=setting.demonstrations) == setting
     demos = al.sample_demonstrations(setting.pool, 8, 3)
     assert len(demos) == 16 and not set(demos) & set(setting.queries)
-    lines = "".join(f"Review: {one.text}\nSentiment: {'AB'[one.label or 0]}\n" for one in demos)
+    lines = "".join(f"Review: {demo.text}\nSentiment: {'AB'[demo.label or 0]}\n" for demo in demos)
     expected = {f"{lines}Review: {query.text}\nSentiment:" for query in setting.queries}
     batches = changed.prompts()
     rows = [
@@ -113,8 +115,8 @@ def test_letters(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) 
     assert {model.tokenizer.decode(row) for row in rows} == expected
 
 
-def test_top_words(model: Any, setting: Setting) -> None:
-    """One prompt at a time, with hooks by hand."""
+def test_top_words_equal_those_of_single_prompts(model: Any, setting: Setting) -> None:
+    """The reference runs one prompt at a time, with hooks by hand."""
     numbers = list(paper_parts.top_words(setting))
     assert len(numbers) == 3 * 3 * 5
     for query in setting.queries[:3]:
@@ -128,12 +130,12 @@ def test_top_words(model: Any, setting: Setting) -> None:
                 logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)[0, -1].double()
             best = logits.softmax(-1).sort(descending=True)
             words = [model.tokenizer.decode([int(token)]) for token in best.indices[:5]]
-            found = [number for number in numbers if number.row == f"{name}: {query.text}"]
-            assert [number.column for number in found] == [
+            top = [number for number in numbers if number.row == f"{name}: {query.text}"]
+            assert [number.column for number in top] == [
                 f"{k + 1}. {w!r}" for k, w in enumerate(words)
             ]
             expected = best.values[:5].tolist()
-            assert [number.value for number in found] == pytest.approx(expected, rel=1e-4)
+            assert [number.value for number in top] == pytest.approx(expected, rel=1e-4)
     clean, isolated = (
         {number.value for number in numbers if number.row.startswith(name)}
         for name in ("clean", "label")
@@ -141,18 +143,20 @@ def test_top_words(model: Any, setting: Setting) -> None:
     assert clean != isolated
 
 
-def test_directions(model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many directions as the queries allow."""
+def test_directions_equal_anchor_distances_with_as_many_directions(
+    model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of directions that need more queries are left out."""
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, 1, 3)
     queries = al.sample_queries(examples, 12, 3, exclude=demos)
-    asked = replace(setting, task=al.TASKS["trec"], demonstrations=demos, queries=queries)
+    questions = replace(setting, task=al.TASKS["trec"], demonstrations=demos, queries=queries)
     assert paper_parts.DIRECTIONS == (5, 10, 20, 50, 100, 200)
     monkeypatch.setattr(paper_parts, "DIRECTIONS", (1, 3, 11, 12))
-    numbers = list(paper_parts.directions(asked))
+    numbers = list(paper_parts.directions(questions))
     assert [number.row for number in numbers] == ["M = 1", "M = 3", "M = 11"]
     for count, number in zip((1, 3, 11), numbers, strict=True):
-        [record] = al.run(model, asked.prompts(), [al.AnchorDistances(count)], **QUIET).values()
+        [record] = al.run(model, questions.prompts(), [al.AnchorDistances(count)], **QUIET).values()
         assert number.value == pytest.approx(float(record.correlation[2]))
     assert numbers[0].value != numbers[1].value
 
@@ -167,6 +171,6 @@ def test_demonstrations_that_do_not_fit_are_a_warning(byte_level: Any, setting: 
     assert set(numbers.part) == {"Appendix, top words"}
 
 
-def test_parts_of_the_appendix() -> None:
+def test_the_appendix_has_all_its_parts() -> None:
     names = [part.__name__ for part in al.PAPER_APPENDIX]
     assert names == ["depths", "two_shots", "letters", "top_words", "directions"]

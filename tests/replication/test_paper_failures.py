@@ -39,11 +39,11 @@ def out_of_memory(setting: Setting) -> Iterator[Number]:
     yield
 
 
-def test_a_part_that_fails_is_a_warning_and_the_others_go_on(model: Any) -> None:
-    kept: list[pd.DataFrame] = []
+def test_a_part_that_fails_is_a_warning_and_the_others_run(model: Any) -> None:
+    tables: list[pd.DataFrame] = []
     parts = [half, other, out_of_memory]
     with pytest.warns(UserWarning) as caught:
-        numbers = al.paper(model, EMOTIONS, seeds=SEEDS, parts=parts, keep=kept.append, **QUICK)
+        numbers = al.paper(model, EMOTIONS, seeds=SEEDS, parts=parts, keep=tables.append, **QUICK)
     assert [str(warning.message) for warning in caught] == [
         f"emotions, seed {seed}, {text}"
         for seed in SEEDS
@@ -52,8 +52,8 @@ def test_a_part_that_fails_is_a_warning_and_the_others_go_on(model: Any) -> None
     assert numbers[["seed", "part", "value"]].values.tolist() == [
         [seed, *rest] for seed in SEEDS for rest in (["Mine", 0.5], ["Other", seed])
     ]
-    assert [len(frame) for frame in kept] == [1, 2, 2, 3, 4, 4]
-    assert numbers.equals(kept[-1])
+    assert [len(table) for table in tables] == [1, 2, 2, 3, 4, 4]
+    assert numbers.equals(tables[-1])
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,23 @@ class Scaled:
         yield Number("Scaled", "a", "b", self.factor)
 
 
-def test_parts_with_other_options_are_another_run(model: Any, tmp_path: Path) -> None:
+def test_parts_with_different_options_are_a_different_run(model: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"seeds": [1], "folder": tmp_path, **QUICK}
     al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
     with pytest.raises(StoreError, match=r"parts: stored 'Scaled\(factor=2.0\)'"):
         al.paper(model, EMOTIONS, parts=[Scaled(3.0)], **options)
-    again = al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
-    assert again.value.tolist() == [2.0]
+    numbers = al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
+    assert numbers.value.tolist() == [2.0]
 
 
-def test_nothing_at_all_is_an_empty_table(model: Any) -> None:
+def test_a_run_without_numbers_gives_an_empty_table(model: Any) -> None:
     with pytest.warns(UserWarning, match="out of memory"):
         numbers = al.paper(model, EMOTIONS, seeds=[1], parts=[out_of_memory], **QUICK)
     assert list(numbers) and not len(numbers)
     assert al.paper_tables(numbers) == "" and al.paper_figures(numbers) == {}
 
 
-def test_prompts_that_are_too_long_leave_the_other_tasks_alone(byte_level: Any) -> None:
+def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level), n_positions=220), tokenizer=byte_level)
     questions = al.load_examples("questions")
     tasks = {"questions": (questions, questions), **EMOTIONS}
@@ -100,8 +100,8 @@ def rows_of(numbers: Iterator[Number]) -> set[str]:
     return {number.part.partition(",")[0] for number in numbers}
 
 
-def test_without_an_impossible_metric_the_others_are_computed(byte_level: Any) -> None:
-    """Folded value biases make saliency impossible, and not the two other metrics."""
+def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(byte_level: Any) -> None:
+    """Folded value biases make saliency impossible, but not the other two metrics."""
     bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
     bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
     folded = al.prepare_model(bridge)
@@ -109,7 +109,7 @@ def test_without_an_impossible_metric_the_others_are_computed(byte_level: Any) -
         assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
 
 
-def test_without_the_result_of_a_metric_the_others_are_there(model: Any, monkeypatch: Any) -> None:
+def test_a_metric_whose_result_fails_does_not_stop_the_others(model: Any, monkeypatch: Any) -> None:
     def fail(self: Any, rows: Any) -> Any:
         raise MetricError("nothing to see")
 
@@ -142,17 +142,17 @@ def test_mistakes_are_errors_before_anything_runs(
     def never(setting: Setting) -> Iterator[Number]:
         raise AssertionError("it ran")
 
-    good = {**EMOTIONS, **tasks} if tasks else tasks
+    all_tasks = {**EMOTIONS, **tasks} if tasks else tasks
     with pytest.raises(DataError, match=words):
-        al.paper(model, good, **{**QUICK, "seeds": SEEDS, "parts": [never], **options})
+        al.paper(model, all_tasks, **{**QUICK, "seeds": SEEDS, "parts": [never], **options})
 
 
-def test_layers_that_are_not_there(model: Any) -> None:
+def test_a_depth_beyond_the_model_is_an_error(model: Any) -> None:
     with pytest.raises(HookError, match="layers must be numbers from 0 to 1"):
         al.paper(model, EMOTIONS, depth=3, progress=False)
 
 
-def test_the_old_argument_names_the_new_one(model: Any) -> None:
+def test_the_error_for_the_old_argument_gives_the_new_name(model: Any) -> None:
     options: dict[str, Any] = {"layers": 1}
     with pytest.raises(TypeError, match="the argument 'layers' of paper is now 'depth'"):
         al.paper(model, EMOTIONS, **options)

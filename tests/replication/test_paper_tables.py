@@ -1,4 +1,4 @@
-"""The texts of ``paper_tables`` and the values of ``paper_figures``, worked by hand."""
+"""``paper_tables`` and ``paper_figures``, compared with values computed by hand."""
 
 import re
 from collections.abc import Iterable
@@ -25,17 +25,19 @@ def table(numbers: Iterable[Number]) -> pd.DataFrame:
 
 def section(text: str, title: str) -> list[list[str]]:
     """The rows and notes of the table whose heading begins with ``title``."""
-    (found,) = [block for block in text.split("\n\n") if block.startswith(title)]
-    return fields(found.partition("\n")[2])
+    (body,) = [block for block in text.split("\n\n") if block.startswith(title)]
+    return fields(body.partition("\n")[2])
 
 
-def across(part: str, row: str, column: str, of_seeds: dict[int, float], task: str) -> list[Number]:
+def by_seed(
+    part: str, row: str, column: str, of_seeds: dict[int, float], task: str
+) -> list[Number]:
     return [Number(part, row, column, value, -1, task, seed) for seed, value in of_seeds.items()]
 
 
-def test_spread_over_seeds() -> None:
+def test_tables_show_mean_and_standard_deviation_over_seeds() -> None:
     accuracies = {1: 0.25, 2: 0.5, 3: 0.625}
-    text = al.paper_tables(table(across("Table 1", "vanilla", "accuracy", accuracies, "trec")))
+    text = al.paper_tables(table(by_seed("Table 1", "vanilla", "accuracy", accuracies, "trec")))
     assert text.startswith("Mean ± standard deviation over 3 seeds (1, 2, 3), each")
     percents = [25, 50, 62.5]
     (row,) = [row for row in section(text, "Table 1. Accuracy, %") if "±" in row[-1]]
@@ -43,13 +45,13 @@ def test_spread_over_seeds() -> None:
     assert row == ["vanilla", "45.8 ± 19.1"]
 
 
-def test_one_seed_has_no_spread() -> None:
-    text = al.paper_tables(table(across("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec")))
+def test_one_seed_has_no_standard_deviation() -> None:
+    text = al.paper_tables(table(by_seed("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec")))
     assert text.startswith("Of one seed, 7,") and "±" not in text
     assert ["vanilla", "25.0"] in section(text, "Table 1")
 
 
-def test_an_undefined_value_is_a_dash_and_its_seeds_are_counted() -> None:
+def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
     def rho(task: str, *values: float) -> list[Number]:
         return [
             Number("Figure 6", "rank correlation", "rho", value, layer, task, seed)
@@ -60,19 +62,19 @@ def test_an_undefined_value_is_a_dash_and_its_seeds_are_counted() -> None:
     rows = [*rho("sst2", nan, nan, nan), *rho("trec", 0.5, nan, 0.25), *rho("agnews", 0.5)]
     text = al.paper_tables(table(rows))
     assert "(1/3) where only 1 of them" in text
-    found = section(text, "Figure 6. Do the label words' keys tell")
+    printed = section(text, "Figure 6. Do the label words' keys tell")
     spread = f"{fmean([0.5, 0.25]):.2f} ± {stdev([0.5, 0.25]):.2f} (2/3)"
-    assert found[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
+    assert printed[1:4] == [["SST-2", "-"], ["TREC", spread], ["AGNews", "0.50 (1/3)"]]
     assert "nan" not in text
 
 
-def test_published_rows_follow_for_the_tasks_of_the_run() -> None:
+def test_published_rows_of_the_same_tasks_follow_those_of_the_run() -> None:
     rows = [
-        *across("Table 1", "vanilla", "accuracy", {1: 0.5}, "emo"),
-        *across("Table 1", "vanilla", "accuracy", {1: 0.25}, "sentiment"),
-        *across("Table 1, shots", "more shots", "a class", {1: 3}, "emo"),
-        *across("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
-        *across("Table 3, length", "tokens of a query", "tokens", {1: 20}, "emo"),
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.5}, "emo"),
+        *by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "sentiment"),
+        *by_seed("Table 1, shots", "more shots", "a class", {1: 3}, "emo"),
+        *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.25}, "emo"),
+        *by_seed("Table 3, length", "tokens of a query", "tokens", {1: 20}, "emo"),
     ]
     text = al.paper_tables(table(rows))
     assert "Bundled examples, not the paper's data: sentiment (as SST-2)." in text
@@ -107,26 +109,28 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
         for seed, more in of_seeds.items()
         for column, base in columns.items()
     ]
-    found = section(al.paper_tables(table(rows)), "Table 2.")
-    assert found[0] == list(columns)
-    assert found[1] == ["this model, mean of 2 tasks"]
+    printed = section(al.paper_tables(table(rows)), "Table 2.")
+    assert printed[0] == list(columns)
+    assert printed[1] == ["this model, mean of 2 tasks"]
     means = [[50 + 100 * more for more in pair] for pair in ((0, 0.1), (0.1, 0.04))]
     seeds = list(map(fmean, means))
-    assert found[2][:2] == ["Hidden_anchor", f"{fmean(seeds):.1f} ± {stdev(seeds):.1f} (2/3)"]
-    assert found[2][1] == "56.0 ± 1.4 (2/3)"
-    starts = [row[0] for row in found]
+    assert printed[2][:2] == ["Hidden_anchor", f"{fmean(seeds):.1f} ± {stdev(seeds):.1f} (2/3)"]
+    assert printed[2][1] == "56.0 ± 1.4 (2/3)"
+    starts = [row[0] for row in printed]
     paper = starts.index("GPT2-XL in the paper, mean of its 4 tasks")
-    assert found[paper + 5] == ["Hidden_anchor", "79.47", "62.17", "45.04"]
-    assert found[starts.index("GPT-J in the paper, mean of its 4 tasks") + 1][1:3] == ["100.00"] * 2
-    assert found[starts.index("SST-2") + 1][1] == "60.0 ± 10.0"
-    assert found[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
+    assert printed[paper + 5] == ["Hidden_anchor", "79.47", "62.17", "45.04"]
+    assert (
+        printed[starts.index("GPT-J in the paper, mean of its 4 tasks") + 1][1:3] == ["100.00"] * 2
+    )
+    assert printed[starts.index("SST-2") + 1][1] == "60.0 ± 10.0"
+    assert printed[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
 
 
 def test_table_2_shows_a_single_task_once() -> None:
-    row = across("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
-    found = section(al.paper_tables(table(row)), "Table 2.")
-    assert found[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
-    assert ["TREC"] not in found
+    row = by_seed("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
+    printed = section(al.paper_tables(table(row)), "Table 2.")
+    assert printed[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
+    assert ["TREC"] not in printed
 
 
 def lines(part: str, row: str, column: str, of_seeds: dict[int, list[float]]) -> list[Number]:
@@ -150,7 +154,7 @@ LAYERED = [
 ]
 
 
-def test_thirds_of_the_layers() -> None:
+def test_tables_show_the_first_and_the_last_third_of_the_layers() -> None:
     text = al.paper_tables(table(LAYERED))
     assert section(text, "Figure 3")[:4] == [
         ["S_pq", "S_pq / S_tq"],
@@ -172,11 +176,11 @@ def test_ratios_are_medians_and_shares_are_means() -> None:
         *lines("Figure 3", "S_pq", "share", {1: line}),
         *lines("Figure 3", "S_pq / S_tq", "ratio", {1: line}),
     ]
-    found = section(al.paper_tables(table(rows)), "Figure 3")
-    assert [row[1:] for row in found[2:4]] == [["4.00", "2.00"], ["16.00", "5.00"]]
+    printed = section(al.paper_tables(table(rows)), "Figure 3")
+    assert [row[1:] for row in printed[2:4]] == [["4.00", "2.00"], ["16.00", "5.00"]]
 
 
-def test_layers_come_in_order_whatever_the_order_of_rows() -> None:
+def test_layers_are_in_order_also_if_the_rows_are_not() -> None:
     rows = table(lines("Figure 5", "R_l", "share", {1: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0]}))
     shuffled = rows.sample(frac=1, random_state=0)
     assert not shuffled.equals(rows)
@@ -187,10 +191,10 @@ def test_layers_come_in_order_whatever_the_order_of_rows() -> None:
 
 def isolation(part: str) -> list[Number]:
     return [
-        *across(part, "label words, first 2 layers", "label loyalty", {1: 0.5, 2: 0.75}, "trec"),
-        *across(part, "label words, first 2 layers", "word loyalty", {1: 0.25, 2: 0.25}, "trec"),
-        *across(part, "random words, first 2 layers", "label loyalty", {1: 1, 2: 0.5}, "trec"),
-        *across(part, "random words, first 2 layers", "word loyalty", {1: 0.75, 2: 1}, "trec"),
+        *by_seed(part, "label words, first 2 layers", "label loyalty", {1: 0.5, 2: 0.75}, "trec"),
+        *by_seed(part, "label words, first 2 layers", "word loyalty", {1: 0.25, 2: 0.25}, "trec"),
+        *by_seed(part, "random words, first 2 layers", "label loyalty", {1: 1, 2: 0.5}, "trec"),
+        *by_seed(part, "random words, first 2 layers", "word loyalty", {1: 0.75, 2: 1}, "trec"),
     ]
 
 
@@ -202,7 +206,7 @@ def isolation(part: str) -> list[Number]:
         ("Appendix, two shots: Figure 4", "Appendix, two shots: Figure 4. Loyalty"),
     ],
 )
-def test_isolation_is_in_per_cent(part: str, title: str) -> None:
+def test_loyalty_under_isolation_is_in_per_cent(part: str, title: str) -> None:
     assert section(al.paper_tables(table(isolation(part))), title)[:4] == [
         ["label loyalty", "word loyalty"],
         ["TREC"],
@@ -211,34 +215,36 @@ def test_isolation_is_in_per_cent(part: str, title: str) -> None:
     ]
 
 
-def test_bos_is_explained_if_there_is_one() -> None:
-    row = across(
+def test_bos_is_explained_only_if_there_is_one() -> None:
+    row = by_seed(
         "Figure 4", "label words, first 2 layers, BOS edge kept", "word loyalty", {1: 1}, "sst2"
     )
     assert "which the paper's prompts do not have" in al.paper_tables(table(row)).replace("\n", " ")
     assert "BOS" not in al.paper_tables(table(isolation("Figure 4")))
 
 
-def test_top_words_and_directions() -> None:
+def test_tables_show_top_words_and_directions() -> None:
     part, query = "Appendix, top words", "Who: one, two?\n" + "word " * 30
     rows = [
-        *across(part, f"clean: {query}", "1. ' Person'", {5: 0.5}, "trec"),
-        *across(part, f"clean: {query}", "2. '. '", {5: 0.125}, "trec"),
-        *across(part, "clean: other", "1. ' no'", {6: 0.5}, "trec"),
-        *across(part, f"label words isolated: {query}", "1. ' Entity'", {5: 0.25}, "trec"),
-        *across("Appendix, directions", "M = 5", "rank correlation", {5: 0.5, 6: -0.5}, "trec"),
+        *by_seed(part, f"clean: {query}", "1. ' Person'", {5: 0.5}, "trec"),
+        *by_seed(part, f"clean: {query}", "2. '. '", {5: 0.125}, "trec"),
+        *by_seed(part, "clean: other", "1. ' no'", {6: 0.5}, "trec"),
+        *by_seed(part, f"label words isolated: {query}", "1. ' Entity'", {5: 0.25}, "trec"),
+        *by_seed("Appendix, directions", "M = 5", "rank correlation", {5: 0.5, 6: -0.5}, "trec"),
     ]
     text = al.paper_tables(table(rows))
-    found = section(text, "Appendix. The likeliest next words")
-    assert found[0] == ["1", "2"] and len(found) == 4
-    assert found[1][0].startswith("TREC, seed 5: Who: one, two? word") and len(found[1][0]) < 100
-    assert found[2] == ["clean", "' Person' 50.0", "'. ' 12.5"]
-    assert found[3] == ["label words isolated", "' Entity' 25.0"]
+    printed = section(text, "Appendix. The likeliest next words")
+    assert printed[0] == ["1", "2"] and len(printed) == 4
+    assert (
+        printed[1][0].startswith("TREC, seed 5: Who: one, two? word") and len(printed[1][0]) < 100
+    )
+    assert printed[2] == ["clean", "' Person' 50.0", "'. ' 12.5"]
+    assert printed[3] == ["label words isolated", "' Entity' 25.0"]
     directions = section(text, "Appendix. Rank correlation of Figure 6 with M main directions")
     assert directions[:2] == [["TREC"], ["M = 5", "0.00 ± 0.71"]]
 
 
-def test_a_users_own_part_is_shown_as_it_is() -> None:
+def test_a_part_of_the_user_is_shown_as_it_is() -> None:
     rows = [Number("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
     assert section(al.paper_tables(table(rows)), "Mine") == [
         ["nats"],
@@ -248,16 +254,16 @@ def test_a_users_own_part_is_shown_as_it_is() -> None:
     ]
 
 
-def test_numbers_can_be_read_back() -> None:
+def test_numbers_read_from_csv_give_the_same_tables() -> None:
     rows = [
         *LAYERED,
         *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7}),
         *isolation("Figure 4"),
-        *across("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5}, "trec"),
+        *by_seed("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5}, "trec"),
     ]
     numbers = table(rows)
-    again = pd.read_csv(StringIO(numbers.to_csv(index=False)))
-    assert al.paper_tables(again) == al.paper_tables(numbers)
+    restored = pd.read_csv(StringIO(numbers.to_csv(index=False)))
+    assert al.paper_tables(restored) == al.paper_tables(numbers)
 
 
 CONFUSIONS = [
@@ -274,27 +280,32 @@ CONFUSIONS = [
 
 
 def test_figures_show_means_and_ranges() -> None:
-    drawn = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
-    assert list(drawn) == ["TREC: Figure 3", "TREC: Figure 4", "TREC: Figure 5", "SST-2: Figure 6"]
-    figure = drawn["TREC: Figure 3"]
+    figures = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
+    assert list(figures) == [
+        "TREC: Figure 3",
+        "TREC: Figure 4",
+        "TREC: Figure 5",
+        "SST-2: Figure 6",
+    ]
+    figure = figures["TREC: Figure 3"]
     (line,) = [trace for trace in figure.data if trace.name]
-    assert line.name == "S_pq"  # shares alone
+    assert line.name == "S_pq"  # only shares are drawn
     means = [fmean(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
     ranges = [sorted(pair) for pair in zip(PQ[1], PQ[2], strict=True)]
     assert list(line.y) == pytest.approx(means)
     assert [list(ends) for ends in line.customdata] == [pytest.approx(pair) for pair in ranges]
-    bars = {trace.name: trace for trace in drawn["TREC: Figure 4"].data}
+    bars = {trace.name: trace for trace in figures["TREC: Figure 4"].data}
     assert list(bars) == ["label words, first 2 layers", "random words, first 2 layers"]
     assert list(bars["random words, first 2 layers"].y) == [0.75, 0.875]
     assert list(bars["random words, first 2 layers"].error_y.array) == [0.25, 0.125]
-    names = [trace.name for trace in drawn["TREC: Figure 5"].data if trace.name]
+    names = [trace.name for trace in figures["TREC: Figure 5"].data if trace.name]
     assert names == ["AUCROC_l", "R_l"]
-    predicted, actual = (trace.z for trace in drawn["SST-2: Figure 6"].data)
-    assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # of the seed that has a value
+    predicted, actual = (trace.z for trace in figures["SST-2: Figure 6"].data)
+    assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # only one seed has a value
     assert actual[0][1] == 0.5 and actual[1][0] == 0.625
 
 
-def test_a_seed_without_values_leaves_the_mean_and_range_of_the_others() -> None:
+def test_a_seed_without_values_does_not_change_mean_and_range() -> None:
     rows = [*LAYERED, *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7})]
     (line,) = [
         trace
@@ -315,7 +326,7 @@ def test_tables_are_narrow() -> None:
         number
         for task in tasks
         for name in ("vanilla", "more shots", "re-weighted")
-        for number in across("Table 1", name, "accuracy", {1: 0.5, 2: 0.625}, task)
+        for number in by_seed("Table 1", name, "accuracy", {1: 0.5, 2: 0.625}, task)
     ]
     text = al.paper_tables(table(rows))
     assert max(map(len, text.splitlines())) <= 110
@@ -323,7 +334,7 @@ def test_tables_are_narrow() -> None:
 
 
 def test_report_takes_tables_without_figures(tmp_path: Any) -> None:
-    rows = across("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec")
+    rows = by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec")
     numbers = table(rows)
     assert al.paper_figures(numbers) == {}
     path = al.write_report({}, tmp_path / "a.html", summary=al.paper_tables(numbers))

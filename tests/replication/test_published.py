@@ -1,4 +1,4 @@
-"""The published values, copied from the paper a second time."""
+"""The published values equal a second copy from the paper."""
 
 import re
 
@@ -38,12 +38,12 @@ def test_published_values_are_those_of_the_paper() -> None:
     rows = {row[0]: dict(zip(TASKS, map(float, row[1:]), strict=True)) for row in fields(PAPER_1)}
     assert TABLE_1["GPT2-XL"] == rows
     columns = ("label loyalty", "word loyalty", "accuracy")
-    found = [
+    table_2 = [
         [model, name, *(f"{row[column]:.2f}" for column in columns)]
         for model, of_model in TABLE_2.items()
         for name, row in of_model.items()
     ]
-    assert found == fields(PAPER_2)
+    assert table_2 == fields(PAPER_2)
     speed_ups = {
         row[0]: dict(zip(TASKS, map(float, row[1:]), strict=True)) for row in fields(PAPER_3)
     }

@@ -1,4 +1,4 @@
-"""The page: one file, nothing fetched, texts as texts, every number."""
+"""The page is one file that loads nothing, escapes texts and shows every number."""
 
 import re
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """What a browser would find."""
+    """The tags and table cells that a browser would find."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ def write(folder: Path, results: Mapping[str, Any], **options: Any) -> Path:
     return al.write_report(results, folder / "report.html", **options)
 
 
-def test_the_page_needs_nothing_besides_itself(results: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path, results)
     page = Page(path)
-    assert [place.name for place in tmp_path.iterdir()] == ["report.html"]
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "img", "object", "embed")
         assert "src" not in attributes
@@ -106,18 +106,20 @@ def figures_of(text: str) -> int:
     return text.count('class="plotly-graph-div"')
 
 
-def test_there_is_a_figure_for_every_record(results: dict[str, Any], tmp_path: Path) -> None:
+def test_every_record_has_a_figure(results: dict[str, Any], tmp_path: Path) -> None:
     text = write(tmp_path, results).read_text(encoding="utf-8")
     assert figures_of(text) == len(results)
     headings = [name.replace("_", " ") for name in results]
     assert re.findall("<h2>(.*?)</h2>", text) == headings
 
 
-def test_figures_replace_plots_or_come_last(results: dict[str, Any], tmp_path: Path) -> None:
-    mine = go.Figure(layout={"title": {"text": "of my own"}})
-    figures = {"more": go.Figure(), "loyalty": None, "isolation": mine}
+def test_figures_of_the_user_replace_plots_or_come_last(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    replacement = go.Figure(layout={"title": {"text": "of my own"}})
+    figures = {"more": go.Figure(), "loyalty": None, "isolation": replacement}
     text = write(tmp_path, results, figures=figures).read_text(encoding="utf-8")
-    assert figures_of(text) == len(results)  # one more, one less, one other
+    assert figures_of(text) == len(results)  # one is added, one removed, one replaced
     assert "of my own" in text
     assert "What isolation leaves" not in text
     headings = [*(name.replace("_", " ") for name in results), "more"]
@@ -139,15 +141,15 @@ def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) ->
     assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
-def test_settings_and_what_all_records_know_come_first(tmp_path: Path) -> None:
+def test_settings_and_shared_info_come_first(tmp_path: Path) -> None:
     records = {"one": plain(model="tiny", prompts=3), "two": plain(model="tiny", prompts=4)}
     settings = {"task": "trec", "seeds": [1, 2], "model_file": {"a": 1, "b": 2}}
     cells = Page(write(tmp_path, records, settings=settings)).cells
     first = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2", "model", "tiny"]
     assert cells[:10] == [*first, "prompts", "3"]
     assert cells.count("model") == 1
-    place = cells.index("prompts", 10)
-    assert cells[place + 1] == "4"
+    index = cells.index("prompts", 10)
+    assert cells[index + 1] == "4"
 
 
 def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
@@ -160,16 +162,16 @@ def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
     }
     clean = Page(write(tmp_path, {"x": named, "y": plain()}, figures={"my": go.Figure()}))
     path = write(tmp_path, {EVIL: named, "y": plain()}, **texts)
-    found, text = Page(path), path.read_text(encoding="utf-8")
+    page, text = Page(path), path.read_text(encoding="utf-8")
     assert EVIL not in text
     assert figures_of(text) == 2
-    assert found.count("script") == clean.count("script") > 0
-    assert found.count("b") == 0
+    assert page.count("script") == clean.count("script") > 0
+    assert page.count("b") == 0
     assert "<b>this</b>" in unescape(text)
-    assert found.cells.count(EVIL) > 5  # settings, info and the names of classes
+    assert page.cells.count(EVIL) > 5  # settings, info and the names of classes
 
 
-def test_a_record_without_a_figure_has_its_numbers(tmp_path: Path) -> None:
+def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, {"my_numbers": plain(labels=["a", "b"])})
     text = path.read_text(encoding="utf-8")
     assert "plotly" not in text
@@ -180,19 +182,19 @@ def test_a_record_without_a_figure_has_its_numbers(tmp_path: Path) -> None:
     assert "nan" not in text.lower()
 
 
-def test_figures_alone_are_a_page(tmp_path: Path) -> None:
+def test_figures_without_results_give_a_page(tmp_path: Path) -> None:
     path = write(tmp_path, {}, figures={"one": go.Figure(), "two": go.Figure()}, title="T")
     assert "<h1>T</h1>" in path.read_text(encoding="utf-8")
 
 
-def test_an_empty_report_is_refused(tmp_path: Path) -> None:
+def test_an_empty_report_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AnchorlensError, match="there are no results to report"):
         write(tmp_path, {})
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("with_intervals", [True, False])
-def test_every_record_plots_itself(results: dict[str, Any], with_intervals: bool) -> None:
+def test_every_record_has_a_plot(results: dict[str, Any], with_intervals: bool) -> None:
     for record in results.values():
         figure = (record if with_intervals else replace(record, intervals={})).plot()
         assert isinstance(figure, go.Figure)

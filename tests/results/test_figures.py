@@ -1,4 +1,4 @@
-"""Figures carry the numbers and the literal texts that they were given."""
+"""Figures show the numbers and the exact texts that they are given."""
 
 import json
 import math
@@ -37,18 +37,18 @@ def saliency() -> Tensor:
 
 
 def arcs(figure: go.Figure) -> set[Pair]:
-    """Read the (query, key) pairs back from the ends of the lines drawn."""
-    found = set()
+    """The (query, key) pairs of the lines in a figure, read from the ends of the lines."""
+    pairs = set()
     for trace in figure.data:
-        for place, along in enumerate(trace.x):
-            if along == 0:
-                assert trace.x[place + 4] == 1
-                found.add((int(trace.y[place + 4]), int(trace.y[place])))
-    return found
+        for index, x in enumerate(trace.x):
+            if x == 0:
+                assert trace.x[index + 4] == 1
+                pairs.add((int(trace.y[index + 4]), int(trace.y[index])))
+    return pairs
 
 
 def at_layer(figure: go.Figure, layer: int) -> go.Figure:
-    """Do what the browser does when the slider is moved."""
+    """The figure as a browser shows it when the slider is at this layer."""
     moved = go.Figure(figure)
     moved.plotly_restyle(*figure.layout.sliders[0].steps[layer].args)
     return moved
@@ -57,14 +57,14 @@ def at_layer(figure: go.Figure, layer: int) -> go.Figure:
 def largest_pairs(flows: Tensor, count: int) -> set[Pair]:
     pairs = [(query, key) for query in range(len(flows)) for key in range(query)]
     sizes = torch.tensor([flows[query, key].item() for query, key in pairs])
-    return {pairs[place] for place in sizes.topk(count).indices.tolist()}
+    return {pairs[index] for index in sizes.topk(count).indices.tolist()}
 
 
-def same(found: Any, expected: list[Any]) -> bool:
-    return torch.allclose(torch.tensor(found), torch.tensor(expected), equal_nan=True)
+def same(values: Any, expected: list[Any]) -> bool:
+    return torch.allclose(torch.tensor(values), torch.tensor(expected), equal_nan=True)
 
 
-def test_lines_carry_values_intervals_and_gaps() -> None:
+def test_lines_show_values_intervals_and_gaps() -> None:
     values = torch.tensor([[0.1, math.nan, 0.3], [0.4, 0.5, 0.6]])
     figure = lines_by_layer(values, ["a", "b"], low=values - 0.1, high=values + 0.2, **TITLES)
     first_band, second_band, first, second = figure.data
@@ -83,25 +83,25 @@ def test_lines_without_intervals_have_no_bands() -> None:
     assert "customdata" not in figure.data[0].hovertemplate
 
 
-def test_lines_differ_by_more_than_color() -> None:
+def test_lines_differ_in_marker_symbol_and_dash() -> None:
     figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
     assert len({line.marker.symbol for line in figure.data}) == 8
     assert [line.line.dash for line in figure.data] == ["solid", "dash", *["solid"] * 6]
 
 
-def test_lines_draw_the_reference_where_it_is() -> None:
+def test_lines_show_the_reference_at_its_value() -> None:
     figure = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES)
     assert (figure.layout.shapes[0].y0, figure.layout.shapes[0].y1) == (0.5, 0.5)
     assert figure.layout.annotations[0].text == "reference 0.5"
     assert not lines_by_layer(torch.ones(1, 3), ["a"], **TITLES).layout.shapes
 
 
-def test_layers_have_whole_ticks() -> None:
+def test_ticks_of_layers_are_whole_numbers() -> None:
     assert lines_by_layer(torch.ones(1, 2), ["a"], **TITLES).layout.xaxis.dtick == 1
     assert lines_by_layer(torch.ones(1, 48), ["a"], **TITLES).layout.xaxis.dtick == 4
 
 
-def test_bars_carry_values_and_asymmetric_errors() -> None:
+def test_bars_show_values_and_asymmetric_errors() -> None:
     values = torch.tensor([[0.5, 0.6], [math.nan, 0.8]])
     figure = grouped_bars(
         values, ["first", "last"], ["x", "y"], low=values - 0.2, high=values + 0.1, **TITLES
@@ -114,13 +114,13 @@ def test_bars_carry_values_and_asymmetric_errors() -> None:
     assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape
 
 
-def test_bars_keep_equal_and_numeric_names_apart() -> None:
+def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
     figure = grouped_bars(torch.ones(3, 1), ["2", "1", "1"], ["x"], **TITLES)
     assert figure.data[0].x == (0, 1, 2)
     assert figure.layout.xaxis.ticktext == ("2", "1", "1")
 
 
-def test_confusion_carries_values_and_leaves_diagonals_empty() -> None:
+def test_confusion_shows_values_and_empty_diagonals() -> None:
     predicted = torch.tensor([[1.0, 0.5], [0.25, 1.0]])
     figure = confusion_pair(predicted, predicted / 2, ["a", "b"], **PANELS)
     left, right = figure.data
@@ -132,26 +132,26 @@ def test_confusion_carries_values_and_leaves_diagonals_empty() -> None:
     assert figure.layout.yaxis.autorange == "reversed"
 
 
-def test_stacked_figures_keep_their_parts_apart() -> None:
+def test_stacked_figures_have_separate_axes() -> None:
     matrices = confusion_pair(torch.eye(2), torch.eye(2), ["a", "b"], **PANELS)
     lines = lines_by_layer(torch.tensor([[0.25, 0.75]]), ["c"], reference=0.5, **TITLES)
     lines.add_vline(1, annotation_text="here")
-    given = [json.loads(one.to_json()) for one in (matrices, lines)]
+    given = [json.loads(part.to_json()) for part in (matrices, lines)]
     figure = stacked(matrices, lines)
-    assert [json.loads(one.to_json()) for one in (matrices, lines)] == given
+    assert [json.loads(part.to_json()) for part in (matrices, lines)] == given
     assert [trace.type for trace in figure.data] == ["heatmap", "heatmap", "scatter"]
     layout, line = figure.layout, figure.data[2]
     assert line.y == (0.25, 0.75)
     assert (line.xaxis, line.yaxis) == (layout.yaxis3.anchor, layout.xaxis3.anchor) == ("x3", "y3")
     assert layout.xaxis3.title.text == "layer" and layout.yaxis3.title.text == "share of prompts"
     assert layout.xaxis.title.text == layout.yaxis.title.text == "class"
-    # Both plots are as high as before, and what is between them holds the margins between them.
+    # Both plots have the same height as before. The gap between them holds their margins.
     inner = layout.height - layout.margin.t - layout.margin.b
     pixels = [round(share * inner) for share in (*layout.yaxis3.domain, *layout.yaxis.domain)]
     assert pixels == [0, 300, 420, 690] and layout.yaxis2.domain == layout.yaxis.domain
     assert figure.data[0].colorbar.len == pytest.approx(1 - layout.yaxis.domain[0])
-    moved = [(one.xref, one.yref) for one in layout.shapes]
-    assert moved == [("x3 domain", "y3"), ("x3", "y3 domain")]
+    references = [(shape.xref, shape.yref) for shape in layout.shapes]
+    assert references == [("x3 domain", "y3"), ("x3", "y3 domain")]
     notes = {note.text: (note.xref, note.yref) for note in layout.annotations}
     assert notes["predicted"] == notes["actual"] == ("paper", "paper")
     assert notes["reference 0.5"] == ("x3 domain", "y3") and notes["here"] == ("x3", "y3 domain")
@@ -167,7 +167,7 @@ def test_arcs_are_the_largest_flows_of_each_layer(saliency: Tensor, strongest: i
         assert arcs(at_layer(figure, layer)) == expected
 
 
-def test_each_step_replaces_every_trace(saliency: Tensor) -> None:
+def test_each_step_of_the_slider_replaces_every_trace(saliency: Tensor) -> None:
     figure = token_arcs(TOKENS, saliency, **PROMPT)
     for step in figure.layout.sliders[0].steps:
         assert step.method == "restyle"
@@ -175,23 +175,23 @@ def test_each_step_replaces_every_trace(saliency: Tensor) -> None:
         assert set(step.args[0]) == {"x", "y", "text"}
 
 
-def test_size_of_the_figure_hardly_grows_with_layers(saliency: Tensor) -> None:
+def test_more_layers_add_no_traces(saliency: Tensor) -> None:
     deep = token_arcs(TOKENS, saliency.repeat(16, 1, 1), **PROMPT)
     assert len(deep.data) == len(token_arcs(TOKENS, saliency, **PROMPT).data) == 12
 
 
-def test_arcs_are_deeper_the_larger_and_coloured_by_kind() -> None:
+def test_arcs_of_larger_flows_are_more_opaque_and_have_names_by_kind() -> None:
     flows = torch.zeros(1, 12, 12)
     flows[0, 11, 3], flows[0, 3, 1], flows[0, 11, 1], flows[0, 5, 4] = 1.0, 0.6, 0.3, 0.1
     figure = token_arcs(TOKENS, flows, **PROMPT)
     drawn = [trace for trace in figure.data if len(trace.x) > 1]
-    found = {trace.text[1]: (trace.name, trace.opacity) for trace in drawn}
+    styles = {trace.text[1]: (trace.name, trace.opacity) for trace in drawn}
     target, label, other = (
         "flow from label word ◆ to target ■",
         "flow into label word ◆",
         "other flow",
     )
-    assert found == {
+    assert styles == {
         "◆ ·yes (3) → ■ : (11): 1": (target, 1.0),
         ": (1) → ◆ ·yes (3): 0.6": (label, 0.65),
         ": (1) → ■ : (11): 0.3": (other, 0.35),
@@ -201,14 +201,14 @@ def test_arcs_are_deeper_the_larger_and_coloured_by_kind() -> None:
     assert [trace.line.width for trace in by_opacity] == [1.0, 1.6, 2.6, 4.0]
 
 
-def test_every_kind_of_flow_stays_in_the_legend() -> None:
+def test_the_legend_always_shows_every_kind_of_flow() -> None:
     figure = token_arcs(TOKENS, torch.zeros(2, 12, 12), **PROMPT)
     shown = [trace for trace in figure.data if trace.showlegend]
     assert len(shown) == 3
     assert all(len(trace.x) == 1 for trace in shown)
 
 
-def test_unknown_and_backward_flows_are_not_drawn(saliency: Tensor) -> None:
+def test_flows_that_are_not_finite_or_go_to_a_later_key_are_not_drawn(saliency: Tensor) -> None:
     saliency[:, 5, 2] = math.nan
     saliency[:, 6, 2] = math.inf
     saliency[:, 2, 5] = 9.0
@@ -217,7 +217,7 @@ def test_unknown_and_backward_flows_are_not_drawn(saliency: Tensor) -> None:
     assert not drawn & {(5, 2), (6, 2), (2, 5)}
 
 
-def test_tokens_are_shown_literally_with_visible_space(saliency: Tensor) -> None:
+def test_tokens_are_shown_exactly_and_with_visible_spaces(saliency: Tensor) -> None:
     shown = token_arcs(TOKENS, saliency, **PROMPT).layout.yaxis.ticktext
     texts = [text.split(">", 1)[1].removesuffix("</span>") for text in shown]
     assert texts[2:5] == ["·good", "◆ ·yes", "↵"]
@@ -225,7 +225,7 @@ def test_tokens_are_shown_literally_with_visible_space(saliency: Tensor) -> None
     assert texts[8:] == ["·&amp;lt;", '·"a"', "⇥", "■ :"]
 
 
-def test_height_grows_with_tokens(saliency: Tensor) -> None:
+def test_the_height_grows_with_the_number_of_tokens(saliency: Tensor) -> None:
     long = token_arcs(TOKENS * 10, torch.rand(1, 120, 120), **PROMPT)
     assert long.layout.height > token_arcs(TOKENS, saliency, **PROMPT).layout.height + 1500
     assert long.layout.width is None
@@ -249,21 +249,21 @@ def test_names_and_titles_are_escaped() -> None:
     assert tuple(note.text for note in heat.layout.annotations) == escaped
 
 
-def test_inputs_are_left_as_they_were(saliency: Tensor) -> None:
+def test_figures_do_not_change_their_inputs(saliency: Tensor) -> None:
     values = torch.tensor([[0.5, math.nan], [0.1, 0.2]])
     given = [values.clone(), values.clone(), values.clone(), saliency.clone()]
-    kept = [tensor.clone() for tensor in given]
+    copies = [tensor.clone() for tensor in given]
     lines_by_layer(given[0], ["a", "b"], low=given[1], high=given[2], **TITLES)
     grouped_bars(given[0], ["a", "b"], ["a", "b"], low=given[1], high=given[2], **TITLES)
     confusion_pair(given[0], given[1], ["a", "b"], **PANELS)
     token_arcs(TOKENS, given[3], **PROMPT)
-    for now, before in zip(given, kept, strict=True):
+    for now, before in zip(given, copies, strict=True):
         assert torch.equal(now.nan_to_num(-1.0), before.nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_any_float_type_and_gradients_are_taken(dtype: torch.dtype) -> None:
-    """The figure is that of the same numbers in float32; every number here is exact in bfloat16."""
+def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
+    """The figure equals that of float32. All numbers here are exact in bfloat16."""
 
     def figures(square: Tensor) -> list[Any]:
         bounds: dict[str, Any] = {"low": square - 0.25, "high": square + 0.25}
@@ -283,7 +283,7 @@ def test_any_float_type_and_gradients_are_taken(dtype: torch.dtype) -> None:
 ONES = torch.ones(2, 3)
 FLOWS = torch.ones(1, 12, 12)
 Cases = list[tuple[Callable[[], go.Figure], str]]
-# Shapes that contradict the annotations, which the jaxtyping hook would refuse first.
+# These shapes contradict the annotations: the jaxtyping hook would raise its own error first.
 WRONG_SHAPES: Cases = [
     (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
@@ -309,12 +309,14 @@ WRONG_VALUES: Cases = [
 
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(("draw", "message"), WRONG_SHAPES)
-def test_wrong_shapes_are_refused(draw: Callable[[], go.Figure], message: str) -> None:
+def test_wrong_shapes_raise_an_error(draw: Callable[[], go.Figure], message: str) -> None:
     with pytest.raises(AnchorlensError, match=message):
         draw()
 
 
 @pytest.mark.parametrize(("draw", "message"), WRONG_VALUES)
-def test_errors_say_what_was_expected(draw: Callable[[], go.Figure], message: str) -> None:
+def test_wrong_values_raise_an_error_that_says_what_was_expected(
+    draw: Callable[[], go.Figure], message: str
+) -> None:
     with pytest.raises(AnchorlensError, match=message):
         draw()

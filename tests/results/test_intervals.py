@@ -1,4 +1,4 @@
-"""What intervals draw, how far they reach, and how often they hold the true value."""
+"""What is resampled for intervals, and how often intervals contain the true value."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ ROUGH = "intervals of {} are rough: with fewer than 20"
 
 
 def sets_of_sizes(*sizes: int) -> Int[Tensor, " prompt"]:
-    """Sets of these sizes, their prompts mixed."""
+    """The set of each prompt. The sets have these sizes, and the prompts are in random order."""
     sets = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * 7 + 3
     return sets[torch.randperm(len(sets), generator=torch.Generator().manual_seed(0))]
 
@@ -50,56 +50,62 @@ def sets_of_sizes(*sizes: int) -> Int[Tensor, " prompt"]:
         ([20, 10, 20], 50, 3, False, "prompts within 3 given sets"),
     ],
 )
-def test_what_is_drawn(sizes: list[int], units: int, strata: int, pooled: bool, name: str) -> None:
+def test_the_sizes_of_sets_decide_whether_prompts_or_sets_are_drawn(
+    sizes: list[int], units: int, strata: int, pooled: bool, name: str
+) -> None:
     sets = sets_of_sizes(*sizes)
-    found = population_of(sets)
-    assert (found.units, len(found.strata), found.name) == (units, strata, name)
-    assert (len(found.sets.unique()) == 1) == pooled
+    population = population_of(sets)
+    assert (population.units, len(population.strata), population.name) == (units, strata, name)
+    assert (len(population.sets.unique()) == 1) == pooled
     if not pooled:
         same = sets[:, None] == sets
-        assert torch.equal(found.sets[:, None] == found.sets, same)
+        assert torch.equal(population.sets[:, None] == population.sets, same)
 
 
 def test_whole_sets_are_drawn() -> None:
-    """Of 10 sets of 1 to 10 prompts: every resample has each set as often for all its prompts."""
+    """Every resample has all prompts of a set equally often. The 10 sets have 1 to 10 prompts."""
     sets = sets_of_sizes(*range(1, 11))
-    found, generator = population_of(sets), torch.Generator().manual_seed(0)
+    population, generator = population_of(sets), torch.Generator().manual_seed(0)
     ids = sets.unique()
     totals = torch.zeros(10)
     for _ in range(300):
-        chosen = found.draw(generator)
+        chosen = population.draw(generator)
         counts = torch.bincount(chosen, minlength=len(sets))
-        of_sets = torch.stack([counts[sets == one][0] for one in ids])
-        assert all((counts[sets == one] == n).all() for one, n in zip(ids, of_sets, strict=True))
+        of_sets = torch.stack([counts[sets == number][0] for number in ids])
+        assert all(
+            (counts[sets == number] == n).all() for number, n in zip(ids, of_sets, strict=True)
+        )
         assert of_sets.sum() == 10
         totals += of_sets
     assert (totals / 300).tolist() == pytest.approx([1.0] * 10, abs=0.2)
 
 
-def test_all_resamples_of_three_units() -> None:
-    """27 draws of 3 units, one of them of two prompts: each is as likely as by enumeration."""
+def test_resamples_of_three_units_have_the_enumerated_probabilities() -> None:
+    """Each of 27 draws of 3 units is as likely as by enumeration. One unit has two prompts."""
     units, unit = torch.arange(3), torch.tensor([0, 1, 1, 2])
     small = Population(torch.zeros(4, dtype=torch.long), unit, [units], "sets")
     expected: dict[tuple[int, ...], float] = {}
     for drawn in product(range(3), repeat=3):
-        chosen = tuple(sorted(p for number in drawn for p in range(4) if int(unit[p]) == number))
+        chosen = tuple(
+            sorted(prompt for number in drawn for prompt in range(4) if int(unit[prompt]) == number)
+        )
         expected[chosen] = expected.get(chosen, 0) + 1 / 27
-    generator, seen = torch.Generator().manual_seed(0), dict.fromkeys(expected, 0.0)
+    generator, shares = torch.Generator().manual_seed(0), dict.fromkeys(expected, 0.0)
     for _ in range(3000):
-        seen[tuple(small.draw(generator).tolist())] += 1 / 3000
-    assert seen == pytest.approx(expected, abs=0.03)
+        shares[tuple(small.draw(generator).tolist())] += 1 / 3000
+    assert shares == pytest.approx(expected, abs=0.03)
 
 
-def test_further_quantiles_by_hand() -> None:
+def test_tails_of_intervals_equal_values_by_hand() -> None:
     def tail(*sizes: int) -> float:
         return population_of(sets_of_sizes(*sizes)).tail
 
     assert tail(20) == pytest.approx(norm.cdf(-sqrt(20 / 19) * 2.0930240544), abs=1e-9)
     assert tail(5) == pytest.approx(norm.cdf(-sqrt(5 / 4) * 2.7764451052), abs=1e-9)
     assert tail(10**6) == pytest.approx(0.025, abs=1e-6)
-    # Three strata of one size: n of a stratum, and the degrees of freedom of all.
+    # Three strata of one size: n is that of one stratum, the degrees of freedom are those of all.
     assert tail(20, 20, 20) == pytest.approx(norm.cdf(-sqrt(20 / 19) * t.ppf(0.975, 57)), abs=1e-9)
-    # Of unlike ones the small one decides: (1/100 + 1/10)**2 / (1/(100**2 * 99) + 1/(10**2 * 9)).
+    # Of unequal strata the smaller decides: (1/100 + 1/10)**2 / (1/(100**2 * 99) + 1/(10**2 * 9)).
     freedom = 0.0121 / (1 / 990_000 + 1 / 900)
     shrunk = 0.11 / (0.99 / 100 + 0.9 / 10)
     expected = norm.cdf(-sqrt(shrunk) * t.ppf(0.975, freedom))
@@ -107,27 +113,27 @@ def test_further_quantiles_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 7), (7, 7), (4, 5), (190, 200)])
-def test_wilson_is_that_of_scipy(right: int, count: int) -> None:
+def test_wilson_intervals_equal_scipy(right: int, count: int) -> None:
     exact = binomtest(right, count).proportion_ci(method="wilson")
-    found = wilson(torch.tensor(right / count), torch.tensor(float(count)), norm.ppf(0.975))
-    assert found.tolist() == pytest.approx([exact.low, exact.high], abs=1e-6)
+    ours = wilson(torch.tensor(right / count), torch.tensor(float(count)), norm.ppf(0.975))
+    assert ours.tolist() == pytest.approx([exact.low, exact.high], abs=1e-6)
     answers = {"correct": (torch.arange(count) < right).double()}
-    made = with_intervals(al.Accuracy().result, answers, resamples=10, info={})
-    assert made.intervals["accuracy"].tolist() == pytest.approx([exact.low, exact.high])
+    record = with_intervals(al.Accuracy().result, answers, resamples=10, info={})
+    assert record.intervals["accuracy"].tolist() == pytest.approx([exact.low, exact.high])
 
 
-def test_no_share_and_no_difference_has_an_interval_of_no_width() -> None:
-    """Labels that all survive, and a perfect AUC."""
+def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
+    """The cases are labels that all stay the same, and a perfect AUC."""
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": words, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
     isolated = with_intervals(isolation_record, rows, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
-    seen = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
-    seen["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
-    aucroc = with_intervals(al.AttentionAUCROC().result, seen, resamples=50, info={})
+    attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
+    attention_rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
+    aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
     assert aucroc.aucroc.tolist() == [1.0]
-    half = norm.ppf(0.975) * sqrt(2) / 22  # of one better and one worse among 22
+    half = norm.ppf(0.975) * sqrt(2) / 22  # of one better and one worse prompt in 22
     for record, name in (
         (isolated, "label_loyalty"),
         (isolated, "random_label_loyalty"),
@@ -140,44 +146,44 @@ def test_no_share_and_no_difference_has_an_interval_of_no_width() -> None:
     assert isolated.intervals["label_gap"].tolist() == pytest.approx([-half, half])
 
 
-def test_paired_difference_by_hand() -> None:
-    """Bonett and Price (2012): 4 of 20 better, 1 worse: (5 - 2) / 22, and its error."""
+def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
+    """Bonett and Price (2012): 4 of 20 are better and 1 is worse, so the gain is (5 - 2) / 22."""
     first = torch.tensor([0.0] * 4 + [1.0] + [1.0] * 15)
     second = torch.tensor([1.0] * 4 + [0.0] + [1.0] * 15)
-    made = al.compare_accuracies({"a": first, "b": second}, resamples=1000)
+    record = al.compare_accuracies({"a": first, "b": second}, resamples=1000)
     better, worse = 5 / 22, 2 / 22
     half = 1.959964 * sqrt((better + worse - (better - worse) ** 2) / 22)
     expected = [better - worse - half, better - worse + half]
-    assert made.intervals["gain"][:, 1].tolist() == pytest.approx(expected, abs=0.02)
-    assert made.intervals["gain"][:, 0].tolist() == [0, 0]  # over itself
+    assert record.intervals["gain"][:, 1].tolist() == pytest.approx(expected, abs=0.02)
+    assert record.intervals["gain"][:, 0].tolist() == [0, 0]  # the gain over itself
 
 
-def test_a_single_prompt() -> None:
-    """No interval but that of a share; figures and tables still come."""
+def test_a_single_prompt_has_intervals_of_shares_only() -> None:
+    """Its other intervals are NaN. Figures and tables still work."""
     rows = {"label_kept": torch.ones(1), "word_overlap": torch.ones(1), "kl": torch.zeros(1)}
-    made = with_intervals(al.Loyalty().result, rows, resamples=10, info={})
-    assert made.intervals["word_loyalty"].isnan().all() and made.intervals["kl"].isnan().all()
-    assert made.intervals["label_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
-    assert made.plot().to_json() and len(made.to_frame())
-    assert _value(made, "word_loyalty") == "1.00"
-    assert _value(made, "label_loyalty") == "1.00 [0.21, 1.00]"
+    record = with_intervals(al.Loyalty().result, rows, resamples=10, info={})
+    assert record.intervals["word_loyalty"].isnan().all() and record.intervals["kl"].isnan().all()
+    assert record.intervals["label_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
+    assert record.plot().to_json() and len(record.to_frame())
+    assert _value(record, "word_loyalty") == "1.00"
+    assert _value(record, "label_loyalty") == "1.00 [0.21, 1.00]"
 
 
-def test_intervals_of_few_are_warned_of_once(gpt2: Any) -> None:
+def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=1)
-    queries = [one for one in examples if one not in demos][:4]
+    queries = [example for example in examples if example not in demos][:4]
     batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries, batch_size=2)
     metrics = [al.Accuracy(), al.Accuracy(name="again")]
-    with pytest.warns(UserWarning, match=ROUGH.format("4 prompts")) as told:
+    with pytest.warns(UserWarning, match=ROUGH.format("4 prompts")) as caught:
         results = al.run(gpt2, batches, metrics, resamples=3, progress=False)
-    assert len(told) == 1 and "more queries" in str(told[0].message)
+    assert len(caught) == 1 and "more queries" in str(caught[0].message)
     info = results["accuracy"].info
     assert (info["drawn"], info["units"]) == ("prompts", 4)
     al.run(gpt2, batches, metrics, resamples=0, progress=False)
 
 
-def test_few_units_are_warned_of() -> None:
+def test_few_units_give_a_warning() -> None:
     with pytest.warns(UserWarning, match=ROUGH.format("10 sets with .*")):
         warn_if_few_units(sets_of_sizes(*[5] * 10))
     with pytest.warns(UserWarning, match=ROUGH.format("2 prompts")):
@@ -185,13 +191,13 @@ def test_few_units_are_warned_of() -> None:
     warn_if_few_units(sets_of_sizes(20))
 
 
-def test_sets_reach_metrics_without_them(gpt2: Any) -> None:
-    """Accuracy needs no sets, but its prompts are drawn by set all the same."""
+def test_metrics_that_use_no_sets_are_resampled_by_set(gpt2: Any) -> None:
+    """Accuracy does not use sets, but its prompts are still drawn by set."""
     examples = al.load_examples("questions")
     batches = []
     for seed in range(10):
         demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [one for one in examples if one not in demos][:2]
+        queries = [example for example in examples if example not in demos][:2]
         batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries)
     results = al.run(gpt2, batches, [al.Accuracy()], resamples=3, progress=False)
     assert results["accuracy"].info["units"] == 10
@@ -201,7 +207,7 @@ def test_sets_reach_metrics_without_them(gpt2: Any) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trials(al.Record):
-    """Means of many series, of sets in turn, as a user's own metric may give."""
+    """Means of many series, averaged over sets, as a user's metric may give them."""
 
     mean: Float[Tensor, " series"]
     share: Float[Tensor, " series"]
@@ -215,7 +221,7 @@ class Trials(al.Record):
 
 
 def trials_of(rows: Mapping[str, Tensor]) -> Trials:
-    means = torch.stack([one["value"].mean(0) for one in rows_by_set(rows)]).mean(0)
+    means = torch.stack([of_set["value"].mean(0) for of_set in rows_by_set(rows)]).mean(0)
     return Trials(mean=means, share=rows["right"].mean(0), gain=rows["difference"].mean(0))
 
 
@@ -231,8 +237,8 @@ def trials_of(rows: Mapping[str, Tensor]) -> Trials:
         ([5] * 20, 1.0),
     ],
 )
-def test_intervals_hold_the_true_value(sizes: list[int], effect: float) -> None:
-    """Nominally 95 of 100 times. Before, two prompts that share a set made it 12."""
+def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> None:
+    """The nominal share is 95 of 100. An earlier version had 12 if two prompts shared a set."""
     generator = torch.Generator().manual_seed(1)
     sets, series = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), 1000
     n = len(sets)
@@ -242,43 +248,44 @@ def test_intervals_hold_the_true_value(sizes: list[int], effect: float) -> None:
 
     effects = effect * draw(len(sizes), series)
     noise = draw(n, series) + effects[sets]
-    # 8 of 10 are right; of a second method 1 in 10 more, and few prompts differ.
-    limit = norm.ppf([0.8, 0.9]) * sqrt(1 + effect**2)
-    right, other = ((noise < one).double() for one in limit)
+    # One method answers 8 of 10 prompts correctly, the other these and 1 more of 10.
+    limits = norm.ppf([0.8, 0.9]) * sqrt(1 + effect**2)
+    right, other = ((noise < limit).double() for limit in limits)
     rows = {"value": noise, "right": right, "difference": other - right, "demonstrations_id": sets}
-    given = min(sizes) >= 10
-    made = with_intervals(trials_of, rows, resamples=200, info={})
-    if given:
-        chances = [torch.special.ndtr(one - effects).mean(0) for one in limit]
+    sets_are_given = min(sizes) >= 10
+    record = with_intervals(trials_of, rows, resamples=200, info={})
+    if sets_are_given:
+        chances = [torch.special.ndtr(limit - effects).mean(0) for limit in limits]
         true = {"mean": effects.mean(0), "share": chances[0], "gain": chances[1] - chances[0]}
     else:
         expected = {"mean": 0.0, "share": 0.8, "gain": 0.1}
         true = {name: torch.full((series,), value) for name, value in expected.items()}
     for name, value in true.items():
-        low, high = made.intervals[name]
-        held = float(((low <= value) & (value <= high)).double().mean())
-        assert held >= 0.9, f"{name}: {held}"
+        low, high = record.intervals[name]
+        share = float(((low <= value) & (value <= high)).double().mean())
+        assert share >= 0.9, f"{name}: {share}"
         assert (high > low).all()
-    widths = made.intervals["mean"].diff(dim=0).median()
-    spread = sqrt(effect**2 / len(sizes) * (not given) + 1 / n)
+    widths = record.intervals["mean"].diff(dim=0).median()
+    spread = sqrt(effect**2 / len(sizes) * (not sets_are_given) + 1 / n)
     assert float(widths) == pytest.approx(2 * 1.96 * spread, rel=0.25)
 
 
-def test_interval_of_a_mean_over_sets_by_hand() -> None:
+def test_intervals_of_a_mean_over_sets_equal_values_by_hand() -> None:
     values = torch.tensor([[0.8, 0.5], [1.0, torch.nan], [0.6, 0.7]])
     low = torch.tensor([[0.7, 0.2], [0.8, torch.nan], [0.2, 0.6]])
     high = torch.tensor([[0.9, 0.8], [1.0, torch.nan], [0.9, 0.9]])
     bounds = torch.stack([low, high], dim=1).double()
-    found = interval_of_independent_sets(values.double(), bounds)
-    # Distances below 0.1, 0.2 and 0.4, above 0.1, 0 and 0.3; of the second 0.3, 0.1 and 0.3, 0.2.
+    interval = interval_of_independent_sets(values.double(), bounds)
+    # Distances from the first values down to their bounds are 0.1, 0.2, 0.4, and up 0.1, 0, 0.3.
+    # Those of the second values are 0.3, 0.1 down and 0.3, 0.2 up.
     expected = [0.8 - sqrt(0.21) / 3, 0.6 - sqrt(0.10) / 2, 0.8 + sqrt(0.10) / 3]
-    assert found.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
-    found = interval_of_alike_sets(values.double(), bounds)
-    assert found.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
+    assert interval.flatten().tolist() == pytest.approx([*expected, 0.6 + sqrt(0.13) / 2])
+    interval = interval_of_alike_sets(values.double(), bounds)
+    assert interval.flatten().tolist() == pytest.approx([1.7 / 3, 0.4, 2.8 / 3, 0.85])
 
 
-def test_distances_over_given_sets_have_the_mean_of_the_intervals_of_the_sets() -> None:
-    """Main directions of few queries are biased in every set alike: a mean hides no bias."""
+def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> None:
+    """Few queries give all sets the same bias, and a mean over sets does not remove it."""
     generator = torch.Generator().manual_seed(0)
     sets = torch.arange(3).repeat_interleave(20)
     rows = {
@@ -296,19 +303,19 @@ def test_distances_over_given_sets_have_the_mean_of_the_intervals_of_the_sets() 
         ).intervals["anchor_distance"]
         for number in range(3)
     ]
-    together = with_intervals(metric.result, rows, resamples=20, info={})
+    record = with_intervals(metric.result, rows, resamples=20, info={})
     expected = torch.stack(alone).mean(0)
-    torch.testing.assert_close(together.intervals["anchor_distance"], expected)
+    torch.testing.assert_close(record.intervals["anchor_distance"], expected)
     low, high = expected
     assert (
-        (low <= together.anchor_distance) & (together.anchor_distance <= high)
+        (low <= record.anchor_distance) & (record.anchor_distance <= high)
     ).double().mean() > 0.7
 
 
 @pytest.mark.parametrize("sizes", [[100, 10], [20, 20, 20]])
-def test_auc_of_given_sets_holds_the_true_value(sizes: list[int]) -> None:
-    """AUCROC 0.92: where a small set is told apart without an error it was taken for certain."""
-    generator, true, held = np.random.default_rng(0), norm.cdf(2 / sqrt(2)), []
+def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int]) -> None:
+    """The true AUCROC is 0.92. A small set without an error must not count as certain."""
+    generator, true, contained = np.random.default_rng(0), norm.cdf(2 / sqrt(2)), []
     sets = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     for _ in range(4):
         predicted = generator.integers(2, size=len(sets))
@@ -316,23 +323,23 @@ def test_auc_of_given_sets_holds_the_true_value(sizes: list[int]) -> None:
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
         rows["demonstrations_id"] = sets
-        made = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
-        low, high = made.intervals["aucroc"]
-        assert ((low <= made.aucroc) & (made.aucroc <= high) & (low >= 0) & (high <= 1)).all()
-        held += ((low <= true) & (true <= high)).tolist()
-    assert np.mean(held) >= 0.9
+        record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
+        low, high = record.intervals["aucroc"]
+        assert ((low <= record.aucroc) & (record.aucroc <= high) & (low >= 0) & (high <= 1)).all()
+        contained += ((low <= true) & (true <= high)).tolist()
+    assert np.mean(contained) >= 0.9
 
 
-def test_perfectly_told_apart_classes_are_no_certainty() -> None:
-    """AUCROC 0.92 of 20 prompts: plain percentiles are [1, 1] in one of six cases."""
-    generator, true, held = np.random.default_rng(0), norm.cdf(2 / sqrt(2)), []
+def test_intervals_contain_the_true_value_if_classes_are_separated_perfectly() -> None:
+    """The true AUCROC is 0.92. With 20 prompts one in six plain percentile intervals is [1, 1]."""
+    generator, true, contained = np.random.default_rng(0), norm.cdf(2 / sqrt(2)), []
     for _ in range(4):
         predicted = generator.integers(2, size=20)
         scores = 10 + generator.normal(size=(20, 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
         rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
-        made = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
-        low, high = made.intervals["aucroc"]
-        held += ((low <= true) & (true <= high)).tolist()
-    assert np.mean(held) >= 0.9
+        record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
+        low, high = record.intervals["aucroc"]
+        contained += ((low <= true) & (true <= high)).tolist()
+    assert np.mean(contained) >= 0.9

@@ -27,7 +27,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Means(al.Record):
-    """One field of every kind."""
+    """A record with a field of every kind."""
 
     mean: Float[Tensor, ""]
     flows: Float[Tensor, "layer flow"]
@@ -43,7 +43,7 @@ class Other(al.Record):
     mean: Float[Tensor, ""]
 
 
-def record(**changes: Any) -> Means:
+def make_record(**changes: Any) -> Means:
     values: dict[str, Any] = {
         "mean": torch.tensor(0.5),
         "flows": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
@@ -56,7 +56,7 @@ def record(**changes: Any) -> Means:
     return Means(**(values | changes))
 
 
-def test_axes_are_the_words_of_the_annotations() -> None:
+def test_axes_have_the_names_in_the_annotations() -> None:
     axes = {
         "mean": (),
         "flows": ("layer", "flow"),
@@ -64,27 +64,27 @@ def test_axes_are_the_words_of_the_annotations() -> None:
         "best": (),
         "each": ("prompt",),
     }
-    assert Means.axes() == record().axes() == axes
+    assert Means.axes() == make_record().axes() == axes
     assert Other.axes() == {"mean": ()}
     assert al.SaliencyFlowsRecord.axes()["per_head"] == ("layer", "head", "flow")
-    assert record().tensors().keys() == axes.keys()
+    assert make_record().tensors().keys() == axes.keys()
 
 
-def test_a_table_holds_each_number_once() -> None:
-    made = record()
-    frame = made.to_frame()
+def test_a_table_contains_each_number_once() -> None:
+    record = make_record()
+    frame = record.to_frame()
     assert [*frame.columns] == [
         *("quantity", "value", "low", "high", "layer", "flow", "class", "class_2", "prompt")
     ]
-    assert len(frame) == sum(tensor.numel() for tensor in made.tensors().values())
+    assert len(frame) == sum(tensor.numel() for tensor in record.tensors().values())
     assert not frame.duplicated(["quantity", "layer", "flow", "class", "class_2", "prompt"]).any()
-    low, high = made.intervals["flows"]
+    low, high = record.intervals["flows"]
     for layer in range(3):
-        for place, flow in enumerate(("wp", "pq")):
+        for index, flow in enumerate(("wp", "pq")):
             (row,) = frame[(frame.layer == layer) & (frame.flow == flow)].to_dict("records")
-            found = (row["quantity"], row["value"], row["low"], row["high"])
-            ends = float(low[layer, place]), float(high[layer, place])
-            assert found == ("flows", float(made.flows[layer, place]), *ends)
+            cells = (row["quantity"], row["value"], row["low"], row["high"])
+            ends = float(low[layer, index]), float(high[layer, index])
+            assert cells == ("flows", float(record.flows[layer, index]), *ends)
     (row,) = frame[(frame["class"] == "good") & (frame["class_2"] == "bad")].to_dict("records")
     assert row["value"] == pytest.approx(0.2)
     assert np.isnan(row["low"])
@@ -95,32 +95,35 @@ def test_a_table_holds_each_number_once() -> None:
 
 
 def test_classes_without_names_are_numbered() -> None:
-    frame = record(info={"labels": None}, intervals={}).to_frame()
+    frame = make_record(info={"labels": None}, intervals={}).to_frame()
     assert set(frame["class"].dropna()) == {0, 1}
     assert "low" not in frame
 
 
-def test_saving_and_loading_loses_nothing(tmp_path: Path) -> None:
-    made = record(flows=torch.arange(6.0).reshape(2, 3).T)  # not contiguous
-    loaded = Means.load(made.save(tmp_path / "means.safetensors"))
-    assert loaded.info == made.info
-    for found, given in ((loaded.tensors(), made.tensors()), (loaded.intervals, made.intervals)):
-        assert found.keys() == given.keys()
-        for name, value in given.items():
-            assert found[name].dtype == value.dtype
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
-    assert loaded.to_frame().equals(made.to_frame())
+def test_a_loaded_record_equals_the_saved_one(tmp_path: Path) -> None:
+    record = make_record(flows=torch.arange(6.0).reshape(2, 3).T)  # not contiguous
+    loaded = Means.load(record.save(tmp_path / "means.safetensors"))
+    assert loaded.info == record.info
+    for after, before in (
+        (loaded.tensors(), record.tensors()),
+        (loaded.intervals, record.intervals),
+    ):
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            assert after[name].dtype == value.dtype
+            torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
+    assert loaded.to_frame().equals(record.to_frame())
 
 
 def test_fields_that_share_memory_can_be_saved(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 2.0])
-    made = record(each=values, mean=values[0], flows=values.expand(3, 2))
-    loaded = Means.load(made.save(tmp_path / "means.safetensors"))
+    record = make_record(each=values, mean=values[0], flows=values.expand(3, 2))
+    loaded = Means.load(record.save(tmp_path / "means.safetensors"))
     assert loaded.flows.tolist() == [[1.0, 2.0]] * 3
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    path = record().save(tmp_path / "means.safetensors")
+def test_a_file_of_another_kind_raises_an_error(tmp_path: Path) -> None:
+    path = make_record().save(tmp_path / "means.safetensors")
     with pytest.raises(StoreError, match=r"means\.safetensors holds a Means, not a Other; use"):
         Other.load(path)
     with pytest.raises(StoreError, match=r"none\.safetensors cannot be read: No such"):
@@ -133,27 +136,27 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
         Means.load(tmp_path / "bare.safetensors")
 
 
-def test_a_record_is_shown_in_one_line() -> None:
-    made = record(mean=torch.tensor(0.123456), info={"model": "tiny", "prompts": 200})
-    assert repr(made) == (
+def test_the_repr_of_a_record_is_one_line() -> None:
+    record = make_record(mean=torch.tensor(0.123456), info={"model": "tiny", "prompts": 200})
+    assert repr(record) == (
         "Means(mean 0.123, flows [layer 3, flow 2], confusion [class 2, class 2], best 7, "
         "each [prompt 2]; 200 prompts, tiny)"
     )
-    assert repr(record(info={})) == repr(record(info={"n": 1}))
-    assert repr(record(info={})).endswith("each [prompt 2])")
-    assert repr(record(info={"prompts": 1})).endswith("; 1 prompt)")
-    assert repr(record(best=torch.tensor(123456), info={})).count("best 123456,") == 1
+    assert repr(make_record(info={})) == repr(make_record(info={"n": 1}))
+    assert repr(make_record(info={})).endswith("each [prompt 2])")
+    assert repr(make_record(info={"prompts": 1})).endswith("; 1 prompt)")
+    assert repr(make_record(best=torch.tensor(123456), info={})).count("best 123456,") == 1
 
 
-def test_fields_that_do_not_fit_are_shown_too() -> None:
-    made = record(info={})
-    object.__setattr__(made, "mean", 0.5)
-    object.__setattr__(made, "each", torch.zeros(2, 2))
-    shown = repr(made)
+def test_the_repr_shows_fields_of_wrong_types_too() -> None:
+    record = make_record(info={})
+    object.__setattr__(record, "mean", 0.5)
+    object.__setattr__(record, "each", torch.zeros(2, 2))
+    shown = repr(record)
     assert "mean a float," in shown and "each float32 (2, 2))" in shown
 
 
-def test_a_repr_of_its_own_is_left_alone() -> None:
+def test_a_repr_that_a_class_defines_is_used() -> None:
     @dataclass(frozen=True, eq=False, kw_only=True)
     class Named(al.Record):
         mean: Float[Tensor, ""]
@@ -173,23 +176,23 @@ def public_records() -> list[type[al.Record]]:
     return [kind for kind in kinds if issubclass(kind, al.Record) and kind is not al.Record]
 
 
-def test_a_file_is_opened_whatever_its_record_is(tmp_path: Path) -> None:
+def test_load_record_loads_records_of_any_class(tmp_path: Path) -> None:
     accuracy = al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
     times: dict[str, Any] = dict.fromkeys(al.AnswerTimesRecord.axes(), torch.tensor(2.0))
-    for made in (record(), accuracy, al.AnswerTimesRecord(**times)):
-        loaded = al.load_record(made.save(tmp_path / "record.safetensors"))
-        assert type(loaded) is type(made)
-        assert loaded.info == made.info
-        for found, given in (
-            (loaded.tensors(), made.tensors()),
-            (loaded.intervals, made.intervals),
+    for record in (make_record(), accuracy, al.AnswerTimesRecord(**times)):
+        loaded = al.load_record(record.save(tmp_path / "record.safetensors"))
+        assert type(loaded) is type(record)
+        assert loaded.info == record.info
+        for after, before in (
+            (loaded.tensors(), record.tensors()),
+            (loaded.intervals, record.intervals),
         ):
-            assert found.keys() == given.keys()
-            for name, value in given.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+            assert after.keys() == before.keys()
+            for name, value in before.items():
+                torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_class_of_a_file_must_be_known(tmp_path: Path) -> None:
+def test_load_record_raises_an_error_for_a_file_without_a_known_record(tmp_path: Path) -> None:
     path = tmp_path / "record.safetensors"
     path.write_bytes(
         to_bytes_with_digest({"record": "Unheard", "info": {}}, {"mean": torch.tensor(1.0)})
@@ -211,16 +214,16 @@ def test_the_class_of_a_file_must_be_known(tmp_path: Path) -> None:
         al.load_record(tmp_path / "none")
 
 
-def defined(module: str) -> type[al.Record]:
+def record_class_in(module: str) -> type[al.Record]:
     kind = type("Twice", (al.Record,), {"__module__": module, "__qualname__": "Twice"})
     return dataclass(frozen=True, eq=False, kw_only=True)(kind)
 
 
-def test_a_class_that_is_defined_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    first, second = defined("notebook"), defined("notebook")
+def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> None:
+    first, second = record_class_in("notebook"), record_class_in("notebook")
     path = first().save(tmp_path / "record.safetensors")
     assert type(al.load_record(path)) is second
-    third = defined("another_notebook")
+    third = record_class_in("another_notebook")
     with pytest.raises(StoreError, match=r"several classes Twice, in another_notebook, notebook"):
         al.load_record(path)
     assert type(third.load(path)) is third
@@ -240,8 +243,8 @@ def test_single_numbers_are_drawn_as_bars() -> None:
     )
     (bar,) = accuracy.plot().data
     assert (bar.y, bar.error_y.array, bar.error_y.arrayminus) == ((0.75,), (0.25,), (0.25,))
-    (bare,) = replace(accuracy, intervals={}).plot().data
-    assert np.isnan(bare.error_y.array).all()
+    (without_intervals,) = replace(accuracy, intervals={}).plot().data
+    assert np.isnan(without_intervals.error_y.array).all()
     seconds = {"whole": 0.6, "cached": 0.3, "compressed": 0.2}
     numbers = {**seconds, "speed_up": 3.0, "speed_up_over_cached": 1.5}
     values: dict[str, Any] = {name: torch.tensor(number) for name, number in numbers.items()}
@@ -251,9 +254,9 @@ def test_single_numbers_are_drawn_as_bars() -> None:
     assert re.search(r"3 times .* 1\.5 as cached", times.plot().layout.title.text)
 
 
-def test_a_record_without_a_plot_says_so() -> None:
+def test_plot_raises_an_error_for_a_record_without_a_plot() -> None:
     with pytest.raises(MetricError, match=r"Means has no plot.*to_frame"):
-        record().plot()
+        make_record().plot()
 
 
 def mean_of(rows: Mapping[str, Tensor]) -> Other:
@@ -261,41 +264,41 @@ def mean_of(rows: Mapping[str, Tensor]) -> Other:
 
 
 def interval(values: Tensor, **options: Any) -> list[float]:
-    made = with_intervals(mean_of, {"value": values}, info={}, **options)
-    return made.intervals["mean"].tolist()
+    record = with_intervals(mean_of, {"value": values}, info={}, **options)
+    return record.intervals["mean"].tolist()
 
 
-def test_intervals_are_those_of_a_bootstrap_in_numpy() -> None:
+def test_intervals_equal_a_bootstrap_in_numpy() -> None:
     generator = np.random.default_rng(0)
     values = generator.exponential(size=60)
     means = generator.choice(values, (2000, 60)).mean(1)
-    found = interval(torch.tensor(values), resamples=2000)
-    assert found == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.2 * means.std())
+    ours = interval(torch.tensor(values), resamples=2000)
+    assert ours == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.2 * means.std())
 
 
-def test_intervals_are_quantiles_of_what_was_drawn() -> None:
+def test_intervals_are_quantiles_of_the_resamples() -> None:
     drawn: list[Tensor] = []
 
-    def watched(rows: Mapping[str, Tensor]) -> Other:
-        drawn.append(rows["place"])
-        assert torch.equal(rows["value"], rows["place"].double() ** 2)  # prompts stay together
+    def result(rows: Mapping[str, Tensor]) -> Other:
+        drawn.append(rows["index"])
+        assert torch.equal(rows["value"], rows["index"].double() ** 2)  # a prompt is drawn whole
         return mean_of(rows)
 
-    places = torch.arange(9)
-    rows = {"place": places, "value": places.double() ** 2}
-    made = with_intervals(watched, rows, resamples=50, info={"n": 1}, seed=3)
+    indices = torch.arange(9)
+    rows = {"index": indices, "value": indices.double() ** 2}
+    record = with_intervals(result, rows, resamples=50, info={"n": 1}, seed=3)
     whole, *resamples = drawn
-    assert torch.equal(whole, places)
+    assert torch.equal(whole, indices)
     assert len(resamples) == 50
-    assert all(len(places) == 9 and len(set(places.tolist())) < 9 for places in resamples)
-    means = [float((places.double() ** 2).mean()) for places in resamples]
+    assert all(len(indices) == 9 and len(set(indices.tolist())) < 9 for indices in resamples)
+    means = [float((indices.double() ** 2).mean()) for indices in resamples]
     tail = norm.cdf(-sqrt(9 / 8) * t.ppf(0.975, 8))
-    assert made.intervals["mean"].tolist() == pytest.approx(np.quantile(means, [tail, 1 - tail]))
-    assert float(made.mean) == pytest.approx(float(rows["value"].mean()))
-    assert made.info == {"n": 1, "drawn": "prompts", "units": 9}
+    assert record.intervals["mean"].tolist() == pytest.approx(np.quantile(means, [tail, 1 - tail]))
+    assert float(record.mean) == pytest.approx(float(rows["value"].mean()))
+    assert record.info == {"n": 1, "drawn": "prompts", "units": 9}
 
 
-def test_a_seed_is_a_draw_and_the_global_state_stays() -> None:
+def test_a_seed_fixes_the_draw_and_the_global_state_does_not_change() -> None:
     values = torch.rand(9, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
     assert interval(values, resamples=20, seed=1) == interval(values, resamples=20, seed=1)
@@ -303,59 +306,59 @@ def test_a_seed_is_a_draw_and_the_global_state_stays() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_only_numbers_over_all_prompts_have_intervals() -> None:
+def test_only_fields_without_a_prompt_axis_have_intervals() -> None:
     def result(rows: Mapping[str, Tensor]) -> Means:
-        return record(mean=rows["value"].mean(), each=rows["value"], intervals={})
+        return make_record(mean=rows["value"].mean(), each=rows["value"], intervals={})
 
     rows = {"value": torch.tensor([1.0, 2.0])}
     assert with_intervals(result, rows, resamples=0, info={}).intervals == {}
-    made = with_intervals(result, rows, resamples=9, info={})
-    assert made.intervals.keys() == {"mean", "flows", "confusion", "best"}
-    assert torch.equal(made.intervals["flows"], made.flows.double().expand(2, 3, 2))
-    assert torch.equal(made.each, rows["value"])
+    record = with_intervals(result, rows, resamples=9, info={})
+    assert record.intervals.keys() == {"mean", "flows", "confusion", "best"}
+    assert torch.equal(record.intervals["flows"], record.flows.double().expand(2, 3, 2))
+    assert torch.equal(record.each, rows["value"])
 
 
 def test_resamples_without_a_number_are_left_out() -> None:
-    values = torch.tensor([NAN, 1.0])  # a quarter of all draws has nothing but NaN
+    values = torch.tensor([NAN, 1.0])  # a quarter of all resamples hold only NaN
     assert interval(values, resamples=100) == [1.0, 1.0]
     assert np.isnan(interval(torch.tensor([NAN, NAN]), resamples=5)).all()
 
 
-def test_warnings_are_said_once() -> None:
+def test_a_warning_of_a_result_appears_once() -> None:
     def result(rows: Mapping[str, Tensor]) -> Other:
         warnings.warn("few prompts", stacklevel=2)
         return mean_of(rows)
 
-    with pytest.warns(UserWarning, match="few prompts") as said:
+    with pytest.warns(UserWarning, match="few prompts") as caught:
         with_intervals(result, {"value": torch.ones(3)}, resamples=20, info={})
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def mean_over_sets(rows: Mapping[str, Tensor]) -> Other:
-    return mean_of({"value": torch.stack([one["value"].mean() for one in rows_by_set(rows)])})
+    return mean_of({"value": torch.stack([of_set["value"].mean() for of_set in rows_by_set(rows)])})
 
 
 def test_prompts_are_resampled_within_their_sets() -> None:
     values = torch.cat([torch.zeros(20), torch.full((10,), 100.0)])
     values += torch.rand(30, generator=torch.Generator().manual_seed(0))
     rows = {"value": values, "demonstrations_id": torch.tensor([4] * 20 + [2] * 10)}
-    made = with_intervals(mean_over_sets, rows, resamples=100, info={})
-    low, high = made.intervals["mean"]
-    assert 50 < low <= float(made.mean) <= high < 51
+    record = with_intervals(mean_over_sets, rows, resamples=100, info={})
+    low, high = record.intervals["mean"]
+    assert 50 < low <= float(record.mean) <= high < 51
 
 
-def test_a_set_for_each_prompt_is_one_set_of_all() -> None:
+def test_sets_of_one_prompt_each_are_pooled() -> None:
     values = torch.rand(30, generator=torch.Generator().manual_seed(0))
-    own = {"value": values, "demonstrations_id": torch.arange(30)}
+    separate = {"value": values, "demonstrations_id": torch.arange(30)}
     pooled = {"value": values, "demonstrations_id": torch.zeros(30, dtype=torch.long)}
     ours, expected = (
-        with_intervals(mean_over_sets, rows, resamples=50, info={}) for rows in (own, pooled)
+        with_intervals(mean_over_sets, rows, resamples=50, info={}) for rows in (separate, pooled)
     )
     assert float(ours.mean) == pytest.approx(float(values.mean()))
     assert torch.equal(ours.intervals["mean"], expected.intervals["mean"])
 
 
-def test_rows_of_a_set_stay_together() -> None:
+def test_rows_by_set_groups_the_rows_of_each_set() -> None:
     rows = {"demonstrations_id": torch.tensor([7, 3, 7]), "value": torch.tensor([1.0, 2.0, 3.0])}
-    found = [one["value"].tolist() for one in rows_by_set(rows)]
-    assert sorted(found) == [[1.0, 3.0], [2.0]]
+    values = [of_set["value"].tolist() for of_set in rows_by_set(rows)]
+    assert sorted(values) == [[1.0, 3.0], [2.0]]

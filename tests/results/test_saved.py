@@ -1,4 +1,4 @@
-"""Saved records and contexts: equal files, and nothing but what was saved is ever loaded."""
+"""Saved records and contexts: equal results give equal files, damaged files raise an error."""
 
 import json
 import random
@@ -19,9 +19,7 @@ import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.system.digest_file import to_bytes_with_digest
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]  # wrong types are made on purpose
+pytestmark = pytest.mark.without_jaxtyping  # the tests make wrong types on purpose
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +28,7 @@ class Small(al.Record):
     best: Int[Tensor, "layer class class"]
 
 
-def small(**changes: Any) -> Small:
+def make_small(**changes: Any) -> Small:
     values: dict[str, Any] = {
         "mean": torch.tensor([0.5, 0.25]),
         "best": torch.arange(8).reshape(2, 2, 2),
@@ -41,13 +39,13 @@ def small(**changes: Any) -> Small:
 
 
 def contents(record: Small) -> str:
-    """Every number and word, in one order."""
+    """All numbers and texts of a record, in a fixed order."""
     info = json.dumps(dict(record.info), sort_keys=True)
     return repr((record.tensors(), dict(record.intervals), info))
 
 
-def survives(path: Path, data: bytes, load: Callable[[Path], Any]) -> bool:
-    """Whether damaged data is an error that names the file; anything else is raised."""
+def is_store_error(path: Path, data: bytes, load: Callable[[Path], Any]) -> bool:
+    """Whether loading the data raises a StoreError that names the file; others are not caught."""
     path.write_bytes(data)
     try:
         load(path)
@@ -57,39 +55,39 @@ def survives(path: Path, data: bytes, load: Callable[[Path], Any]) -> bool:
 
 
 def damages(data: bytes) -> list[bytes]:
-    """Each byte flipped, in one bit and in all; cut, longer, in another order."""
-    found = []
-    for place, byte in enumerate(data):
-        for flip in (1 << place % 8, 0xFF):
-            found.append(data[:place] + bytes([byte ^ flip]) + data[place + 1 :])
-    found += [data[:length] for length in range(0, len(data), 7)]
-    found += [data + b"\0", data + data, b"\0" + data, data[::-1], b""]
-    return found
+    """The data with one byte changed (in one bit or in all), cut, extended, or reversed."""
+    damaged = []
+    for position, byte in enumerate(data):
+        for flip in (1 << position % 8, 0xFF):
+            damaged.append(data[:position] + bytes([byte ^ flip]) + data[position + 1 :])
+    damaged += [data[:length] for length in range(0, len(data), 7)]
+    damaged += [data + b"\0", data + data, b"\0" + data, data[::-1], b""]
+    return damaged
 
 
-def test_every_damage_of_a_record_is_an_error(tmp_path: Path) -> None:
-    made = small()
-    path = made.save(tmp_path / "small.safetensors")
+def test_every_damage_of_a_record_raises_an_error(tmp_path: Path) -> None:
+    record = make_small()
+    path = record.save(tmp_path / "small.safetensors")
     data = path.read_bytes()
-    assert contents(Small.load(path)) == contents(made)
-    failed = [one for one in damages(data) if not survives(path, one, Small.load)]
+    assert contents(Small.load(path)) == contents(record)
+    failed = [damaged for damaged in damages(data) if not is_store_error(path, damaged, Small.load)]
     assert not failed
 
 
-def test_every_damage_of_a_context_is_an_error(gpt2: Any, tmp_path: Path) -> None:
+def test_every_damage_of_a_context_raises_an_error(gpt2: Any, tmp_path: Path) -> None:
     context = al.compress(gpt2, questions(gpt2, 1)[0])
     path = context.save(tmp_path / "context.safetensors")
     data = path.read_bytes()
     generator = random.Random(0)
     header = 8 + int.from_bytes(data[:8], "little")
-    places = [*generator.sample(range(header), 150), *generator.sample(range(len(data)), 50)]
-    flips = [data[:n] + bytes([data[n] ^ 1 << n % 8]) + data[n + 1 :] for n in places]
+    positions = [*generator.sample(range(header), 150), *generator.sample(range(len(data)), 50)]
+    flips = [data[:n] + bytes([data[n] ^ 1 << n % 8]) + data[n + 1 :] for n in positions]
     for damaged in [*flips, data[:-1], data[: len(data) // 2], data + b"\0", b""]:
-        assert survives(path, damaged, al.CompressedContext.load)
+        assert is_store_error(path, damaged, al.CompressedContext.load)
 
 
 def with_header(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The file with another entry of ours, and the old digest."""
+    """The file with a changed entry of anchorlens and the old digest."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     entry = json.loads(header["__metadata__"]["anchorlens"])
     change(entry)
@@ -108,29 +106,33 @@ def with_header(data: bytes, change: Callable[[dict[str, Any]], object]) -> byte
         lambda entry: entry.clear(),
     ],
 )
-def test_an_edited_header_is_an_error(
+def test_an_edited_header_raises_an_error(
     change: Callable[[dict[str, Any]], object], tmp_path: Path
 ) -> None:
-    path = small().save(tmp_path / "small.safetensors")
-    assert survives(path, with_header(path.read_bytes(), change), Small.load)
+    path = make_small().save(tmp_path / "small.safetensors")
+    assert is_store_error(path, with_header(path.read_bytes(), change), Small.load)
 
 
 @pytest.mark.parametrize("entry", ["[]", "7", "null", '"', "[" * 100_000, "{}", '{"digest": 1}'])
-def test_a_header_that_is_no_entry_of_ours_is_an_error(entry: str, tmp_path: Path) -> None:
+def test_a_header_without_an_entry_of_anchorlens_raises_an_error(
+    entry: str, tmp_path: Path
+) -> None:
     path = tmp_path / "small.safetensors"
-    for load_it in (Small.load, al.CompressedContext.load):
-        data = save(dict(small().tensors()), metadata={"anchorlens": entry})
-        assert survives(path, data, load_it)
-        assert survives(path, save(dict(small().tensors()), metadata={"x": "y"}), load_it)
+    for load_file in (Small.load, al.CompressedContext.load):
+        data = save(dict(make_small().tensors()), metadata={"anchorlens": entry})
+        assert is_store_error(path, data, load_file)
+        assert is_store_error(
+            path, save(dict(make_small().tensors()), metadata={"x": "y"}), load_file
+        )
 
 
-def test_swapped_tensors_are_an_error(tmp_path: Path) -> None:
-    path = small().save(tmp_path / "small.safetensors")
+def test_changed_tensors_raise_an_error(tmp_path: Path) -> None:
+    path = make_small().save(tmp_path / "small.safetensors")
     data = path.read_bytes()
     tensors = load(data)
     tensors["mean"] = tensors["mean"].flip(0)
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    assert survives(path, save(tensors, metadata=metadata), Small.load)
+    assert is_store_error(path, save(tensors, metadata=metadata), Small.load)
 
 
 @pytest.mark.parametrize(
@@ -149,24 +151,26 @@ def test_swapped_tensors_are_an_error(tmp_path: Path) -> None:
         ({}, None, "its info is a NoneType, not a dict"),
     ],
 )
-def test_what_no_record_holds_is_an_error(
+def test_wrong_contents_of_a_record_raise_an_error(
     tensors: Mapping[str, Tensor], info: Any, reason: str, tmp_path: Path
 ) -> None:
-    """With a digest that is right, as by a program of somebody else."""
+    """The digest is right, as if another program had written the file."""
     path = tmp_path / "small.safetensors"
-    fields = {**small().tensors(), **tensors}
+    fields = {**make_small().tensors(), **tensors}
     path.write_bytes(to_bytes_with_digest({"record": "Small", "info": info}, fields))
     with pytest.raises(
         StoreError, match=r"not hold what a Small of this version holds: .*" + reason
     ):
         Small.load(path)
-    fields = {"mean": small().mean}
+    fields = {"mean": make_small().mean}
     path.write_bytes(to_bytes_with_digest({"record": "Small", "info": {}}, fields))
     with pytest.raises(StoreError, match=r"fields \['mean'\], not \['best', 'mean'\]"):
         Small.load(path)
 
 
-def wrong(header: dict[str, Any], tensors: dict[str, Tensor], name: str, value: Any) -> None:
+def replace_entry(
+    header: dict[str, Any], tensors: dict[str, Tensor], name: str, value: Any
+) -> None:
     if name in header:
         header[name] = value
     elif value is None:
@@ -178,19 +182,19 @@ def wrong(header: dict[str, Any], tensors: dict[str, Tensor], name: str, value: 
 @pytest.mark.parametrize(
     "change",
     [
-        partial(wrong, name="query_position", value="1"),
-        partial(wrong, name="query_position", value=True),
-        partial(wrong, name="info", value=[]),
-        partial(wrong, name="kept", value=torch.ones(3, dtype=torch.bool)),
-        partial(wrong, name="kept", value=None),
-        partial(wrong, name="tokens", value=torch.ones(4)),
-        partial(wrong, name="key_positions", value=torch.ones(2, dtype=torch.int64)),
-        partial(wrong, name="key.0", value=torch.ones(3)),
-        partial(wrong, name="key.0", value=None),
-        partial(wrong, name="more", value=torch.ones(3)),
+        partial(replace_entry, name="query_position", value="1"),
+        partial(replace_entry, name="query_position", value=True),
+        partial(replace_entry, name="info", value=[]),
+        partial(replace_entry, name="kept", value=torch.ones(3, dtype=torch.bool)),
+        partial(replace_entry, name="kept", value=None),
+        partial(replace_entry, name="tokens", value=torch.ones(4)),
+        partial(replace_entry, name="key_positions", value=torch.ones(2, dtype=torch.int64)),
+        partial(replace_entry, name="key.0", value=torch.ones(3)),
+        partial(replace_entry, name="key.0", value=None),
+        partial(replace_entry, name="more", value=torch.ones(3)),
     ],
 )
-def test_what_no_context_holds_is_an_error(
+def test_wrong_contents_of_a_context_raise_an_error(
     gpt2: Any, tmp_path: Path, change: Callable[..., None]
 ) -> None:
     path = al.compress(gpt2, questions(gpt2, 1)[0]).save(tmp_path / "context.safetensors")
@@ -204,22 +208,22 @@ def test_what_no_context_holds_is_an_error(
         al.CompressedContext.load(path)
 
 
-def test_each_file_is_loaded_by_its_own_kind(gpt2: Any, tmp_path: Path) -> None:
-    record = small().save(tmp_path / "small.safetensors")
+def test_a_file_of_another_class_or_no_file_raises_an_error(gpt2: Any, tmp_path: Path) -> None:
+    record = make_small().save(tmp_path / "small.safetensors")
     context = al.compress(gpt2, questions(gpt2, 1)[0]).save(tmp_path / "context.safetensors")
     with pytest.raises(StoreError, match="holds a Small, not a CompressedContext"):
         al.CompressedContext.load(record)
     with pytest.raises(StoreError, match=r"holds a CompressedContext, not a Small; use"):
         Small.load(context)
     for path in (tmp_path, tmp_path / "none"):
-        for load_it in (Small.load, al.CompressedContext.load):
+        for load_file in (Small.load, al.CompressedContext.load):
             with pytest.raises(StoreError, match=f"{path} cannot be read: "):
-                load_it(path)
+                load_file(path)
 
 
-def test_files_of_earlier_versions_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_earlier_versions_raise_an_error_that_says_so(tmp_path: Path) -> None:
     path = tmp_path / "old.safetensors"
-    save_file(dict(small().tensors()), path, metadata={"record": "Small", "info": "{}"})
+    save_file(dict(make_small().tensors()), path, metadata={"record": "Small", "info": "{}"})
     with pytest.raises(StoreError, match=r"saved by an earlier version .* save it with this"):
         Small.load(path)
     save_file({"tokens": torch.ones(2)}, path, metadata={"context": "{}"})
@@ -239,28 +243,30 @@ def test_files_of_earlier_versions_are_told_apart(tmp_path: Path) -> None:
         ({"intervals": {"means": torch.ones(2)}}, "an interval of means, which is no field"),
     ],
 )
-def test_what_cannot_be_saved_is_an_error_before_anything_is_written(
+def test_invalid_records_raise_an_error_before_anything_is_written(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    path = small().save(tmp_path / "small.safetensors")
+    path = make_small().save(tmp_path / "small.safetensors")
     before = path.read_bytes()
     with pytest.raises(StoreError, match=reason):
-        small(**changes).save(path)
+        make_small(**changes).save(path)
     assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 1
 
 
-def test_info_of_a_context_that_json_cannot_hold(gpt2: Any, tmp_path: Path) -> None:
+def test_info_of_a_context_that_json_cannot_store_raises_an_error(
+    gpt2: Any, tmp_path: Path
+) -> None:
     context = al.compress(gpt2, questions(gpt2, 1)[0])
     with pytest.raises(StoreError, match="json cannot store"):
         replace(context, info=context.info | {"of": {1, 2}}).save(tmp_path / "c.safetensors")
     assert not [*tmp_path.iterdir()]
 
 
-def test_equal_results_are_equal_files(tmp_path: Path) -> None:
-    """Each header of safetensors has an order of its own where it has several entries."""
+def test_equal_results_give_equal_files(tmp_path: Path) -> None:
+    """The order of a safetensors header is arbitrary if it has several entries."""
     files = set()
     for number in range(20):
         info = {name: ord(name) for name in random.Random(number).sample("abcdef", 6)}
-        path = small(info=info).save(tmp_path / str(number))
+        path = make_small(info=info).save(tmp_path / str(number))
         files.add(path.read_bytes())
     assert len(files) == 1

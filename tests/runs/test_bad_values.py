@@ -1,4 +1,4 @@
-"""Values that no function can act on are refused with an error of this package."""
+"""Values that no function can use raise an error of this package."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,10 +21,9 @@ from anchorlens.errors import (
     RunError,
     StoreError,
 )
+from anchorlens.passes.forward import run_pass
 
-pytestmark = [
-    pytest.mark.without_jaxtyping,
-]
+pytestmark = pytest.mark.without_jaxtyping
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TEMPLATE = "{text}:{label}"
@@ -38,7 +37,7 @@ INF, NAN = float("inf"), float("nan")
         ([3], "query 0 must be an al.Example or a text; got a int"),
     ],
 )
-def test_queries_that_are_no_list_of_texts(byte_level: Any, queries: Any, message: str) -> None:
+def test_queries_must_be_a_list_of_texts(byte_level: Any, queries: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         al.build_prompts(byte_level, al.TASKS["sst2"], [BAD, GOOD], queries)
 
@@ -54,27 +53,27 @@ def test_queries_that_are_no_list_of_texts(byte_level: Any, queries: Any, messag
         ({"template": 3}, "the template of a task must be a string; got 3"),
     ],
 )
-def test_parts_of_a_task_that_are_no_strings(parts: Any, message: str) -> None:
+def test_parts_of_a_task_must_be_strings(parts: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         al.Task(**{"template": TEMPLATE, "labels": [" a", " b"], **parts})
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("place", [0, 1])
-def test_loyalty_of_logits_that_are_not_finite(value: float, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_loyalty_needs_finite_logits(value: float, index: int) -> None:
     runs = [torch.eye(3, 8), torch.eye(3, 8)]
-    runs[place][1, 2] = value
+    runs[index][1, 2] = value
     with pytest.raises(MetricError, match="logits must be finite numbers, but some are NaN or inf"):
         al.loyalty(runs[0], runs[1], torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("ids", [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False]])
-def test_loyalty_of_tokens_that_do_not_exist(ids: list[Any]) -> None:
+def test_loyalty_needs_tokens_of_the_vocabulary(ids: list[Any]) -> None:
     with pytest.raises(MetricError, match=r"must be a row of whole numbers from 0 to 7, .*; got"):
         al.loyalty(torch.eye(3, 8), torch.eye(3, 8), torch.tensor(ids))
 
 
-def test_loyalty_of_what_is_no_tensor() -> None:
+def test_loyalty_needs_tensors() -> None:
     logits, wrong = torch.eye(3, 8), partial(pytest.raises, MetricError)
     ids: Any = [0, 1]
     with wrong(match=r"must be a row of whole numbers .*; got \[0, 1\]"):
@@ -85,7 +84,7 @@ def test_loyalty_of_what_is_no_tensor() -> None:
 
 
 @pytest.mark.parametrize("resamples", [-1, 1.5, "3", None])
-def test_resamples_that_are_no_number_from_0(gpt2: Any, resamples: Any) -> None:
+def test_resamples_must_be_a_whole_number_from_0(gpt2: Any, resamples: Any) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the model ran")
 
@@ -122,12 +121,12 @@ def test_resamples_that_are_no_number_from_0(gpt2: Any, resamples: Any) -> None:
         [0, 1],
     ],
 )
-def test_answers_that_are_not_right_or_wrong(answers: Any) -> None:
+def test_answers_must_be_0_or_1(answers: Any) -> None:
     with pytest.raises(MetricError, match="the answers of 'odd' must be a tensor of 0 and 1, one"):
         al.compare_accuracies({"first": torch.ones(2), "odd": answers}, resamples=0)
 
 
-def test_sets_of_other_prompts() -> None:
+def test_sets_must_have_an_entry_for_each_answer() -> None:
     right = {"one": torch.ones(2)}
     with pytest.raises(
         MetricError, match=r"the set of each of the 2 prompts; got the shape \(3,\)"
@@ -139,14 +138,14 @@ def test_sets_of_other_prompts() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "3"])
-def test_counts_that_are_none(count: Any) -> None:
+def test_counts_must_be_whole_numbers(count: Any) -> None:
     with pytest.raises(DataError, match="count must be a whole number from 0; got"):
         al.sample_queries([BAD, GOOD], count)
     with pytest.raises(DataError, match=r"shots must be at least 1; got .*; give a whole number"):
         al.sample_demonstrations([BAD, GOOD], count)
 
 
-def test_paths_that_no_file_can_have(gpt2: Any) -> None:
+def test_impossible_paths_are_refused(gpt2: Any) -> None:
     refused = partial(pytest.raises, StoreError)
     record = al.compare_accuracies({"one": torch.ones(2)}, resamples=0)
     with refused(match="cannot be a folder of rows: embedded null"):
@@ -173,7 +172,7 @@ def test_paths_that_no_file_can_have(gpt2: Any) -> None:
         ({"label_positions": torch.tensor([[1j, 3]])}, "label_positions must be integers"),
     ],
 )
-def test_positions_that_are_no_numbers(parts: Any, message: str) -> None:
+def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str) -> None:
     right: dict[str, Any] = {
         "tokens": torch.tensor([[5, 1, 6, 2, 7, 8]]),
         "label_positions": [[1, 3]],
@@ -192,7 +191,7 @@ def test_positions_that_are_no_numbers(parts: Any, message: str) -> None:
         torch.zeros(2, 0, dtype=torch.long),
     ],
 )
-def test_positions_to_isolate_that_are_no_table(gpt2: Any, positions: Any) -> None:
+def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None:
     with pytest.raises(HookError, match=r"positions must be a tensor of whole numbers .*; got"):
         al.isolate(gpt2, positions, 0)
 
@@ -201,20 +200,20 @@ def test_positions_to_isolate_that_are_no_table(gpt2: Any, positions: Any) -> No
     "edges",
     [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2, None],
 )
-def test_edges_that_are_not_true_or_false(gpt2: Any, edges: Any) -> None:
+def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
     with pytest.raises(HookError, match=r"edges must be a tensor of True and False .*; got"):
         al.block_edges(gpt2, edges, 0)
 
 
 @pytest.mark.parametrize("seed", [1.5, None, "3"])
-def test_seeds_that_are_no_number(gpt2: Any, seed: Any) -> None:
+def test_seeds_must_be_whole_numbers(gpt2: Any, seed: Any) -> None:
     (batch,) = questions(gpt2, 2)
     with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
         al.isolate_random(gpt2, batch, 0, seed=seed)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_beta_that_is_not_finite(gpt2: Any, value: float) -> None:
+def test_a_beta_must_be_below_infinity(gpt2: Any, value: float) -> None:
     (batch,) = questions(gpt2, 2)
     shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
     beta = torch.zeros(shape)
@@ -225,21 +224,26 @@ def test_a_beta_that_is_not_finite(gpt2: Any, value: float) -> None:
         al.train_reweighting(gpt2, [batch], start=beta, epochs=1, progress=False)
 
 
-def test_a_beta_of_minus_infinity_cuts(gpt2: Any) -> None:
+def test_a_beta_may_be_minus_infinity(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 2)
     shape = (gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
-    assert al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
+    hooks = al.reweight_anchors(gpt2, batch, torch.full(shape, -INF))
+    factors = torch.ones(shape[:2])[..., None].expand(shape)
+    hooks_by_hand = al.reweight_anchors(gpt2, batch, -80 * factors)  # exp(-80) is as good as 0
+    changed = run_pass(gpt2, batch, hooks=hooks)
+    assert torch.equal(changed, run_pass(gpt2, batch, hooks=hooks_by_hand))
+    assert not torch.equal(changed, run_pass(gpt2, batch))
 
 
 class Falsy(list[Any]):
-    """Hooks of the user's own that are a list and a function; empty, so that it counts as False."""
+    """A user's hooks that are a list and a function. The list is empty and counts as False."""
 
     def __call__(self, batch: al.PromptBatch) -> list[Any]:
         return [("blocks.0.attn.hook_pattern", lambda tensor, hook: tensor * 0.5)]
 
 
 @pytest.mark.parametrize("hooks", [[], (), 0, False, {}])
-def test_hooks_that_are_no_function(gpt2: Any, hooks: Any) -> None:
+def test_hooks_must_be_a_function(gpt2: Any, hooks: Any) -> None:
     with pytest.raises(HookError, match="hooks is a function of the batch to hooks"):
         al.target_logits(gpt2, questions(gpt2, 2), hooks=hooks, progress=False)
 
@@ -252,7 +256,7 @@ def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
     assert not torch.equal(logits(hooks=Falsy()), logits())
 
 
-def test_batches_without_label_words(gpt2: Any) -> None:
+def test_batches_without_label_words_are_refused(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     none = torch.zeros(2, 0, dtype=torch.long)
     names = ("label_positions", "label_ends", "label_classes")
@@ -265,23 +269,23 @@ def test_batches_without_label_words(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("shift", [-10_000, 10_000])
-def test_label_positions_outside_the_prompt(gpt2: Any, shift: int) -> None:
+def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -> None:
     batch = questions(gpt2, 2)[0]
     wrong = replace(batch, label_positions=batch.label_positions + shift)
     beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, batch.label_positions.shape[1])
-    uses: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: al.isolate_labels(gpt2, wrong, 0),
         lambda: al.isolate_random(gpt2, wrong, 0, seed=1),
         lambda: al.reweight_anchors(gpt2, wrong, beta),
         lambda: al.edges.pq(wrong),
     ]
-    for use in uses:
+    for call in calls:
         with pytest.raises(PromptError, match="label_positions of prompt 0 has a position outside"):
-            use()
+            call()
 
 
 @pytest.mark.parametrize("size", [1.5, NAN, "3"])
-def test_sizes_that_are_no_whole_numbers(byte_level: Any, size: Any) -> None:
+def test_sizes_must_be_whole_numbers(byte_level: Any, size: Any) -> None:
     demos = [al.Example("x", 0), al.Example("y", 1)]
     build = partial(al.build_prompts, byte_level, al.TASKS["sst2"], demos, ["z"])
     for name in ("batch_size", "max_length"):
@@ -290,7 +294,7 @@ def test_sizes_that_are_no_whole_numbers(byte_level: Any, size: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1.5, None, "1"])
-def test_numbers_of_prompts_and_layers_that_are_none(gpt2: Any, count: Any) -> None:
+def test_numbers_of_prompts_and_layers_must_be_whole_numbers(gpt2: Any, count: Any) -> None:
     with pytest.raises(PromptError, match="the batch has the prompts 0 to 1; got"):
         questions(gpt2, 2)[0].prompt(count)
     with pytest.raises(HookError, match="depths are from 1 to 3 layers; got"):
@@ -299,15 +303,15 @@ def test_numbers_of_prompts_and_layers_that_are_none(gpt2: Any, count: Any) -> N
         al.sites.windows(gpt2, count)
 
 
-def test_places_need_names(gpt2: Any) -> None:
-    places: Any = {3: al.Site(0)}
+def test_sites_need_names(gpt2: Any) -> None:
+    sites: Any = {3: al.Site(0)}
     with pytest.raises(HookError, match=r"sites are {name: .*}, each name a string; got {3:"):
-        al.isolation_sweep(gpt2, questions(gpt2, 2), places, draws=1, progress=False)
+        al.isolation_sweep(gpt2, questions(gpt2, 2), sites, draws=1, progress=False)
 
 
 @dataclass(frozen=True)
-class Own:
-    """A metric of the user's own."""
+class UserMetric:
+    """A metric that a user wrote."""
 
     rows: Any
     shared_rows: Any = lambda logits, clean_logits: {}
@@ -328,30 +332,30 @@ class Own:
     ("change", "message"),
     [
         (torch.Tensor.to_sparse, "got one of the layout torch.sparse_coo; give values.to_dense"),
-        (lambda one: one.to("meta"), "got one on the device meta"),
+        (lambda values: values.to("meta"), "got one on the device meta"),
     ],
 )
-def test_rows_without_numbers_in_order(gpt2: Any, change: Any, message: str) -> None:
-    metric = Own(lambda logits, clean_logits: {"v": change(logits[:, 0])})
+def test_rows_must_be_dense_and_have_values(gpt2: Any, change: Any, message: str) -> None:
+    metric = UserMetric(lambda logits, clean_logits: {"v": change(logits[:, 0])})
     with pytest.raises(RunError, match=message) as caught:
         al.run(gpt2, questions(gpt2, 2), [metric, al.Accuracy()], progress=False, resamples=0)
     assert list(caught.value.results) == ["accuracy"]
 
 
 @pytest.mark.parametrize("rows", [None, 3, {}])
-def test_rows_that_are_no_function(gpt2: Any, rows: Any) -> None:
+def test_rows_of_an_observation_must_be_a_function(gpt2: Any, rows: Any) -> None:
     right: Any = lambda logits, clean_logits: {"v": logits[:, 0]}  # noqa: E731
-    for metric in (Own(rows), Own(right, shared_rows=rows)):
+    for metric in (UserMetric(rows), UserMetric(right, shared_rows=rows)):
         with pytest.raises(MetricError, match=r"are a function of \(logits, .*; own gave a"):
             al.run(gpt2, questions(gpt2, 4), [metric], progress=False, resamples=0)
 
 
-def test_a_model_that_cannot_run_in_a_type(byte_level: Any) -> None:
+def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
     """XGLM of transformers puts the lowest number of float64 into a float32."""
     with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; try another"):
         al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
 
 
-def test_a_bridge_that_is_not_fully_built() -> None:
+def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
     with pytest.raises(ModelError, match="that is not fully built, so that it has no hook"):
         al.prepare_model(TransformerBridge.__new__(TransformerBridge))

@@ -1,4 +1,4 @@
-"""Whatever decides a number is in the fingerprint; what does not is not."""
+"""The fingerprint holds everything that decides a number, and nothing else."""
 
 import json
 import warnings
@@ -76,7 +76,7 @@ CHANGES = [
 @pytest.mark.every_kind
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", [(64, 4096), (128, 768), (50, 8)])
-def test_every_change_of_a_weight_shows(
+def test_every_change_of_a_weight_changes_the_digest(
     change: Callable[[Tensor], None], shape: tuple[int, int]
 ) -> None:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -84,10 +84,10 @@ def test_every_change_of_a_weight_shows(
     change(changed)
     assert not torch.equal(weights, changed)
     assert digest(weights) != digest(changed)
-    assert digest(weights) == digest(weights.T.contiguous().T)  # however it lies in memory
+    assert digest(weights) == digest(weights.T.contiguous().T)  # another memory layout
 
 
-def test_each_bit_shows() -> None:
+def test_each_bit_changes_the_digest() -> None:
     weights = torch.randn(33)
     digests = {digest(weights)}
     for byte in range(4 * 33):
@@ -99,8 +99,8 @@ def test_each_bit_shows() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
-def test_a_gpu_gives_the_sums_of_a_cpu(rows: int) -> None:
-    """Its way, run on a CPU."""
+def test_the_function_for_gpus_gives_the_sums_of_a_cpu(rows: int) -> None:
+    """The function for GPUs runs on a CPU here."""
     words = torch.randint(-(2**31), 2**31 - 1, (rows, checksum.WIDTH), dtype=torch.int32)
     expected = [
         sum(int(word) * int(weight) for word, weight in zip(row, checksum._WEIGHTS, strict=True))
@@ -109,8 +109,8 @@ def test_a_gpu_gives_the_sums_of_a_cpu(rows: int) -> None:
     if rows:
         on_cpu, on_device = checksum._sums_on_cpu(words.numpy()), checksum._sums_on_device(words)
         assert np.array_equal(on_cpu, on_device)
-        found = [int(value) for value in on_cpu[:: max(1, rows // 2)]]
-        assert [value % 2**64 for value in found] == [value % 2**64 for value in expected]
+        sums = [int(value) for value in on_cpu[:: max(1, rows // 2)]]
+        assert [value % 2**64 for value in sums] == [value % 2**64 for value in expected]
     else:
         assert len(row_sums(words)) == 0
 
@@ -142,13 +142,13 @@ def test_a_real_gpu_gives_the_sums_of_a_cpu() -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}",
 )
-def test_any_kind_of_tensor(tensor: Tensor) -> None:
+def test_any_kind_of_tensor_has_a_digest(tensor: Tensor) -> None:
     assert digest(tensor) == digest(tensor.detach().clone())
     assert digest(tensor) != digest(torch.zeros(1, dtype=tensor.dtype))
 
 
 class Quantised(torch.Tensor):
-    """Like those of torchao: two tensors that are one."""
+    """A tensor that holds two tensors, like those of torchao."""
 
     stored: Tensor
     scale: Tensor
@@ -171,14 +171,14 @@ class Quantised(torch.Tensor):
         return Quantised(args[0].stored, args[0].scale)
 
 
-def test_a_tensor_that_holds_others() -> None:
+def test_the_digest_of_a_tensor_covers_the_tensors_inside_it() -> None:
     inner, scale = torch.arange(6, dtype=torch.int8), torch.ones(1)
     assert digest(Quantised(inner, scale)) == digest(Quantised(inner.clone(), scale.clone()))
     assert digest(Quantised(inner, scale)) != digest(Quantised(inner, scale * 2))
     assert digest(Quantised(inner, scale)) != digest(Quantised(inner + 1, scale))
 
 
-def test_scales_beside_a_quantised_weight() -> None:
+def test_the_scales_of_a_quantised_weight_count() -> None:
     def model(scale: float) -> Any:
         layer = torch.nn.Linear(2, 2, bias=False)
         layer.weight = torch.nn.Parameter(torch.ones(4, 1, dtype=torch.uint8), requires_grad=False)
@@ -192,7 +192,7 @@ def test_scales_beside_a_quantised_weight() -> None:
 
 
 @pytest.mark.changes_model
-def test_a_row_that_only_a_later_batch_uses(gpt2: Any, tmp_path: Path) -> None:
+def test_a_changed_row_that_only_a_later_batch_uses_is_detected(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=4, batch_size=1)
     earlier = torch.cat([batch.tokens.flatten() for batch in batches[:-1]])
     alone = [token for token in batches[-1].tokens.flatten().tolist() if token not in earlier]
@@ -205,14 +205,14 @@ def test_a_row_that_only_a_later_batch_uses(gpt2: Any, tmp_path: Path) -> None:
 
 
 def contents_of(model: Any) -> dict[str, Tensor]:
-    """What is not empty, as masks of a HookedTransformer are."""
+    """The buffers and parameters that are not empty; masks of a HookedTransformer are empty."""
     inside = getattr(model, "original_model", model)
     tensors = (*inside.named_buffers(), *inside.named_parameters())
     return {name: value for name, value in tensors if value.numel()}
 
 
 @pytest.mark.every_kind
-def test_a_changed_buffer(llama: Any) -> None:
+def test_a_changed_buffer_changes_the_fingerprint(llama: Any) -> None:
     before = identity(llama)
     assert identity(llama) == before
     name, buffer = next(
@@ -236,14 +236,14 @@ def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
         last = (-1,) * tensor.dim()
         with torch.no_grad():
             original = tensor[last].clone()
-            tensor[last] = original == 0  # of a mask, and of -inf, too
+            tensor[last] = original == 0  # this changes masks and -inf too
             assert identity(gpt2)["weights"] != before
             tensor[last] = original
     assert identity(gpt2)["weights"] == before
 
 
-def test_two_weights_that_changed_places() -> None:
-    """Of one shape, so that only their names tell."""
+def test_two_exchanged_weights_change_the_fingerprint() -> None:
+    """Both have the same shape, so that only their names differ."""
     layer = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     layer.cfg = SimpleNamespace(model_name="two")  # type: ignore[assignment]
     before = identity(layer)["weights"]
@@ -252,8 +252,10 @@ def test_two_weights_that_changed_places() -> None:
     assert identity(other)["weights"] != before
 
 
-def test_rotations_that_follow_the_prompts_do_not_count(hooked: Any, byte_level: Any) -> None:
-    """A dynamic rotation is written anew by a long prompt; the model is the same afterwards."""
+def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
+    hooked: Any, byte_level: Any
+) -> None:
+    """A long prompt changes the frequencies of a dynamic rotary embedding, but not the model."""
     weights: Any = tiny_llama(900)
     config = weights.config
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -267,11 +269,11 @@ def test_rotations_that_follow_the_prompts_do_not_count(hooked: Any, byte_level:
     assert not torch.equal(long.model.rotary_emb.inv_freq, frequencies)
     assert identity(model) == before
     long.model.rotary_emb.original_inv_freq += 1
-    if "original_inv_freq" in dict(long.model.rotary_emb.named_buffers()):
-        assert identity(model) != before
+    assert "original_inv_freq" in dict(long.model.rotary_emb.named_buffers())
+    assert identity(model) != before
 
 
-def test_settings_of_the_process_count(gpt2: Any) -> None:
+def test_settings_of_the_process_are_in_the_fingerprint(gpt2: Any) -> None:
     before = fingerprint(gpt2, (), {})
     assert fingerprint(gpt2, (), {}) == before
     with torch.autocast("cpu", torch.bfloat16):
@@ -288,7 +290,7 @@ def test_settings_of_the_process_count(gpt2: Any) -> None:
 
 
 def without_a_merge(tokenizer: Any) -> Any:
-    """A tokenizer of the same vocabulary that reads some words otherwise."""
+    """A tokenizer of the same vocabulary that splits some words differently."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     rules["model"]["merges"] = rules["model"]["merges"][:-40]
     backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(rules))
@@ -297,7 +299,9 @@ def without_a_merge(tokenizer: Any) -> Any:
 
 
 @pytest.mark.without_jaxtyping
-def test_another_tokenizer_is_another_paper(hooked: Any, byte_level: Any, tmp_path: Path) -> None:
+def test_another_tokenizer_is_another_run_of_the_paper(
+    hooked: Any, byte_level: Any, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"queries": 11, "seeds": [1], "depth": 1, "draws": 1}
     options |= {"parts": [al.PAPER_PARTS[1]], "progress": False}
 
@@ -317,7 +321,7 @@ def test_another_tokenizer_is_another_paper(hooked: Any, byte_level: Any, tmp_pa
 
 
 @pytest.mark.without_jaxtyping
-def test_a_hook_that_was_left_on_the_model_is_another_paper(
+def test_a_hook_left_on_the_model_is_detected_when_the_paper_resumes(
     hooked: Any, byte_level: Any, tmp_path: Path
 ) -> None:
     model = hooked(tiny_gpt2(len(byte_level), n_positions=512), byte_level)
@@ -331,7 +335,7 @@ def test_a_hook_that_was_left_on_the_model_is_another_paper(
     assert list(al.paper(model, data, **options).value) == first
 
 
-def test_what_makes_another_tokenizer(byte_level: Any) -> None:
+def test_merges_and_settings_change_the_identity_of_a_tokenizer(byte_level: Any) -> None:
     before = tokenizer_identity(byte_level)
     byte_level("some text", truncation=True, max_length=3)
     assert tokenizer_identity(byte_level) == before
@@ -352,7 +356,7 @@ def test_what_makes_another_tokenizer(byte_level: Any) -> None:
 def test_weights_are_summed_once_for_each_set_of_contexts(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not for every batch, draw and trial."""
+    """They are not summed for every batch, draw and trial."""
     summed: list[int] = []
 
     def counted(model: Any) -> dict[str, str]:

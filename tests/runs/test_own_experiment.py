@@ -1,4 +1,4 @@
-"""The experiment and the metric of the documentation, as a user would write them."""
+"""The experiment and the metric of the documentation, as users write them."""
 
 import ast
 import re
@@ -21,15 +21,15 @@ QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
 
 def code_of(page: str) -> str:
     """The first block of code of a page."""
-    found = re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 def names_of(page: str) -> dict[str, Any]:
-    space: dict[str, Any] = {"__name__": page}
-    exec(compile(code_of(page), page, "exec"), space)
-    return space
+    namespace: dict[str, Any] = {"__name__": page}
+    exec(compile(code_of(page), page, "exec"), namespace)
+    return namespace
 
 
 @pytest.mark.parametrize("page", ["experiments.md", "metrics.md"])
@@ -80,8 +80,8 @@ def test_the_experiment_equals_single_prompts_and_resumes(gpt2: Any, tmp_path: P
         experiment(gpt2, batches, [1, 3], folder=tmp_path, **QUIET)
 
 
-def test_hooks_of_ones_own_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
-    """Hooks that count positions from the first token: silently wrong after a cached prefix."""
+def test_user_hooks_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
+    """Such hooks count positions from the first token, which is wrong after a cached prefix."""
     batches = questions(gpt2, 6, batch_size=3)
 
     def hooks(batch: al.PromptBatch) -> list[Any]:
@@ -107,7 +107,7 @@ def test_hooks_of_ones_own_in_a_plan_run_whole_prompts(gpt2: Any) -> None:
                 assert difference(plan.logits(batch, change), expected.detach()) < 1e-5
 
 
-def test_hooks_made_for_each_batch_fill_no_memory(gpt2: Any) -> None:
+def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     with al.Study(gpt2, batches, {}, **QUIET) as study:
         plan = study.plan()
@@ -116,7 +116,7 @@ def test_hooks_made_for_each_batch_fill_no_memory(gpt2: Any) -> None:
         assert len(plan.passes.prefixes) <= 2
 
 
-def test_whole_prompts_on_request(gpt2: Any) -> None:
+def test_share_prefix_false_runs_whole_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
     shared = al.run(gpt2, batches, metrics, **QUIET)
@@ -127,7 +127,7 @@ def test_whole_prompts_on_request(gpt2: Any) -> None:
             assert difference(getattr(shared[name], field), values) < 1e-5
 
 
-def test_the_metric_equals_the_pattern(gpt2: Any) -> None:
+def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
     assert isinstance(metric, al.ObservesPrefix) and isinstance(metric, al.Metric)
@@ -140,8 +140,10 @@ def test_the_metric_equals_the_pattern(gpt2: Any) -> None:
             rows.append(
                 torch.stack(
                     [
-                        torch.special.entr(cache[f"blocks.{k}.attn.hook_pattern"][0, :, -1]).sum(-1)
-                        for k in range(gpt2.cfg.n_layers)
+                        torch.special.entr(
+                            cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1]
+                        ).sum(-1)
+                        for layer in range(gpt2.cfg.n_layers)
                     ]
                 )
             )
@@ -209,7 +211,7 @@ class GradientSum:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("in_prefix", [True, False])
 @pytest.mark.parametrize("point", ["blocks.1.attn.hook_q", "blocks.0.hook_resid_pre"])
-def test_gradients_anywhere_are_those_of_whole_prompts(
+def test_gradients_at_every_hook_point_equal_those_of_whole_prompts(
     gpt2: Any, point: str, in_prefix: bool
 ) -> None:
     """A bridge calls hook_q with a copy: after a cached prefix its gradient was 0."""
@@ -225,15 +227,17 @@ def test_gradients_anywhere_are_those_of_whole_prompts(
 
 
 @pytest.mark.parametrize("name", ["prompts", "weights", "torch"])
-def test_settings_take_no_name_of_what_is_stored(gpt2: Any, tmp_path: Path, name: str) -> None:
-    """They would stand in the place of the digest of the prompts."""
+def test_settings_cannot_have_names_of_the_fingerprint(
+    gpt2: Any, tmp_path: Path, name: str
+) -> None:
+    """They would replace entries of the fingerprint, such as the digest of the prompts."""
     study = al.Study(gpt2, questions(gpt2, 4), {name: "trec"}, folder=tmp_path, **QUIET)
     with study, pytest.raises(StoreError, match=f"settings cannot be named {name}"):
         study.plan()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_is_of_one_collection(gpt2: Any, tmp_path: Path) -> None:
+def test_a_folder_holds_one_collection(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, 4, batch_size=2)
 
     def zeros(batch: al.PromptBatch) -> dict[str, torch.Tensor]:
@@ -253,13 +257,16 @@ def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
         study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
 
 
-def test_prompts_with_other_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
+def test_prompts_with_different_numbers_of_label_words_share_nothing(gpt2: Any) -> None:
     tokens = torch.arange(5, 17)[None].repeat(2, 1)
     batches = [
         al.PromptBatch.from_positions(
-            tokens, label_positions=[p] * 2, label_classes=[c] * 2, label_token_ids=[1, 2]
+            tokens,
+            label_positions=[positions] * 2,
+            label_classes=[classes] * 2,
+            label_token_ids=[1, 2],
         )
-        for p, c in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
+        for positions, classes in (([2, 4, 6], [0, 1, 0]), ([4, 6], [1, 0]))
     ]
     with al.Study(gpt2, batches, {}, **QUIET) as study:
         plan = study.plan()
@@ -268,7 +275,7 @@ def test_prompts_with_other_numbers_of_label_words_share_nothing(gpt2: Any) -> N
             assert difference(plan.logits(batch), expected) < 1e-5
 
 
-def test_hooks_of_ones_own_for_prompts_padded_on_the_left(gpt2: Any) -> None:
+def test_user_hooks_for_prompts_padded_on_the_left_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 5, padding_side="left")
 
     def hooks(batch: al.PromptBatch) -> list[Any]:
@@ -279,7 +286,7 @@ def test_hooks_of_ones_own_for_prompts_padded_on_the_left(gpt2: Any) -> None:
         study.plan(interventions=[hooks])
 
 
-def test_a_function_without_weak_references(gpt2: Any) -> None:
+def test_a_function_without_weak_references_can_change_a_run(gpt2: Any) -> None:
     @dataclass(slots=True)
     class Cut:
         layer: int
@@ -298,7 +305,7 @@ def test_a_function_without_weak_references(gpt2: Any) -> None:
 
 
 @pytest.mark.changes_model
-def test_a_study_runs_without_dropout_outside_of_collect_too(gpt2: Any) -> None:
+def test_a_study_runs_without_dropout_also_outside_collect(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 4)
     modes = []
     gpt2.train()

@@ -1,4 +1,4 @@
-"""Several processes give what one gives, bit for bit, and fail together."""
+"""Several processes give the numbers of one, bit for bit; an error in one is raised in all."""
 
 import pickle
 import shutil
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:some pairs of classes have no prompts",
         "ignore:in . of . sets",
-        # Python from 3.12 on warns where the parent has threads.
+        # Python 3.12 and later warns if the parent has threads.
         "ignore:.*fork.*:DeprecationWarning",
     ),
 ]
@@ -47,7 +47,7 @@ pytestmark = [
 
 @dataclass
 class Launch:
-    found: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     folder: Path
     expected: dict[str, Any] = field(repr=False)
 
@@ -59,37 +59,43 @@ def tiny(hooked: Any, byte_level: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def launches(tiny: Any, tmp_path_factory: Any) -> dict[int, Launch]:
-    """Everything in 2 and in 3 processes; they are forks, which saves imports and a model each."""
+    """All work in 2 and in 3 processes. They are forks, which saves imports and models."""
     batches = two_sets(tiny)
     assert len(batches) == 7
     expected = everything(tiny, batches)
-    done: dict[int, Launch] = {}
+    launched: dict[int, Launch] = {}
     for count in (2, 3):
         folder = tmp_path_factory.mktemp(f"processes-{count}")
-        if done:
-            shutil.copytree(done[2].folder / "kept", folder / "earlier")
+        if launched:
+            shutil.copytree(launched[2].folder / "kept", folder / "earlier")
         debug_launcher(in_process, (tiny, batches, folder), num_processes=count)
-        found = [pickle.loads((folder / f"{k}.pickle").read_bytes()) for k in range(count)]
-        done[count] = Launch(found, folder, expected)
-    return done
+        results = [
+            pickle.loads((folder / f"{number}.pickle").read_bytes()) for number in range(count)
+        ]
+        launched[count] = Launch(results, folder, expected)
+    return launched
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("name", [*(one.__name__ for one in ANALYSES), "one batch", "the others"])
-def test_results_are_those_of_one_process(
+@pytest.mark.parametrize(
+    "name", [*(analysis.__name__ for analysis in ANALYSES), "one batch", "the others"]
+)
+def test_results_equal_those_of_one_process(
     launches: dict[int, Launch], count: int, name: str
 ) -> None:
-    """Batches are planned before they are shared out, so that not even the last bit differs."""
+    """Batches are planned before processes divide them, so that every bit is equal."""
     launch = launches[count]
-    for found in launch.found:
-        assert_equal(found[name], launch.expected[name])
+    for results in launch.results:
+        assert_equal(results[name], launch.expected[name])
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["info", "untouched", "refused rows"])
-def test_and_what_is_said_of_them(launches: dict[int, Launch], count: int, name: str) -> None:
+def test_info_random_state_and_errors_equal_those_of_one_process(
+    launches: dict[int, Launch], count: int, name: str
+) -> None:
     launch = launches[count]
-    assert all(found[name] == launch.expected[name] for found in launch.found)
+    assert all(results[name] == launch.expected[name] for results in launch.results)
     assert launch.expected["untouched"] is True
     assert "picky: not prompt " in launch.expected["refused rows"]
 
@@ -103,104 +109,106 @@ def test_and_what_is_said_of_them(launches: dict[int, Launch], count: int, name:
         ("other calls", ("the same call", "metrics: process 0 ", "process 1 None")),
     ],
 )
-def test_processes_with_other_work_are_refused(
+def test_processes_with_different_calls_raise_an_error(
     launches: dict[int, Launch], count: int, name: str, words: Sequence[str]
 ) -> None:
-    said = {found[name] for found in launches[count].found}
-    assert len(said) == 1
-    assert all(word in next(iter(said)) for word in ("ProcessError: ", *words))
+    messages = {results[name] for results in launches[count].results}
+    assert len(messages) == 1
+    assert all(word in next(iter(messages)) for word in ("ProcessError: ", *words))
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_where_one_finds_other_logits_all_run_whole_prompts(
+def test_different_logits_in_one_process_make_all_run_whole_prompts(
     launches: dict[int, Launch], count: int
 ) -> None:
     assert "run once for all" in launches[count].expected["info"]["shared_prefix"]
-    for found in launches[count].found:
-        assert found["disagreeing"].startswith("off: logits differ")
+    for results in launches[count].results:
+        assert results["disagreeing"].startswith("off: logits differ")
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "own"),
+    ("name", "message"),
     [
         ("bad prompt", "PromptError: token "),
         ("in a pass", "OutOfMemory: no memory is left"),
         ("in a block", "OutOfMemory: in a block"),
     ],
 )
-def test_one_failure_is_everyones(
-    launches: dict[int, Launch], count: int, name: str, own: str
+def test_an_error_in_one_process_is_raised_in_all(
+    launches: dict[int, Launch], count: int, name: str, message: str
 ) -> None:
-    *others, failed = (found[name] for found in launches[count].found)
-    assert failed.startswith(own)
+    *others, failed = (results[name] for results in launches[count].results)
+    assert failed.startswith(message)
     assert others == [f"ProcessError: process {count - 1} of {count} failed: {failed}"] * len(
         others
     )
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_others_stop_at_once_and_go_on_in_step(launches: dict[int, Launch], count: int) -> None:
+def test_the_other_processes_stop_soon_and_can_run_again(
+    launches: dict[int, Launch], count: int
+) -> None:
     launch = launches[count]
-    *others, failed = (found["seen"] for found in launch.found)
-    # Of 3 batches at least in one of the others: heard before the second of them, or in it.
+    *others, failed = (results["seen"] for results in launch.results)
+    # One of the others has 3 batches or more. It learns of the failure in the second, or before.
     assert failed == 1 and all(seen <= 2 for seen in others)
-    first = launch.found[0]["afterwards"]
-    assert all(torch.equal(found["afterwards"], first) for found in launch.found)
+    first = launch.results[0]["afterwards"]
+    assert all(torch.equal(results["afterwards"], first) for results in launch.results)
 
 
-def test_a_run_goes_on_in_another_number_of_processes(
+def test_a_run_resumes_in_another_number_of_processes(
     launches: dict[int, Launch], tiny: Any
 ) -> None:
-    """Interrupted in 2 processes, resumed in 2, in 3 and in one."""
+    """The run is interrupted in 2 processes, and resumes in 2, in 3 and in 1."""
     names = {path.name for path in (launches[2].folder / "kept").glob("rows-*")}
     assert 1 < len(names) < 7 and "rows-00000.safetensors" in names
     batched = questions(tiny, count=7, batch_size=1)
     expected = tensors_of(
         al.run(tiny, batched, [Failing(process=-1, seen=[0, 0]), al.Accuracy()], **QUIET)
     )
-    runs = [[found["resumed left"] for found in launches[2].found]]
-    runs += [[found["resumed earlier"] for found in launches[3].found]]
+    runs = [[results["resumed left"] for results in launches[2].results]]
+    runs += [[results["resumed earlier"] for results in launches[3].results]]
     runs += [[resumed(tiny, launches[2].folder / "kept")]]
     for run in runs:
         for tensors, _ in run:
             assert_equal(tensors, expected)
-        # The first is computed again, to see that it is the same.
+        # The first batch is computed again to check that it is equal.
         assert sum(computed for _, computed in run) == 7 - len(names) + 1
-    assert max(computed for _, computed in runs[0]) < 7 - len(names)  # what is left is shared
+    assert max(computed for _, computed in runs[0]) < 7 - len(names)  # processes divide the rest
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_part_of_the_paper_that_fails_spares_the_others(
+def test_a_failing_part_of_the_paper_leaves_the_numbers_of_the_others(
     launches: dict[int, Launch], tiny: Any, count: int
 ) -> None:
-    expected, kept, _ = paper_numbers(tiny, [])
-    assert expected and len(kept) == 2
+    expected, tables, _ = paper_numbers(tiny, [])
+    assert expected and len(tables) == 2
     launch = launches[count]
-    for number, found in enumerate(launch.found):
-        numbers, kept, said = found["paper"]
+    for process, results in enumerate(launch.results):
+        numbers, tables, warnings = results["paper"]
         assert numbers == expected
-        assert len(kept) == (0 if number else 2)  # files are the main process's
-        own = "in a part" if number == count - 1 else f"process {count - 1} of {count} failed"
-        assert own in said[0] and len(said) == 1
+        assert len(tables) == (0 if process else 2)  # only the main process calls keep
+        message = "in a part" if process == count - 1 else f"process {count - 1} of {count} failed"
+        assert message in warnings[0] and len(warnings) == 1
 
 
 @pytest.mark.draws
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_model_over_all_processes_is_refused(launches: dict[int, Launch], count: int) -> None:
-    for found in launches[count].found:
-        assert "each needs the whole model" in found["split weights"]
+def test_a_model_split_over_processes_is_refused(launches: dict[int, Launch], count: int) -> None:
+    for results in launches[count].results:
+        assert "each needs the whole model" in results["split weights"]
     require_whole_model(torch.nn.Linear(1, 1))
 
 
-def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
+def test_processes_get_contiguous_complete_and_even_parts(monkeypatch: Any) -> None:
     def parts(costs: list[int], count: int) -> list[list[int]]:
-        found = []
+        divided = []
         for number in range(count):
             state = type("State", (), {"num_processes": count, "process_index": number})
             monkeypatch.setattr("anchorlens.system.processes._state", lambda state=state: state)
-            found.append(batches_of_process(costs))
-        return found
+            divided.append(batches_of_process(costs))
+        return divided
 
     assert parts([5] * 7, 2) == [[0, 1, 2], [3, 4, 5, 6]]
     assert parts([5] * 7, 3) == [[0, 1], [2, 3, 4], [5, 6]]
@@ -213,7 +221,7 @@ def test_parts_are_contiguous_whole_and_even(monkeypatch: Any) -> None:
             assert joined == list(range(len(costs)))
 
 
-def test_alone_nothing_is_exchanged() -> None:
+def test_a_single_process_exchanges_nothing() -> None:
     assert (
         gather_from_processes("x", 3) == [3]
         and batches_of_process([1, 2]) == [0, 1]

@@ -1,4 +1,4 @@
-"""What only observes a run cannot change what others see of it."""
+"""A metric cannot change what other metrics observe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,18 +83,20 @@ def test_an_edit_in_place_is_an_error_that_names_the_metric(
 @pytest.mark.filterwarnings("ignore:in 1 of 1 sets")
 @pytest.mark.parametrize("edit", [multiply, clear_data])
 @pytest.mark.parametrize("changed", [False, True])
-def test_logits_that_a_metric_edits_are_its_own(gpt2: Any, edit: Any, changed: bool) -> None:
+def test_a_metric_that_edits_logits_does_not_change_other_results(
+    gpt2: Any, edit: Any, changed: bool
+) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     hooks = (lambda batch: al.isolate_labels(gpt2, batch, 0)) if changed else None
     others = [*OTHERS, al.Loyalty()] if changed else OTHERS
     expected = al.run(gpt2, batches, others, hooks=hooks, **QUIET)
-    found = al.run(gpt2, batches, [Editor(edit, "rows"), *others], hooks=hooks, **QUIET)
+    results = al.run(gpt2, batches, [Editor(edit, "rows"), *others], hooks=hooks, **QUIET)
     for name, record in expected.items():
-        assert_same(found[name], record)
+        assert_same(results[name], record)
 
 
-def test_an_edit_in_a_later_batch_is_found(gpt2: Any) -> None:
-    """PyTorch counts edits in every batch; edits of data are looked for in the first."""
+def test_an_edit_in_a_later_batch_is_detected(gpt2: Any) -> None:
+    """PyTorch counts edits in every batch; edits of ``data`` are detected in the first only."""
     calls: list[int] = []
 
     def later(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The loop: one pass feeds many metrics, anyone's own among them; refusals come before it."""
+"""One pass serves many metrics, also those of users. Bad input is refused before it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ pytestmark = [
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(5)]
 
 
-# A metric of one's own: how much the target attends to itself. Nothing else is needed.
+# A user's metric: how much the target attends to itself. A metric needs nothing more than this.
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SelfAttentionRecord(al.Record):
     own: Float[Tensor, "layer head"]
@@ -38,20 +38,20 @@ class SelfAttention:
     needs_gradient: ClassVar[bool] = False
 
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-        kept: dict[int, Tensor] = {}
+        patterns: dict[int, Tensor] = {}
 
         def hook_of(layer: int) -> Hook:
-            def keep(pattern: Tensor, hook: Any) -> None:
+            def store(pattern: Tensor, hook: Any) -> None:
                 prompts = torch.arange(len(batch))
                 target = batch.target_positions
-                kept[layer] = pattern[prompts, :, target, target].cpu() ** self.power
+                patterns[layer] = pattern[prompts, :, target, target].cpu() ** self.power
 
-            return pattern_name(layer), keep
+            return pattern_name(layer), store
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"own": torch.stack([kept[k] for k in range(model.cfg.n_layers)], 1)}
+            return {"own": torch.stack([patterns[layer] for layer in range(model.cfg.n_layers)], 1)}
 
-        return al.Observation(rows, [hook_of(k) for k in range(model.cfg.n_layers)])
+        return al.Observation(rows, [hook_of(layer) for layer in range(model.cfg.n_layers)])
 
     def result(self, rows: Any) -> SelfAttentionRecord:
         return SelfAttentionRecord(own=rows["own"].mean(0), per_prompt=rows["own"])
@@ -77,18 +77,18 @@ def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: 
     return al.run(model, batches, metrics, **({"resamples": 0, "progress": False} | options))
 
 
-def test_a_metric_of_ones_own(gpt2: Any) -> None:
+def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
     assert isinstance(SelfAttention(), al.Metric)
     batches = questions(gpt2, 7, batch_size=3)
     results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)
     record = results["self_attention"]
     for batch in batches:
-        for n, place in enumerate(batch.index.tolist()):
-            tokens = batch.tokens[n][batch.attention_mask[n]][None]
+        for row, index in enumerate(batch.index.tolist()):
+            tokens = batch.tokens[row][batch.attention_mask[row]][None]
             with torch.no_grad():
                 _, cache = gpt2.run_with_cache(tokens)
-            own = torch.stack([cache[pattern_name(k)][0, :, -1, -1] for k in range(3)])
-            torch.testing.assert_close(record.per_prompt[place], own, rtol=1e-4, atol=1e-6)
+            expected = torch.stack([cache[pattern_name(layer)][0, :, -1, -1] for layer in range(3)])
+            torch.testing.assert_close(record.per_prompt[index], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(record.own, record.per_prompt.mean(0))
     low, high = record.intervals["own"]
     assert set(record.intervals) == {"own"}
@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), REFUSED)
-def test_refusals_before_any_pass(
+def test_bad_arguments_are_refused_before_any_pass(
     gpt2: Any,
     call: Callable[..., Any],
     kind: type[AnchorlensError],
@@ -139,7 +139,7 @@ def test_refusals_before_any_pass(
 
 
 @pytest.mark.without_jaxtyping
-def test_what_is_of_another_type(gpt2: Any) -> None:
+def test_arguments_of_a_wrong_type_are_refused(gpt2: Any) -> None:
     batches: Any = questions(gpt2, 4)
     with pytest.raises(ModelError, match="expected a TransformerBridge"):
         run("gpt2", [], METRICS)
@@ -151,7 +151,7 @@ def test_what_is_of_another_type(gpt2: Any) -> None:
         run(gpt2, batches, [object()])
 
 
-def test_many_metrics_in_one_pass_are_those_of_each_alone(
+def test_many_metrics_in_one_pass_equal_each_metric_alone(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = questions(gpt2, 9, batch_size=4)
@@ -170,10 +170,10 @@ def test_many_metrics_in_one_pass_are_those_of_each_alone(
 
     monkeypatch.setattr(type(gpt2), "forward", count_forward)
     monkeypatch.setattr(Tensor, "backward", count_backward)
-    together = run(gpt2, batches, metrics, resamples=5)
+    results = run(gpt2, batches, metrics, resamples=5)
     assert passes == {"forward": 3, "backward": 3}
     for metric, record in zip(metrics, alone, strict=True):
-        assert_same(together[metric.name], record)
+        assert_same(results[metric.name], record)
     passes.update(forward=0, backward=0)
     run(gpt2, batches, metrics[1:])
     assert passes == {"forward": 3, "backward": 0}
@@ -188,7 +188,7 @@ def test_rows_do_not_depend_on_the_batches(name: str, request: pytest.FixtureReq
     metrics = [*METRICS, al.Loyalty(), SelfAttention()]
 
     def results_of(batches: list[al.PromptBatch]) -> dict[str, al.Record]:
-        # Every layer: the KL of a slight change is a difference of nearly equal float32 logits.
+        # All layers are changed, because the KL of a small change is lost in float32.
         hooks = lambda batch: al.isolate_labels(model, batch, range(3))  # noqa: E731
         return run(model, batches, metrics, hooks=hooks, resamples=3)
 
@@ -204,9 +204,9 @@ def test_rows_do_not_depend_on_the_batches(name: str, request: pytest.FixtureReq
 
 
 def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
-    """Each call counts its queries from 0; rows stay one set of demonstrations after another."""
+    """Each call counts its queries from 0. The rows of one set of demonstrations stay adjacent."""
     examples = al.load_examples("questions")
-    one, two = (
+    first, second = (
         al.build_prompts(
             gpt2.tokenizer,
             al.TASKS["trec"],
@@ -216,14 +216,16 @@ def test_batches_of_several_calls_may_be_joined(gpt2: Any) -> None:
         )
         for seed, count in ((1, 3), (2, 5))
     )
-    joined = run(gpt2, [*one, *two], [SelfAttention()])["self_attention"].per_prompt
+    joined = run(gpt2, [*first, *second], [SelfAttention()])["self_attention"].per_prompt
     assert joined.shape[0] == 8
-    parts = [run(gpt2, part, [SelfAttention()])["self_attention"].per_prompt for part in (one, two)]
+    parts = [
+        run(gpt2, part, [SelfAttention()])["self_attention"].per_prompt for part in (first, second)
+    ]
     torch.testing.assert_close(joined, torch.cat(parts))
 
 
 def test_results_hold_no_graph(gpt2: Any) -> None:
-    """Rows of a metric that does not detach would keep the graph of every batch alive."""
+    """Rows of a metric that does not detach would hold the graph of every batch in memory."""
     results = run(gpt2, questions(gpt2, 3), [SelfAttention(), al.SaliencyFlows()])
     assert not results["self_attention"].per_prompt.requires_grad
 
@@ -237,22 +239,22 @@ def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
     seen = run(gpt2, batches, [SelfAttention()], hooks=only_itself)["self_attention"].per_prompt
     assert (seen[:, :2] == 1).all() and (seen[:, 2] < 1).all()
     flows = run(gpt2, batches, [al.SaliencyFlows()], hooks=only_itself)["saliency_flows"]
-    # What is cut has the pattern 0, so no saliency; above it nothing but the target counts.
+    # A cut edge has the pattern 0, and therefore no saliency; layer 2 has all its edges.
     assert not flows.per_prompt[:, 0, 1].any() and flows.per_prompt[:, 2, 1].all()
 
 
-def test_clean_logits_come_with_hooks_alone(gpt2: Any) -> None:
+def test_clean_logits_are_given_only_with_hooks(gpt2: Any) -> None:
     seen: list[Any] = []
 
     class Spy(SelfAttention):
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            usual = super().observe(model, batch)
+            observation = super().observe(model, batch)
 
             def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
                 seen.append((logits, clean_logits))
-                return usual.rows(logits, clean_logits)
+                return observation.rows(logits, clean_logits)
 
-            return replace(usual, rows=rows)
+            return replace(observation, rows=rows)
 
     batches = questions(gpt2, 3)
     run(gpt2, batches, [Spy()])
@@ -263,7 +265,7 @@ def test_clean_logits_come_with_hooks_alone(gpt2: Any) -> None:
     assert not torch.allclose(changed, clean, atol=1e-3)
 
 
-def test_one_failing_metric_keeps_the_results_of_the_others(gpt2: Any) -> None:
+def test_a_failing_metric_leaves_the_results_of_the_others(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     metrics = [al.SaliencyFlows(), Failing(), SelfAttention()]
     with pytest.raises(RunError, match="failing: no number comes from these prompts") as caught:
@@ -273,7 +275,7 @@ def test_one_failing_metric_keeps_the_results_of_the_others(gpt2: Any) -> None:
     assert_same(caught.value.results["saliency_flows"], expected["saliency_flows"])
 
 
-def test_rows_without_one_entry_a_prompt(gpt2: Any) -> None:
+def test_rows_must_have_one_entry_for_each_prompt(gpt2: Any) -> None:
     message = r"wrong_rows: row 'short' must have one entry a prompt, 2; got the shape \(1,\)"
     with pytest.raises(RunError, match=message) as caught:
         run(gpt2, questions(gpt2, 3, batch_size=2), [WrongRows(), al.SaliencyFlows()])
@@ -294,8 +296,8 @@ def test_both_variants_of_saliency_share_a_run(gpt2: Any) -> None:
     torch.testing.assert_close(results["footnote"].per_prompt[..., 1].float(), expected[order])
 
 
-def test_batches_of_bare_positions_keep_their_order(gpt2: Any) -> None:
-    """Each counts its prompts from 0 again."""
+def test_batches_from_positions_stay_in_order(gpt2: Any) -> None:
+    """Each batch counts its prompts from 0."""
     tokens = torch.tensor([[9, 5, 6, 8], [9, 5, 6, 7], [9, 5, 6, 4]])
     batches = [
         al.PromptBatch.from_positions(
@@ -307,16 +309,18 @@ def test_batches_of_bare_positions_keep_their_order(gpt2: Any) -> None:
         for rows in (tokens[:2], tokens[2:])
     ]
     joined = run(gpt2, batches, [SelfAttention()])["self_attention"].per_prompt
-    parts = [run(gpt2, [one], [SelfAttention()])["self_attention"].per_prompt for one in batches]
+    parts = [
+        run(gpt2, [batch], [SelfAttention()])["self_attention"].per_prompt for batch in batches
+    ]
     torch.testing.assert_close(joined, torch.cat(parts))
 
 
-def test_negative_resamples(gpt2: Any) -> None:
+def test_negative_resamples_are_refused(gpt2: Any) -> None:
     with pytest.raises(MetricError, match=r"resamples must be 0 .* got -3"):
         run(gpt2, questions(gpt2, 3), METRICS, resamples=-3)
 
 
-def test_intervals(gpt2: Any) -> None:
+def test_intervals_are_repeatable_and_contain_the_estimates(gpt2: Any) -> None:
     batches = questions(gpt2, 8)
     state = torch.get_rng_state()
     results = run(gpt2, batches, METRICS, resamples=30)

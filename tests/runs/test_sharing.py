@@ -1,4 +1,4 @@
-"""Demonstrations run once give what whole prompts give; where they cannot, the result says so."""
+"""Demonstrations that run once give the numbers of whole prompts, or are not shared."""
 
 import logging
 from dataclasses import replace
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs whole prompts from its call on."""
+    """A function that turns the sharing of demonstrations off."""
     return lambda: monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
 
 
@@ -46,9 +46,9 @@ def isolated(model: Any) -> Any:
     return lambda batch: al.isolate_labels(model, batch, range(2))
 
 
-# Padded on the left: these are padded on the right before they run, so that both sides are shown.
+# Prompts padded on the left are padded on the right before they run: this tests both sides.
 @pytest.mark.every_kind
-def test_metrics_as_of_whole_prompts(model: Any, whole: Any) -> None:
+def test_metrics_equal_those_of_whole_prompts(model: Any, whole: Any) -> None:
     batches = questions(model, 9, batch_size=4, padding_side="left")
     changes = (None, isolated(model))
     ours = [al.run(model, batches, METRICS, hooks=change, **QUIET) for change in changes]
@@ -71,8 +71,8 @@ def test_metrics_as_of_whole_prompts(model: Any, whole: Any) -> None:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("changed", [False, True])
-def test_saliency_as_of_whole_prompts(model: Any, changed: bool, whole: Any) -> None:
-    """The gradient goes on through demonstrations that were run once, of two sets in turn."""
+def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole: Any) -> None:
+    """The gradient passes through demonstrations that ran once, of one set after another."""
     batches = questions(model, 10, batch_size=4, padding_side="left")
     batches += questions(model, 10, batch_size=4, padding_side="left", seed=7)
     metrics = [*METRICS, al.SaliencyFlows(), al.SaliencyFlows(absolute_per_head=True, name="abs")]
@@ -89,17 +89,17 @@ def test_saliency_as_of_whole_prompts(model: Any, changed: bool, whole: Any) -> 
     assert hooks_on(model) == before
 
 
-def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 5)
     expected = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     original = kv_cache.Graph.pass_gradients_on
 
-    def off(graph: Any, leaves: Any) -> None:
+    def wrong(graph: Any, leaves: Any) -> None:
         for leaf in leaves:
             leaf.grad *= 1.01
         original(graph, leaves)
 
-    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", off)
+    monkeypatch.setattr(kv_cache.Graph, "pass_gradients_on", wrong)
     record = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert record.info["shared_prefix"].startswith("off: saliencies differ by")
     assert_same(record, expected)
@@ -114,74 +114,74 @@ def test_other_gradients_are_not_taken(gpt2: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.every_kind
-def test_isolation_inside_the_prefix_shows(gpt2: Any) -> None:
+def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
     passes = shared_passes(gpt2, batches, [change])
     ready = passes.after_prefix(batches[0])
     assert ready.first_query > int(ready.label_positions.max())
-    # The hooks act in the demonstrations alone: from their cache on nothing is left to cut.
+    # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
     from_cut = run_pass(gpt2, ready, prefix=passes.prefix(ready, change)[1])
     expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
     assert difference(from_cut, expected) < 1e-5
     assert difference(passes.logits(ready), expected) > 1e-2
 
 
-def test_several_sets_and_joined_batches(llama: Any, whole: Any) -> None:
+def test_several_sets_in_joined_batches_equal_whole_prompts(llama: Any, whole: Any) -> None:
     examples = al.load_examples("questions")
     batches: list[al.PromptBatch] = []
     sides: list[Any] = ["left", "right"]
     for seed, side in enumerate(sides, start=1):
         demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [one for one in examples if one not in demos][:10]
+        queries = [example for example in examples if example not in demos][:10]
         task = al.TASKS["trec"]
         batches += al.build_prompts(
             llama.tokenizer, task, demos, queries, batch_size=3, padding_side=side
         )
     ours = al.run(llama, batches, METRICS, **QUIET)
-    assert " to " in ours["accuracy"].info["shared_prefix"]  # each set has its length
+    assert " to " in ours["accuracy"].info["shared_prefix"]  # each set has its own length
     whole()
     for name, record in al.run(llama, batches, METRICS, **QUIET).items():
         assert_same(ours[name], record)
 
 
 @pytest.mark.every_kind
-def test_reweighting_acts_in_the_queries(gpt2: Any) -> None:
+def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
     passes = shared_passes(gpt2, batches, [lambda b: al.reweight_anchors(gpt2, b, beta)])
     assert "run once" in passes.status
     ready = passes.after_prefix(batches[0])
-    found = passes.logits(ready, lambda batch: al.reweight_anchors(gpt2, batch, beta))
+    logits = passes.logits(ready, lambda batch: al.reweight_anchors(gpt2, batch, beta))
     hooks = al.reweight_anchors(gpt2, batches[0], beta)
-    assert difference(found, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
+    assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
 
-def test_hooks_of_ones_own_run_whole_prompts(gpt2: Any) -> None:
-    def own(batch: al.PromptBatch) -> Any:
+def test_user_hooks_run_whole_prompts(gpt2: Any) -> None:
+    def clear_small(batch: al.PromptBatch) -> Any:
         return [(pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))]
 
-    for change in (own, lambda b: al.block_edges(gpt2, al.edges.pq(b), 0)):
+    for change in (clear_small, lambda b: al.block_edges(gpt2, al.edges.pq(b), 0)):
         results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=change, **QUIET)
         assert "hooks of one's own" in results["loyalty"].info["shared_prefix"]
 
 
 def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
-    """The first batch alone cannot tell: there they do in the demonstrations what they should."""
+    """The first batch alone cannot show this: there the hooks do what they do in demonstrations."""
     batches = questions(gpt2, 9, batch_size=3)
 
     def drawn_anew(batch: al.PromptBatch) -> Any:
         return al.isolate_random(gpt2, batch, range(3), seed=int(batch.index[0]))
 
-    def by_place(batch: al.PromptBatch) -> Any:
+    def by_index(batch: al.PromptBatch) -> Any:
         return al.isolate_labels(gpt2, batch, [0] if 0 in batch.index else [0, 1])
 
     def one_prompt(batch: al.PromptBatch) -> Any:
         positions = batch.label_positions + (batch.index == int(batches[-1].index[-1]))[:, None]
         return al.isolate_labels(gpt2, replace(batch, label_positions=positions), 0)
 
-    changes = (drawn_anew, by_place, one_prompt)
-    ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=one, **QUIET) for one in changes]
+    changes = (drawn_anew, by_index, one_prompt)
+    ours = [al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET) for change in changes]
     whole()
     for change, results in zip(changes, ours, strict=True):
         assert "hooks differ between prompts" in results["loyalty"].info["shared_prefix"]
@@ -189,7 +189,7 @@ def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: A
         assert_same(results["loyalty"], theirs["loyalty"])
 
 
-def test_hooks_that_need_the_whole_prompt(gpt2: Any) -> None:
+def test_hooks_at_the_target_run_whole_prompts(gpt2: Any) -> None:
     def at_target(batch: al.PromptBatch) -> Any:
         targets = batch.target_positions[:, None].expand(-1, 6)
         return al.isolate_labels(gpt2, replace(batch, label_positions=targets), 0)
@@ -199,21 +199,21 @@ def test_hooks_that_need_the_whole_prompt(gpt2: Any) -> None:
 
 
 class Watchful(al.Accuracy):
-    """Watches more than what it inherits."""
+    """Observes more than the class that it inherits from."""
 
     def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
         sizes: list[int] = []
 
-        def look(pattern: Any, hook: Any) -> None:
+        def observe_width(pattern: Any, hook: Any) -> None:
             sizes.append(pattern.shape[2])
 
         def rows(logits: Any, clean_logits: Any) -> Any:
             return {"correct": torch.full((len(batch),), float(sizes[0]))}
 
-        return Observation(rows, [(pattern_name(0), look)])
+        return Observation(rows, [(pattern_name(0), observe_width)])
 
 
-def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> None:
+def test_a_metric_that_inherits_observe_prefix_runs_whole_prompts(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 5)
     result = al.run(gpt2, [batch], [Watchful()], **QUIET)["accuracy"]
     assert "accuracy without observe_prefix" in result.info["shared_prefix"]
@@ -221,7 +221,7 @@ def test_a_metric_that_inherits_what_it_watches_in_demonstrations(gpt2: Any) -> 
 
 
 class Unable(al.Accuracy):
-    """Finds out in the demonstrations that it cannot."""
+    """Raises an error in the demonstrations."""
 
     def observe(self, model: Any, batch: al.PromptBatch) -> Observation:
         return super().observe(model, batch)
@@ -233,7 +233,7 @@ class Unable(al.Accuracy):
         return Observation(rows)
 
 
-def test_a_metric_that_fails_in_the_demonstrations_is_set_aside(gpt2: Any) -> None:
+def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
     with pytest.raises(RunError, match="no result for unable: not of these demonstr") as error:
@@ -243,12 +243,12 @@ def test_a_metric_that_fails_in_the_demonstrations_is_set_aside(gpt2: Any) -> No
         assert_same(error.value.results[name], record)
 
 
-def test_a_metric_of_ones_own_runs_whole_prompts(gpt2: Any) -> None:
+def test_a_metric_without_observe_prefix_runs_whole_prompts(gpt2: Any) -> None:
     results = al.run(gpt2, questions(gpt2, 5), [SelfAttention(), al.Accuracy()], **QUIET)
     assert "self_attention without" in results["accuracy"].info["shared_prefix"]
 
 
-def test_checkpoints_run_whole_prompts(gpt2: Any) -> None:
+def test_gradient_checkpointing_runs_whole_prompts(gpt2: Any) -> None:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
     results = al.run(gpt2, questions(gpt2, 5), metrics, gradient_checkpointing=True, **QUIET)
     assert results["accuracy"].info["shared_prefix"] == "off: blocks are checkpointed"
@@ -262,30 +262,30 @@ def test_a_set_for_each_query_runs_whole_prompts(gpt2: Any) -> None:
     assert "no two prompts" in result.info["shared_prefix"]
 
 
-def test_other_logits_switch_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_logits_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = questions(gpt2, 6)
     expected = al.run(gpt2, batches, METRICS, **QUIET)
     right = shared_prefix.run_prefix
 
     def wrong(*args: Any, **options: Any) -> Any:
         prefix = right(*args, **options)
-        return replace(prefix, values=tuple(one * 1.001 for one in prefix.values))
+        return replace(prefix, values=tuple(value * 1.001 for value in prefix.values))
 
     monkeypatch.setattr(shared_prefix, "run_prefix", wrong)
-    found = al.run(gpt2, batches, METRICS, **QUIET)
-    assert "logits differ by" in found["accuracy"].info["shared_prefix"]
-    for name, record in found.items():
+    results = al.run(gpt2, batches, METRICS, **QUIET)
+    assert "logits differ by" in results["accuracy"].info["shared_prefix"]
+    for name, record in results.items():
         assert_same(record, expected[name])
 
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("this cache does not fit")
 
     monkeypatch.setattr(shared_prefix, "run_prefix", fails)
-    found = al.run(gpt2, batches, METRICS, **QUIET)
-    assert "this cache does not fit" in found["accuracy"].info["shared_prefix"]
+    results = al.run(gpt2, batches, METRICS, **QUIET)
+    assert "this cache does not fit" in results["accuracy"].info["shared_prefix"]
 
 
-def test_labels_at_other_places_are_not_shared(gpt2: Any) -> None:
+def test_prompts_with_different_label_positions_share_nothing(gpt2: Any) -> None:
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
     same: dict[str, Any] = {"label_classes": [[0, 1]] * 2, "label_token_ids": [1, 2]}
     batch = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [1, 3]], **same)
@@ -294,7 +294,7 @@ def test_labels_at_other_places_are_not_shared(gpt2: Any) -> None:
     assert shared_passes(gpt2, [other], [no_hooks]).lengths == {}
 
 
-def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
+def test_prompts_with_a_gap_in_the_mask_share_nothing(gpt2: Any) -> None:
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
     mask = torch.ones_like(tokens).bool()
     mask[:, 2] = False
@@ -309,8 +309,8 @@ def test_a_mask_with_a_gap_is_not_shared(gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["padded_right", "padded_left"])
-def test_a_gap_behind_the_labels_keeps_its_tokens(side: str) -> None:
-    """A prompt is as wide as it stands, and not as it has tokens."""
+def test_a_gap_after_the_labels_stays_in_the_prompt(side: str) -> None:
+    """The width of a prompt includes its gaps."""
     batch = al.PromptBatch.from_positions(
         torch.tensor([[0, 5, 1, 6, 2, 7, 8, 0]]),
         label_positions=[[2, 4]],
@@ -318,32 +318,38 @@ def test_a_gap_behind_the_labels_keeps_its_tokens(side: str) -> None:
         label_token_ids=[1, 2],
         attention_mask=torch.tensor([[0, 1, 1, 1, 1, 0, 1, 0]]),
     )
-    found = getattr(batch, side)()
-    assert found.tokens.tolist() == [[5, 1, 6, 2, 7, 8]]
-    assert (found.label_positions.tolist(), found.target_positions.tolist()) == ([[1, 3]], [5])
+    padded = getattr(batch, side)()
+    assert padded.tokens.tolist() == [[5, 1, 6, 2, 7, 8]]
+    assert (padded.label_positions.tolist(), padded.target_positions.tolist()) == ([[1, 3]], [5])
 
 
-def test_prompts_begin_where_the_prefix_ends(gpt2: Any) -> None:
+def test_prompts_must_begin_where_the_prefix_ends(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 3)
     ready = replace(batch, first_query=12)
     prefix = run_prefix(gpt2, batch.prompt(0).before(12))
     assert run_pass(gpt2, ready, prefix=prefix).isfinite().all()
-    for wrong, behind in ((ready, None), (batch, prefix), (replace(batch, first_query=3), prefix)):
+    for wrong, other_prefix in (
+        (ready, None),
+        (batch, prefix),
+        (replace(batch, first_query=3), prefix),
+    ):
         with pytest.raises(PromptError, match="a batch of whole prompts has first_query=0"):
-            run_pass(gpt2, wrong, prefix=behind)
+            run_pass(gpt2, wrong, prefix=other_prefix)
     with pytest.raises(PromptError, match="run from position 12, but keys of 0 tokens"):
         al.train_reweighting(gpt2, [ready], epochs=1, progress=False)
 
 
-def test_what_stands_behind_the_blocks_sees_all_demonstrations(gpt2: Any) -> None:
+def test_modules_after_the_blocks_see_all_demonstrations(gpt2: Any) -> None:
     prompt, widths = questions(gpt2, 1)[0].before(12), []
     name = "unembed.hook_out" if hasattr(gpt2, "original_model") else "ln_final.hook_scale"
-    run_prefix(gpt2, prompt, observers=[(name, lambda one, hook: widths.append(one.shape[1]))])
+    run_prefix(
+        gpt2, prompt, observers=[(name, lambda tensor, hook: widths.append(tensor.shape[1]))]
+    )
     assert widths == [12]
 
 
 @pytest.mark.every_kind
-def test_nothing_is_left(gpt2: Any) -> None:
+def test_sharing_leaves_no_trace(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     batches = questions(gpt2, 6)
     tokens = [batch.tokens.clone() for batch in batches]
@@ -361,22 +367,22 @@ def test_nothing_is_left(gpt2: Any) -> None:
     assert run_prefix(gpt2, prompt).size == 2 * 3 * 12 * 24 * 4
 
 
-def test_columns_and_sides(gpt2: Any) -> None:
+def test_padding_moves_from_one_side_to_the_other(gpt2: Any) -> None:
     (right,) = questions(gpt2, 6)
     (left,) = questions(gpt2, 6, padding_side="left")
     for ours, theirs in ((left.padded_right(), right), (right.padded_left(), left)):
         for name, value in vars(theirs).items():
-            found = getattr(ours, name)
+            moved = getattr(ours, name)
             if name == "tokens":
-                found, value = found[ours.attention_mask], value[theirs.attention_mask]
-            same = torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+                moved, value = moved[ours.attention_mask], value[theirs.attention_mask]
+            same = torch.equal(moved, value) if isinstance(value, torch.Tensor) else moved == value
             assert same, name
 
 
-def test_an_error_that_no_model_raises_is_logged(
+def test_an_unexpected_error_is_logged(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mistake of the package must not hide behind a run that is only slower."""
+    """A mistake of the package must be visible, although the run only gets slower."""
     batches = questions(gpt2, 4)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +398,7 @@ def test_an_error_that_no_model_raises_is_logged(
     assert record.levelname == "WARNING" and "KeyError" in caplog.text and "broken" in caplog.text
 
 
-def test_out_of_memory_in_a_trial_is_no_reason(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

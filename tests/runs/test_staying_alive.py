@@ -1,4 +1,4 @@
-"""Damaged files are found, named and computed again; what was done is kept, however a run ends."""
+"""A damaged file is named and computed again. A run that ends early loses no stored batch."""
 
 import errno
 import os
@@ -31,14 +31,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def whole(gpt2: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder of a run that ended, and its results."""
+    """The folder of a finished run, and its results."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(gpt2, Logits(), folder, metrics=[Logits()])
 
 
 @pytest.fixture
 def stored(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the folder of a finished run."""
     return shutil.copytree(whole[0], tmp_path / "stored")
 
 
@@ -50,20 +50,20 @@ def test_damaged_rows_are_named_and_computed_again(
     DAMAGES[name](stored / "rows-00001.safetensors")
     metric = Logits()
     with pytest.warns(UserWarning, match=r"rows-00001.safetensors .*batch 1 is computed again"):
-        found = run(gpt2, metric, stored, metrics=[metric])
-    assert same(found, whole[1])
+        results = run(gpt2, metric, stored, metrics=[metric])
+    assert same(results, whole[1])
     assert metric.seen == [1] * (3 if name == "swapped with another" else 2)
     assert contents(stored) == contents(whole[0])
 
 
-def test_a_flip_in_any_byte_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_is_detected(tmp_path: Path) -> None:
     store = Store.open(tmp_path, {"model": "x"})
     store.write(0, {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False])})
     path = tmp_path / "rows-00000.safetensors"
     whole = path.read_bytes()
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         path.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+            whole[:index] + bytes([whole[index] ^ 1 << index % 8]) + whole[index + 1 :]
         )
         with pytest.warns(UserWarning, match="is damaged"):
             assert store.read(0) is None
@@ -96,7 +96,7 @@ def test_a_damaged_run_file_is_named_and_written_anew(
     assert contents(stored) == before
 
 
-def test_rows_of_another_run_are_never_written_over(gpt2: Any, stored: Path) -> None:
+def test_rows_of_another_run_are_never_overwritten(gpt2: Any, stored: Path) -> None:
     path = stored / "rows-00001.safetensors"
     another = stored_run(stored, weights="others")
     another.write(1, {"logits/logits": torch.ones(1, 6)})
@@ -112,42 +112,42 @@ def test_rows_of_another_run_are_never_written_over(gpt2: Any, stored: Path) -> 
     assert path.read_bytes() == foreign
 
 
-def test_a_folder_with_something_in_it_stays(tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_row_file_is_not_removed(tmp_path: Path) -> None:
     store = Store.open(tmp_path, {"model": "x"})
-    inside = tmp_path / "rows-00000.safetensors" / "mine.txt"
-    inside.parent.mkdir()
-    inside.write_text("mine")
+    file = tmp_path / "rows-00000.safetensors" / "mine.txt"
+    file.parent.mkdir()
+    file.write_text("mine")
     with pytest.raises(StoreError, match=r"rows-00000.safetensors cannot be written: Is a direct"):
         store.write(0, {"a": torch.ones(1)})
-    assert inside.read_text() == "mine"
-    assert {path.name for path in tmp_path.iterdir()} == {"run.json", inside.parent.name}
+    assert file.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", file.parent.name}
 
 
-def test_starting_over_deletes_what_is_ours(gpt2: Any, stored: Path) -> None:
+def test_forget_rows_deletes_only_files_of_the_library(gpt2: Any, stored: Path) -> None:
     forget_rows(stored / "nowhere")
-    own = {path.name for path in stored.iterdir()}
+    names = {path.name for path in stored.iterdir()}
     (stored / "rows-00007.safetensors.machine.12.tmp").touch()
     others = {"rows-mine.safetensors", "saliency_flows.safetensors", "run.json.bak"}
     for name in others:
         (stored / name).touch()
     forget_rows(stored)
     assert {path.name for path in stored.iterdir()} == others
-    metric = Logits(scale=2.0)  # another run, where there were rows of it
+    metric = Logits(scale=2.0)  # another run in the same folder
     run(gpt2, metric, stored, metrics=[metric])
     assert metric.seen == [1] * 4
-    assert {path.name for path in stored.iterdir()} == others | own
+    assert {path.name for path in stored.iterdir()} == others | names
 
 
 def failing(call: Callable[..., Any], number: int, error: BaseException) -> Callable[..., Any]:
-    """A function whose call of that number raises, as every later one."""
+    """A function that raises ``error`` from the call ``number`` on; calls count from 0."""
     calls: Iterator[int] = iter(range(10**6))
 
-    def either(*arguments: Any) -> Any:
+    def call_or_fail(*arguments: Any) -> Any:
         if next(calls) >= number:
             raise error
         return call(*arguments)
 
-    return either
+    return call_or_fail
 
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -155,26 +155,26 @@ READ_ONLY = PermissionError(errno.EACCES, "Permission denied")
 
 
 @pytest.mark.parametrize(
-    ("where", "call", "number", "error"),
+    ("target", "call", "number", "error"),
     [
-        ("os.fsync", os.fsync, 6, NO_SPACE),  # two a file: of itself, and of the folder
+        ("os.fsync", os.fsync, 6, NO_SPACE),  # two for each file: of the file, of the folder
         ("os.replace", os.replace, 3, NO_SPACE),
         ("anchorlens.system.files.open", open, 3, READ_ONLY),
     ],
 )
-def test_a_full_or_closed_disk_keeps_what_was_done(
+def test_a_full_or_read_only_disk_does_not_change_stored_batches(
     gpt2: Any,
     whole: tuple[Path, dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    where: str,
+    target: str,
     call: Any,
     number: int,
     error: OSError,
 ) -> None:
     folder = tmp_path / "rows"
     with monkeypatch.context() as patched:
-        patched.setattr(where, failing(call, number, error), raising=False)
+        patched.setattr(target, failing(call, number, error), raising=False)
         with pytest.raises(StoreError, match=rf"rows-00002.* cannot be written: {error.strerror};"):
             run(gpt2, Logits(), folder, metrics=[Logits()])
     names = {path.name for path in folder.iterdir()}
@@ -184,7 +184,7 @@ def test_a_full_or_closed_disk_keeps_what_was_done(
     assert metric.seen == [1] * 3
 
 
-def test_a_folder_that_is_removed_meanwhile(gpt2: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_during_a_run_is_an_error(gpt2: Any, tmp_path: Path) -> None:
     class Removing(Logits):
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
             if len(self.seen) == 2:
@@ -196,28 +196,30 @@ def test_a_folder_that_is_removed_meanwhile(gpt2: Any, tmp_path: Path) -> None:
         run(gpt2, metric, tmp_path / "rows", metrics=[metric])
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match=r"cannot be a folder of rows: .*; use another"):
             Store.open(folder, {"model": "x"})
 
 
-def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    kept = {
+def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    remaining = {
         f"rows-00001.safetensors.{files._MACHINE}.{os.getppid()}.tmp",
-        f"rows-00001.safetensors.elsewhere.{dead.pid}.tmp",
+        f"rows-00001.safetensors.elsewhere.{ended.pid}.tmp",
         f"mine.{files._MACHINE}.x.tmp",
     }
-    for name in (*kept, f"rows-00001.safetensors.{files._MACHINE}.{dead.pid}.tmp"):
+    for name in (*remaining, f"rows-00001.safetensors.{files._MACHINE}.{ended.pid}.tmp"):
         (tmp_path / name).touch()
     Store.open(tmp_path, {"model": "x"})
-    assert {path.name for path in tmp_path.iterdir()} == kept | {"run.json"}
+    assert {path.name for path in tmp_path.iterdir()} == remaining | {"run.json"}
 
 
-def test_isolation_goes_on(gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_isolation_resumes(
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = al.build_prompts(
         gpt2.tokenizer,
         al.TASKS["trec"],
@@ -244,7 +246,7 @@ def test_isolation_goes_on(gpt2: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_raised_and_their_handlers_put_back(number: signal.Signals) -> None:
+def test_signals_raise_an_error_and_their_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught, signals_raise():
         os.kill(os.getpid(), number)
@@ -253,13 +255,14 @@ def test_signals_are_raised_and_their_handlers_put_back(number: signal.Signals) 
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_killed_runs_and_stopped_commands_end_as_if_nothing_had_happened(
+def test_killed_runs_and_stopped_commands_resume_and_end_equal(
     monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     import kill_runs
 
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the script sets it for good
+    # The script sets this variable and does not restore it.
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     assert kill_runs.main(Namespace(random=5, steps=7)) == 0
     printed = capfd.readouterr().out
     for line in (

@@ -1,4 +1,4 @@
-"""A run that died goes on where it was; a folder of another run is an error."""
+"""An interrupted run resumes where it ended; the folder of another run is an error."""
 
 import json
 import re
@@ -30,7 +30,9 @@ def isolated(model: Any, layers: Any) -> Callable[[al.PromptBatch], Any]:
 
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_resumed_run_is_an_uninterrupted_one(gpt2: Any, tmp_path: Path, changed: bool) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    gpt2: Any, tmp_path: Path, changed: bool
+) -> None:
     options = {"hooks": isolated(gpt2, [0])} if changed else {}
     whole, first, second = Logits(), Logits(dies_in=2), Logits()
     expected = run(gpt2, whole, None, **options)
@@ -38,8 +40,8 @@ def test_a_resumed_run_is_an_uninterrupted_one(gpt2: Any, tmp_path: Path, change
         run(gpt2, first, tmp_path / "rows", **options)
     names = sorted(path.name for path in (tmp_path / "rows").iterdir())
     assert names == ["rows-00000.safetensors", "rows-00001.safetensors", "run.json"]
-    found = run(gpt2, second, tmp_path / "rows", **options)
-    assert same(found, expected)
+    results = run(gpt2, second, tmp_path / "rows", **options)
+    assert same(results, expected)
     assert (whole.seen, first.seen, second.seen) == ([1] * 4, [1] * 2, [1] * 3)
     again = Logits()
     assert same(run(gpt2, again, tmp_path / "rows", **options), expected)
@@ -47,16 +49,16 @@ def test_a_resumed_run_is_an_uninterrupted_one(gpt2: Any, tmp_path: Path, change
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")
-def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> None:
     expected = run(gpt2, Logits(), tmp_path)
     for number, damage in ((1, b""), (2, b"torn")):
         (tmp_path / f"rows-0000{number}.safetensors").write_bytes(damage)
     whole = (tmp_path / "rows-00003.safetensors").read_bytes()
     (tmp_path / "rows-00003.safetensors").write_bytes(whole[:-8])
     metric = Logits()
-    with pytest.warns(UserWarning, match="is damaged; batch . is computed again") as said:
+    with pytest.warns(UserWarning, match="is damaged; batch . is computed again") as caught:
         assert same(run(gpt2, metric, tmp_path), expected)
-    assert sum("is damaged" in str(one.message) for one in said) == 3
+    assert sum("is damaged" in str(warning.message) for warning in caught) == 3
     assert metric.seen == [1] * 4
     assert (tmp_path / "rows-00003.safetensors").read_bytes() == whole
     (tmp_path / "rows-00002.safetensors").unlink()
@@ -68,17 +70,17 @@ def test_a_torn_or_missing_file_is_computed_again(gpt2: Any, tmp_path: Path) -> 
 def test_a_stored_batch_without_rows_of_a_metric_is_computed_again(
     gpt2: Any, tmp_path: Path
 ) -> None:
-    """As one leaves them that failed there, and is mended."""
+    """A metric that failed in a batch stored no rows there, and was fixed later."""
     expected = run(gpt2, Logits(), tmp_path)
     store = stored_run(tmp_path)
     rows = store.read(3) or {}
     store.write(3, {name: rows[name] for name in rows if not name.startswith("logits/")})
-    found = run(gpt2, Logits(), tmp_path)
-    assert torch.equal(found["logits"].logits, expected["logits"].logits)
+    results = run(gpt2, Logits(), tmp_path)
+    assert torch.equal(results["logits"].logits, expected["logits"].logits)
     assert "logits/logits" in (store.read(3) or {})
 
 
-def test_a_folder_with_a_run_file_of_others_is_refused(gpt2: Any, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"my": "experiment"}')
     with pytest.raises(StoreError, match="not of anchorlens; use another folder"):
@@ -91,7 +93,7 @@ DEEP = ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_0
 
 
 @pytest.mark.parametrize("content", DEEP, ids=["list", "object", "value"])
-def test_a_run_file_of_too_many_brackets_is_damaged(
+def test_a_run_file_with_too_many_brackets_is_damaged(
     gpt2: Any, tmp_path: Path, content: str
 ) -> None:
     path = tmp_path / "run.json"
@@ -113,20 +115,20 @@ def test_a_file_of_rows_with_too_many_brackets_is_damaged(gpt2: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], None])
-def test_other_hooks_are_caught_without_the_first_batch(
+def test_other_hooks_are_detected_without_the_first_batch(
     gpt2: Any, tmp_path: Path, damage: Any
 ) -> None:
-    """By the first that is there, whatever the metrics keep of it."""
+    """The first stored batch is compared, also if the metrics store other rows than logits."""
     run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=isolated(gpt2, [0]))
     path = tmp_path / "rows-00000.safetensors"
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes()))
-    before = sorted(one.name for one in tmp_path.iterdir())
+    before = sorted(file.name for file in tmp_path.iterdir())
     with pytest.raises(StoreError, match="batch 1 gives other numbers"):
         run(gpt2, Logits(), tmp_path, metrics=[al.Accuracy()], hooks=isolated(gpt2, [1]))
-    assert sorted(one.name for one in tmp_path.iterdir()) == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
 
 
 def other_weights(model: Any) -> Any:
@@ -164,7 +166,7 @@ def stored(gpt2: Any, tmp_path: Path) -> Path:
         (lambda model: {"model": other_weights(model)}, "weights: stored '"),
     ],
 )
-def test_another_run_is_refused_and_told_apart(
+def test_another_run_is_refused_and_the_difference_is_named(
     gpt2: Any, stored: Path, change: Callable[[Any], dict[str, Any]], differs: str
 ) -> None:
     before = {path.name: path.read_bytes() for path in stored.iterdir()}
@@ -198,9 +200,9 @@ def test_other_versions_are_refused(gpt2: Any, stored: Path) -> None:
 
 @pytest.mark.changes_model
 def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
-    """Of weights that both types hold exactly, so that only the computation differs."""
-    kept = {name: value.bfloat16().float() for name, value in gpt2.state_dict().items()}
-    gpt2.load_state_dict(kept)
+    """Both types hold these weights exactly, so that only the computation differs."""
+    rounded = {name: value.bfloat16().float() for name, value in gpt2.state_dict().items()}
+    gpt2.load_state_dict(rounded)
     forget_rows(stored)
     run(gpt2, Logits(), stored, metrics=[Logits()])
     with pytest.raises(StoreError, match=r"dtype: stored 'torch.float32', now 'torch.bfloat16'"):
@@ -208,7 +210,7 @@ def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
 
 
 class PlainLogits(Logits):
-    """A metric whose repr says where it lies in memory."""
+    """A metric whose repr contains its address in memory."""
 
     __repr__ = object.__repr__
 
@@ -221,7 +223,7 @@ def test_a_metric_without_a_repr_is_the_same_in_another_process(gpt2: Any, tmp_p
     assert second.seen == [1]
 
 
-def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) -> None:
+def test_other_hooks_are_detected_in_the_first_batch(gpt2: Any, tmp_path: Path) -> None:
     run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [0]))
     with pytest.raises(StoreError, match=r"batch 0 gives other numbers .* hooks, loss or"):
         run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [2]))
@@ -229,15 +231,15 @@ def test_other_hooks_are_caught_by_the_first_batch(gpt2: Any, tmp_path: Path) ->
 
 def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
     first, second = Logits(), Logits()
-    expected, found = (
+    expected, resumed = (
         run(gpt2, metric, tmp_path, metrics=[metric, al.SaliencyFlows()], loss=partial(a_loss))
         for metric in (first, second)
     )
-    assert same(found, expected)
+    assert same(resumed, expected)
     assert (first.seen, second.seen) == ([1] * 4, [1])  # the first batch is checked again
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path / "new" / "folder", {"model": "x"})
     store.write(0, {"a": torch.ones(3, 2).T})
     assert store.read(1) is None
@@ -250,16 +252,16 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         for number in (0, 1):
             with pytest.raises(Killed):
                 store.write(number, {"a": torch.zeros(2)})
-    kept = store.read(0)
-    assert kept is not None
-    assert torch.equal(kept["a"], torch.ones(2, 3))
+    rows = store.read(0)
+    assert rows is not None
+    assert torch.equal(rows["a"], torch.ones(2, 3))
     assert store.read(1) is None
     store.write(1, {"a": torch.zeros(2)})
     names = {path.name for path in store.folder.iterdir()}
     assert names == {"rows-00000.safetensors", "rows-00001.safetensors", "run.json"}
 
 
-def test_same_rows_forgives_rounding_and_nothing_else() -> None:
+def test_same_rows_allows_only_rounding_errors() -> None:
     rows = {"a": torch.tensor([1.0, 1e-3]), "b": torch.tensor([torch.nan])}
     assert same_rows(rows, rows | {"a": rows["a"] + 5e-5})
     assert not same_rows(rows, rows | {"a": rows["a"] + 2e-4})
@@ -268,7 +270,7 @@ def test_same_rows_forgives_rounding_and_nothing_else() -> None:
     assert not same_rows(rows, {"a": rows["a"]})
 
 
-def test_batches_that_differ_in_nothing_are_the_same_run(gpt2: Any, stored: Path) -> None:
+def test_equal_batches_are_the_same_run(gpt2: Any, stored: Path) -> None:
     batches = [replace(batch) for batch in questions(gpt2, count=4, batch_size=1)]
     metric = Logits()
     run(gpt2, metric, stored, metrics=[metric], batches=batches)

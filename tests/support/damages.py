@@ -1,4 +1,4 @@
-"""What can happen to a stored file."""
+"""Damages of a stored file."""
 
 import shutil
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from safetensors.torch import save_file
 Damage = Callable[[Path], None]
 
 
-def flipped(place: float, bit: int = 0) -> Damage:
-    """One bit at a place from 0, the first byte, to 1, the last."""
+def flipped(fraction: float, bit: int = 0) -> Damage:
+    """Flip a bit of one byte; ``fraction`` is its position, from 0 (first) to 1 (last)."""
 
     def damage(path: Path) -> None:
         data = bytearray(path.read_bytes())
-        data[round(place * (len(data) - 1))] ^= 1 << bit
+        data[round(fraction * (len(data) - 1))] ^= 1 << bit
         path.write_bytes(data)
 
     return damage
 
 
 def flipped_after(word: bytes) -> Damage:
-    """One bit behind a word of the header."""
+    """Flip a bit of the byte after a word of the header."""
 
     def damage(path: Path) -> None:
         data = bytearray(path.read_bytes())

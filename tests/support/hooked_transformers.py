@@ -4,6 +4,8 @@ import copy
 from typing import Any
 from unittest.mock import patch
 
+from torch.random import fork_rng
+
 # The architectures that 3.9 converts; it has no converter for any other decoder. The matrix
 # compares each with transformers.
 CONVERTED = (
@@ -31,7 +33,7 @@ CONVERTED = (
     "Qwen3ForCausalLM",
 )
 
-# These are known by the name of a released model, sizes and all.
+# 3.9 knows these by the name of a released model, which also decides the sizes.
 RELEASED = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
@@ -44,7 +46,7 @@ RELEASED = {
 def hooked_transformer(weights: Any, tokenizer: Any, **options: Any) -> Any:
     """What ``HookedTransformer.from_pretrained(..., **options)`` makes of a transformers model.
 
-    It takes names of released models only, so one is invented, or one of the family is borrowed.
+    It takes only names of released models: here an invented name, or one of the same family.
     """
     from transformer_lens import HookedTransformer
     from transformer_lens import loading_from_pretrained as loading
@@ -57,6 +59,7 @@ def hooked_transformer(weights: Any, tokenizer: Any, **options: Any) -> Any:
         return convert(name, **rest) | (sizes(config) if released else {})
 
     with (
+        fork_rng(devices=[]),  # new layers draw weights that are not used
         patch.object(loading, "OFFICIAL_MODEL_NAMES", [*loading.OFFICIAL_MODEL_NAMES, "tiny"]),
         patch.object(loading.AutoConfig, "from_pretrained", lambda *_, **__: config),
         patch.object(loading, "convert_hf_model_config", with_own_sizes),
@@ -72,7 +75,7 @@ def hooked_transformer(weights: Any, tokenizer: Any, **options: Any) -> Any:
 
 
 def as_released(weights: Any) -> Any:
-    """The configuration, with the fields that 3.9 reads off those of released models."""
+    """The configuration, with the fields that 3.9 reads from released models."""
     config = copy.deepcopy(weights.config)
     config.architectures = [type(weights).__name__]
     if type(weights).__name__ == "GPT2LMHeadModel":
@@ -83,18 +86,18 @@ def as_released(weights: Any) -> Any:
 
 
 def with_its_bos(tokenizer: Any) -> Any:
-    """A copy that TransformerLens takes as it is: one that says to add a BOS is not read again."""
+    """A copy that TransformerLens does not load again, because ``add_bos_token`` is set."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": "tiny", **tokenizer.init_kwargs, "add_bos_token": True}
     return tokenizer
 
 
 def sizes(config: Any) -> dict[str, Any]:
-    """Where models of a family differ; 3.9 has these written down for each released name."""
+    """The sizes in which models of a family differ; 3.9 stores them for each released name."""
     n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
     types = getattr(config, "layer_types", None) or ["full_attention"] * n_layers
     d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    found = {
+    fields = {
         "d_model": config.hidden_size,
         "d_head": d_head,
         "rotary_dim": d_head,
@@ -108,14 +111,14 @@ def sizes(config: Any) -> dict[str, Any]:
         "attn_types": ["local" if name == "sliding_attention" else "global" for name in types],
     }
     if config.num_key_value_heads != n_heads:
-        found["n_key_value_heads"] = config.num_key_value_heads
+        fields["n_key_value_heads"] = config.num_key_value_heads
     rotary = config.rope_parameters
     if "sliding_attention" in rotary:
-        found["rotary_base_local"] = rotary["sliding_attention"]["rope_theta"]
-    found["rotary_base"] = rotary.get("full_attention", rotary)["rope_theta"]
+        fields["rotary_base_local"] = rotary["sliding_attention"]["rope_theta"]
+    fields["rotary_base"] = rotary.get("full_attention", rotary)["rope_theta"]
     if getattr(config, "attn_logit_softcapping", None):
-        found["attn_scores_soft_cap"] = config.attn_logit_softcapping
-        found["output_logits_soft_cap"] = config.final_logit_softcapping
+        fields["attn_scores_soft_cap"] = config.attn_logit_softcapping
+        fields["output_logits_soft_cap"] = config.final_logit_softcapping
     if getattr(config, "sliding_window", None):
-        found["window_size"] = config.sliding_window
-    return found
+        fields["window_size"] = config.sliding_window
+    return fields

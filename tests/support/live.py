@@ -1,4 +1,4 @@
-"""How much of what a pass makes is alive at once."""
+"""Measures how much memory of a pass is alive at the same time."""
 
 import weakref
 from typing import Any
@@ -9,11 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Counts memory of tensors of at least ``size`` bytes, in units of it, forward and backward.
+    """Counts the memory of tensors of at least ``size`` bytes, forward and backward.
+
+    The unit is ``size``.
 
     Attributes:
-        now: What is alive of what was made inside.
-        peak: The most that was alive at once.
+        now: The memory of tensors that were made inside and are still alive.
+        peak: The largest value of ``now`` so far.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,22 +25,22 @@ class Live(TorchDispatchMode):
         self.storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage())
-        return made
+        return outputs
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        place, part = storage._cdata, storage.nbytes() / self.size
-        if part < 1 or place in self.storages:
+        key, part = storage._cdata, storage.nbytes() / self.size
+        if part < 1 or key in self.storages:
             return
 
-        def let_go(_: Any) -> None:
-            del self.storages[place]
+        def release(_: Any) -> None:
+            del self.storages[key]
             self.now -= part
 
-        # The storage's own object lives as long as its memory, views and graphs included.
-        self.storages[place] = weakref.ref(storage, let_go)
+        # The storage object lives as long as its memory, also if only a view or graph uses it.
+        self.storages[key] = weakref.ref(storage, release)
         self.now += part
         self.peak = max(self.peak, self.now)

@@ -1,4 +1,4 @@
-"""What tests measure of models, tensors and records."""
+"""Measures of models, tensors and records that tests compare."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from anchorlens.models.hooked import pattern_name
 
 
 def hooks_on(model: Any) -> list[int]:
-    """Hooks of all modules; TransformerLens leaves some of its own on OPT."""
+    """The number of hooks of each module; TransformerLens leaves some on OPT."""
     assert not _get_current_function_mode_stack()
     return [
         len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
@@ -26,7 +26,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def centred(logits: Tensor) -> Tensor:
-    """Up to the constant in each row that says nothing: a centred unembedding takes it off."""
+    """Logits minus the mean of their row. A centred unembedding removes this constant too."""
     return logits - logits.mean(-1, keepdim=True)
 
 
@@ -40,18 +40,20 @@ def logits_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
 
 def patterns_of(model: Any, batch: al.PromptBatch, hooks: list[Any]) -> Tensor:
     seen: list[Tensor] = []
-    watch = [(pattern_name(k), lambda a, hook: seen.append(a)) for k in range(model.cfg.n_layers)]
-    logits_of(model, batch, [*hooks, *watch])
+    observers = [
+        (pattern_name(layer), lambda a, hook: seen.append(a)) for layer in range(model.cfg.n_layers)
+    ]
+    logits_of(model, batch, [*hooks, *observers])
     return torch.stack(seen, 1)  # [batch, layer, head, query, key]
 
 
 def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> None:
-    """Within ``tolerance`` of each tensor's largest value; NaN where the other is NaN."""
+    """Values differ by ``tolerance`` of each tensor's largest value at most; NaN equals NaN."""
     assert type(ours) is type(theirs)
     for name, values in ours.tensors().items():
         other = getattr(theirs, name)
         assert torch.equal(values.isnan(), other.isnan()), name
-        values, other = (one.detach().nan_to_num().double() for one in (values, other))
+        values, other = (tensor.detach().nan_to_num().double() for tensor in (values, other))
         largest = float(other.abs().max())
         assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
     assert set(ours.intervals) == set(theirs.intervals)

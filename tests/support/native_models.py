@@ -1,4 +1,4 @@
-"""Tiny models whose attention a bridge leaves to transformers, so that it has to be tapped."""
+"""Tiny models whose attention a bridge leaves to transformers, so that we replace its forward."""
 
 from typing import Any
 

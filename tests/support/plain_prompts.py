@@ -23,14 +23,14 @@ class Row(NamedTuple):
 
 def rows(batches: list[al.PromptBatch]) -> list[Row]:
     """The prompts of all batches in the order of their queries."""
-    found = {}
+    prompts = {}
     for batch in batches:
         for row, mask in enumerate(batch.attention_mask):
             start = int(mask.long().argmax())
             words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
             assert mask[start : start + int(mask.sum())].all()
             assert ((batch.groups[row] == PADDING) == ~mask).all()
-            found[int(batch.index[row])] = Row(
+            prompts[int(batch.index[row])] = Row(
                 tokens=batch.tokens[row, mask].tolist(),
                 groups=[GROUPS[group] for group in batch.groups[row, mask]],
                 words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
@@ -39,8 +39,8 @@ def rows(batches: list[al.PromptBatch]) -> list[Row]:
                 gold=None if batch.gold is None else int(batch.gold[row]),
                 demonstrations=int(batch.demonstrations_id[row]),
             )
-    assert sorted(found) == [*range(len(found))]
-    return [found[place] for place in sorted(found)]
+    assert sorted(prompts) == [*range(len(prompts))]
+    return [prompts[index] for index in sorted(prompts)]
 
 
 def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str, str, int]]:

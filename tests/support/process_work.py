@@ -1,4 +1,4 @@
-"""What the tests of several processes do in each, and alone: see test_processes.py."""
+"""The work of test_processes.py, in each of several processes and in a single one."""
 
 import os
 import pickle
@@ -34,12 +34,12 @@ QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
 
 class OutOfMemory(RuntimeError):
-    """What no process but one meets."""
+    """An error that only one process raises."""
 
 
 @dataclass(frozen=True)
 class Failing(Logits):
-    """Fails in the process of a number, at its second batch; the others wait until they hear it."""
+    """Fails in one process at its second batch, where the others wait until they learn of it."""
 
     process: int = field(default=0, repr=False)
     name: ClassVar[str] = "failing"
@@ -61,7 +61,7 @@ class Failing(Logits):
 
 @dataclass(frozen=True)
 class Picky(Logits):
-    """Refuses the prompts behind the third."""
+    """Raises an error for prompts with an index above 3."""
 
     name: ClassVar[str] = "picky"
 
@@ -77,12 +77,12 @@ class Picky(Logits):
 
 
 def two_sets(model: Any) -> list[al.PromptBatch]:
-    """Of 7 batches, 4 and 3, some of several prompts."""
+    """Two sets of demonstrations in 4 and 3 batches, some of several prompts."""
     examples = al.load_examples("questions")
     batches = []
     for seed, count, size in ((1, 10, 3), (2, 10, 4)):
         demos = al.sample_demonstrations(examples, seed=seed)
-        queries = [one for one in examples if one not in demos][seed : seed + count]
+        queries = [example for example in examples if example not in demos][seed : seed + count]
         task = al.TASKS["trec"]
         batches += al.build_prompts(model.tokenizer, task, demos, queries, batch_size=size)
     return batches
@@ -120,28 +120,28 @@ ANALYSES = (many_prompts, hooks_and_loyalty, isolation, compression, trained)
 
 def tensors_of(records: dict[str, Any]) -> dict[str, Tensor]:
     """Every number of every record, intervals too."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, record in records.items():
-        found |= {f"{key} {name}": value for name, value in record.tensors().items()}
-        found |= {f"{key} {name} bounds": value for name, value in record.intervals.items()}
-    return found
+        tensors |= {f"{key} {name}": value for name, value in record.tensors().items()}
+        tensors |= {f"{key} {name} bounds": value for name, value in record.intervals.items()}
+    return tensors
 
 
 def everything(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    """What one process and several must agree on."""
+    """Results that must be equal in one process and in several."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         analysis.__name__: tensors_of(analysis(model, batches)) for analysis in ANALYSES
     }
-    found["untouched"] = torch.equal(before, torch.get_rng_state())
-    found["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
-    found["info"] = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET).info
+    results["untouched"] = torch.equal(before, torch.get_rng_state())
+    results["one batch"] = {"": al.target_logits(model, batches[:1], progress=False)}
+    results["info"] = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET).info
     with pytest.raises(RunError) as refused:
         al.run(model, batches[:4], [Picky(), al.Accuracy()], **QUIET)
-    found["refused rows"] = str(refused.value)
-    found["the others"] = tensors_of(dict(refused.value.results))
-    return found
+    results["refused rows"] = str(refused.value)
+    results["the others"] = tensors_of(dict(refused.value.results))
+    return results
 
 
 def raised_by(work: Callable[[], Any]) -> str:
@@ -153,19 +153,19 @@ def raised_by(work: Callable[[], Any]) -> str:
 
 
 def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[str, Any]:
-    """What each process raises; after each they are in step again."""
+    """The errors that each process raises; after each error the processes can run again."""
     state = PartialState()
-    own = state.process_index
+    process = state.process_index
     last = state.num_processes - 1
     too_long = replace(batches[0], tokens=batches[0].tokens + 10_000)
 
     def changing() -> Any:
-        return al.isolation_loyalty(model, batches, [own % 2], draws=1, **QUIET).info
+        return al.isolation_loyalty(model, batches, [process % 2], draws=1, **QUIET).info
 
-    def mine(work: Callable[[], Any]) -> None:
-        """Caught in a block within a block."""
+    def in_last_process(work: Callable[[], Any]) -> None:
+        """Run ``work`` in the last process, in two nested blocks."""
         with fails_together(), fails_together():
-            if own == last:
+            if process == last:
                 work()
 
     def raises() -> None:
@@ -174,31 +174,31 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     failing, stored = Failing(process=last), Failing(process=0)
     batched = questions(model, count=7, batch_size=1)
     ids = batches[0].label_token_ids
-    with patch.object(trial, "TOLERANCE", -1.0 if own == last else trial.TOLERANCE):
+    with patch.object(trial, "TOLERANCE", -1.0 if process == last else trial.TOLERANCE):
         disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
-    found = {
+    errors = {
         "disagreeing": disagreeing.info["shared_prefix"],
-        "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[own:])),
+        "other prompts": raised_by(lambda: hooks_and_loyalty(model, batches[process:])),
         "other settings": raised_by(changing),
         "other calls": raised_by(
-            lambda: isolation(model, batches) if own else many_prompts(model, batches)
+            lambda: isolation(model, batches) if process else many_prompts(model, batches)
         ),
         "bad prompt": raised_by(
-            lambda: many_prompts(model, [too_long] if own == last else batches)
+            lambda: many_prompts(model, [too_long] if process == last else batches)
         ),
         "in a pass": raised_by(lambda: al.run(model, batched, [failing], **QUIET)),
-        "in a block": raised_by(lambda: mine(raises)),
+        "in a block": raised_by(lambda: in_last_process(raises)),
         "interrupted": raised_by(
             lambda: al.run(model, batched, [stored, al.Accuracy()], folder=folder, **QUIET)
         ),
         "seen": len(failing.seen),
         "afterwards": al.target_logits(model, batches, progress=False)[:, ids],
     }
-    return found
+    return errors
 
 
 def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any], ...]:
-    """A part that fails in the last process of several, and one that goes on after it."""
+    """The paper with two parts, of which the first fails in the last of several processes."""
 
     def failing(setting: Any) -> Iterator[Any]:
         if not is_single_process() and PartialState().is_last_process:
@@ -206,7 +206,7 @@ def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any],
         yield from ()
 
     examples = al.load_examples("questions")
-    kept: list[Any] = []
+    tables: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         numbers = al.paper(
@@ -217,14 +217,14 @@ def paper_numbers(model: Any, batches: list[al.PromptBatch]) -> tuple[list[Any],
             depth=1,
             draws=1,
             parts=[failing, al.PAPER_PARTS[1]],
-            keep=kept.append,
+            keep=tables.append,
             progress=False,
         )
-    return numbers.to_numpy().tolist(), kept, [str(one.message) for one in caught]
+    return numbers.to_numpy().tolist(), tables, [str(warning.message) for warning in caught]
 
 
 def split_weights(count: int) -> torch.nn.Module:
-    """A layer of which each process holds some rows."""
+    """A layer whose rows are split over the processes."""
     mesh = init_device_mesh("cpu", (count,))
     layer = torch.nn.Linear(count, count)
     layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
@@ -232,7 +232,7 @@ def split_weights(count: int) -> torch.nn.Module:
 
 
 def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
-    """The end of an interrupted run, and how many batches were computed for it here."""
+    """Results of a resumed run, and the number of batches that this process computed."""
     metric = Failing(process=-1, seen=[0, 0])
     batched = questions(model, count=7, batch_size=1)
     results = al.run(model, batched, [metric, al.Accuracy()], folder=folder, **QUIET)
@@ -240,25 +240,25 @@ def resumed(model: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
 
 
 def in_process(model: Any, batches: list[al.PromptBatch], folder: Path) -> None:
-    """The work of one process of several; what it found goes into a file."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns where nobody says how many
+    """Do the work of one of several processes, and write its results to a file."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns if it is not set
     state = PartialState(cpu=True)
-    found = everything(model, batches)
-    found |= failures(model, batches, folder / "left")
+    results = everything(model, batches)
+    results |= failures(model, batches, folder / "left")
     if state.is_main_process:
         shutil.copytree(folder / "left", folder / "kept")
     for name in ("left", "earlier"):
         if (folder / name).exists():
             state.wait_for_everyone()
-            found[f"resumed {name}"] = resumed(model, folder / name)
-    found["paper"] = paper_numbers(model, batches)
+            results[f"resumed {name}"] = resumed(model, folder / name)
+    results["paper"] = paper_numbers(model, batches)
     layer = split_weights(state.num_processes)
-    found["split weights"] = raised_by(lambda: require_whole_model(layer))
-    (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(found))
+    results["split weights"] = raised_by(lambda: require_whole_model(layer))
+    (folder / f"{state.process_index}.pickle").write_bytes(pickle.dumps(results))
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys() and found
+def assert_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys() and tensors
     for name, values in expected.items():
-        assert found[name].dtype == values.dtype, name
-        assert torch.equal(found[name].nan_to_num(-1), values.nan_to_num(-1)), name
+        assert tensors[name].dtype == values.dtype, name
+        assert torch.equal(tensors[name].nan_to_num(-1), values.nan_to_num(-1)), name

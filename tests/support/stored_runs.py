@@ -1,4 +1,4 @@
-"""Runs with a folder: a metric that counts its batches and may die, and equality bit for bit."""
+"""Runs with a folder: a metric that counts its batches, and equality bit for bit."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from anchorlens.runs.store import Store
 
 
 class Killed(BaseException):
-    """What a job that runs out of time looks like."""
+    """Ends a run like a job that is out of time."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,7 +25,7 @@ class LogitsRecord(al.Record):
 
 @dataclass(frozen=True)
 class Logits:
-    """A user's metric: the label words' logits. Counts its batches and may die in one."""
+    """A user's metric: the label words' logits. It counts its batches and may be killed in one."""
 
     seen: list[int] = field(default_factory=list, repr=False)
     dies_in: int | None = field(default=None, repr=False)
@@ -52,25 +52,27 @@ def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict
     return al.run(model, batches, metrics, folder=folder, progress=False, resamples=5, **options)
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Bit for bit, intervals too."""
+def same(results: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether all values and intervals are equal bit for bit."""
     return (
-        found.keys() == expected.keys()
+        results.keys() == expected.keys()
         and all(
             torch.equal(value.nan_to_num(-1), getattr(expected[name], field).nan_to_num(-1))
-            and found[name].intervals.keys() == expected[name].intervals.keys()
-            for name, record in found.items()
+            and results[name].intervals.keys() == expected[name].intervals.keys()
+            for name, record in results.items()
             for field, value in record.tensors().items()
         )
         and all(
             torch.equal(bound.nan_to_num(-1), expected[name].intervals[field].nan_to_num(-1))
-            for name, record in found.items()
+            for name, record in results.items()
             for field, bound in record.intervals.items()
         )
     )
 
 
 def stored_run(folder: Path, **changes: str) -> Store:
-    """The store of a folder as its own run opens it, or one that says otherwise."""
-    said = json.loads((folder / "run.json").read_text())
-    return Store(folder, {name: said[name] for name in said if name != "digest"} | changes)
+    """The store of a folder as its run opens it, with changes to the fingerprint."""
+    fingerprint = json.loads((folder / "run.json").read_text())
+    return Store(
+        folder, {name: fingerprint[name] for name in fingerprint if name != "digest"} | changes
+    )

@@ -1,4 +1,4 @@
-"""Models and tokenizers that every test can make for itself: tiny, seeded, nothing downloaded."""
+"""Tiny, seeded models and tokenizers, which every test can make without a download."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ TEXTS = [
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Like GPT-2's: byte-level BPE whose offsets trim spaces, and no BOS."""
+    """A tokenizer like GPT-2's: byte-level BPE whose offsets trim spaces, without a BOS."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_like_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Gemma's and Llama's: spaces are symbols, bytes as a fallback, and a BOS."""
+    """A tokenizer like those of Gemma and Llama: spaces are symbols, with bytes and a BOS."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     core.normalizer = normalizers.Replace(" ", "▁")
     core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -79,7 +79,7 @@ def sentencepiece_like_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> torch.nn.Module:
-    """Every parameter drawn anew: the zeros and ones of a fresh model hide errors."""
+    """Draw every parameter again, because the zeros and ones of a new model hide errors."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,7 +91,7 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> tor
 
 
 def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
-    """Learned positions, value biases."""
+    """A model with learned positions and value biases."""
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 24, "n_positions": 512} | changes
     config = GPT2Config(
         vocab_size=vocab_size,
@@ -106,7 +106,7 @@ def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
 
 
 def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
-    """Rotary positions, two query heads a key head."""
+    """A model with rotary positions and two query heads for each key head."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -120,7 +120,7 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
-    """Query and key norms, sliding and full layers, one key head."""
+    """A model with query and key norms, sliding and full layers, and one key head."""
     config = Gemma3TextConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -138,16 +138,16 @@ def tiny_gemma3(vocab_size: int) -> Gemma3ForCausalLM:
 
 
 def boot(weights: Any, tokenizer: Any) -> Any:
-    """A bridge as anyone makes one: not prepared."""
+    """A bridge as users make it, not prepared."""
     weights.config.architectures = [type(weights).__name__]
-    with torch.random.fork_rng(devices=[]):  # making layers draws what is overwritten at once
+    with torch.random.fork_rng(devices=[]):  # new layers draw weights that are not used
         return TransformerBridge.boot_transformers(
             "tiny", hf_model=weights, tokenizer=with_its_bos(tokenizer)
         )
 
 
 def raw_model(kind: str, weights: Any, tokenizer: Any, fold: bool = False) -> Any:
-    """A model of a kind (--kind), unprepared; to fold the value biases, a bridge is processed."""
+    """An unprepared model of a kind (--kind). Folding the value biases processes a bridge."""
     if kind == "hooked-transformer":
         return hooked_transformer(weights, tokenizer, fold_value_biases=fold)
     bridge = boot(weights, tokenizer)
@@ -164,7 +164,7 @@ def hooked_model(kind: str, weights: Any, tokenizer: Any) -> Any:
 
 
 def questions(model: Any, count: int = 12, seed: int = 1, **options: Any) -> list[al.PromptBatch]:
-    """Prompts of the bundled questions, one demonstration a class."""
+    """Prompts of the bundled questions with one demonstration of each class."""
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, seed=seed)
     queries = [example for example in examples if example not in demos][:count]

@@ -1,4 +1,4 @@
-"""What a test must leave as it was: the models that its fixtures gave it, and global state."""
+"""State that a test must not change: the models of its fixtures, and global state."""
 
 import random
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ class ModelState:
     """A model as it was before a test."""
 
     modules: dict[str, dict[str, Any]]
-    tensors: dict[str, tuple[Tensor, Tensor, bool]]  # itself, its values, whether it is trained
-    operands: Any  # where it was verified that attention takes its queries and keys from
+    tensors: dict[str, tuple[Tensor, Tensor, bool]]  # the tensor, its values, requires_grad
+    operands: Any  # the verified tensors of queries and keys
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelState":
@@ -45,28 +45,30 @@ class ModelState:
         )
 
     def changes(self, model: torch.nn.Module) -> list[str]:
-        """What differs now, a line each."""
-        found = []
+        """One line for each difference from this state."""
+        differences = []
         if self.operands != verified_operands.get(model):
-            found.append("the verified operands of its attention")
+            differences.append("the verified operands of its attention")
         modules = {name: module_state(module) for name, module in model.named_modules()}
         for name in modules.keys() | self.modules.keys():
             before, after = self.modules.get(name, {}), modules.get(name, {})
-            found += [
-                f"module {name!r}: {what} was {before.get(what)}, is {after.get(what)}"
-                for what in sorted(before.keys() | after.keys())
-                if before.get(what) != after.get(what)
+            differences += [
+                f"module {name!r}: {key} was {before.get(key)}, is {after.get(key)}"
+                for key in sorted(before.keys() | after.keys())
+                if before.get(key) != after.get(key)
             ]
         tensors = named_tensors(model)
         if tensors.keys() != self.tensors.keys():
-            found.append(f"tensors {sorted(tensors.keys() ^ self.tensors.keys())} came or went")
+            differences.append(
+                f"tensors {sorted(tensors.keys() ^ self.tensors.keys())} came or went"
+            )
         for name, (tensor, values, requires_grad) in self.tensors.items():
             now = tensors.get(name, tensor)
             if now is not tensor or now.requires_grad != requires_grad or now.grad is not None:
-                found.append(f"tensor {name!r}: another object, requires_grad or a gradient")
+                differences.append(f"tensor {name!r}: another object, requires_grad or a gradient")
             elif not torch.equal(now.detach().nan_to_num(), values.nan_to_num()):
-                found.append(f"tensor {name!r} has other values")
-        return found
+                differences.append(f"tensor {name!r} has other values")
+        return differences
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def number_of_hooks(hooks: Any) -> int:
-    """Without those with which transformers, from its first use on, records outputs."""
+    """The number of hooks, without those with which transformers records outputs."""
     hooks = hooks.values() if isinstance(hooks, dict) else hooks or ()
     return sum(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
 
@@ -86,7 +88,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def global_state(with_python: bool) -> dict[str, Any]:
-    """Random states and modes; beartype draws from ``random``, so that it can be left out."""
+    """Random states and modes; that of ``random`` is optional, because beartype draws from it."""
     numpy: Any = np.random.get_state()
     return {
         "the random state of torch": torch.get_rng_state().numpy().tobytes(),
@@ -100,7 +102,7 @@ def global_state(with_python: bool) -> dict[str, Any]:
 
 @contextmanager
 def models_made_without_global_draws() -> Iterator[None]:
-    """Making a transformers model leaves the random state alone, so that tests may make them."""
+    """Restore the random state after each transformers model that is made inside."""
     begin, end = PreTrainedModel.__init__, PreTrainedModel.post_init
 
     def begin_and_store(self: Any, *args: Any, **options: Any) -> None:

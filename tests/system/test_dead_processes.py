@@ -1,4 +1,4 @@
-"""A process that dies, in any phase, is an error in the others soon, and never a wait for ever."""
+"""If a process dies in any phase, the others soon raise an error and never wait forever."""
 
 import atexit
 import multiprocessing
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.without_jaxtyping,
 ]
-# What is a minute, and half an hour.
+# These are a minute and half an hour outside the tests.
 SILENCE, TIME_OUT = 4.0, 6.0
 
 
@@ -67,7 +67,7 @@ def while_working(die: Callable[[], None]) -> None:
     with fails_together():
         time.sleep(1)
         die()
-        time.sleep(2 * SILENCE)  # one that lives is waited for
+        time.sleep(2 * SILENCE)  # the other process waits while this one lives
 
 
 def between_exchanges(die: Callable[[], None]) -> None:
@@ -88,14 +88,15 @@ def exchanging(die: Callable[[], None]) -> None:
 
 SILENT = "gave no sign of life"
 LOST = f"connection to another process is lost|process 0, does not answer|{SILENT}"
-UNHEARD = "did not call anchorlens within"
+NEVER_CALLED = "did not call anchorlens within"
 ENDED = "ended before it did what the others do"
 Case = tuple[int, Callable[..., None], Callable[[], None], str]
-# Which process, in what phase, how, and what the other says; process 0 serves the store.
+# The process that dies, its phase, how it dies, and the message of the other process.
+# Process 0 serves the store.
 CASES: list[Case] = [
-    (1, at_once, gone, UNHEARD),
-    (1, at_once, stopped, UNHEARD),
-    (1, at_once, raising, UNHEARD),
+    (1, at_once, gone, NEVER_CALLED),
+    (1, at_once, stopped, NEVER_CALLED),
+    (1, at_once, raising, NEVER_CALLED),
     (1, while_loading, killed, SILENT),
     (1, while_loading, stopped, SILENT),
     (1, while_loading, raising, ENDED),
@@ -120,7 +121,7 @@ CASES: list[Case] = [
     (0, exchanging, killed, LOST),
     (0, exchanging, stopped, LOST),
 ]
-AT_A_TIME = 9  # pairs: where more connect at once, it may take seconds
+AT_A_TIME = 9  # pairs of processes; if more connect at once, it may take seconds
 
 
 def name_of(case: Case) -> str:
@@ -129,13 +130,14 @@ def name_of(case: Case) -> str:
 
 
 def work(number: int, case: int, port: int, file: Path, connected: Any, begin: Any) -> None:
-    """One of two processes: the victim, or the one that writes down what it is told."""
+    """Run one of two processes: the victim, or the other one, which records its own error."""
     heartbeats.SILENCE, heartbeats.PATIENCE, heartbeats.BEAT = SILENCE, TIME_OUT, 0.2
     processes.MOVING = timedelta(seconds=TIME_OUT)
     rank = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"ACCELERATE_USE_CPU": "yes", "OMP_NUM_THREADS": "1"}
-    os.dup2(os.open(file.with_suffix(f".{number}"), os.O_WRONLY | os.O_CREAT), 2)  # of PyTorch
+    # PyTorch writes its messages to this file.
+    os.dup2(os.open(file.with_suffix(f".{number}"), os.O_WRONLY | os.O_CREAT), 2)
     PartialState(cpu=True)
     connected.release()
     begin.wait()
@@ -147,11 +149,11 @@ def work(number: int, case: int, port: int, file: Path, connected: Any, begin: A
         else:
             file.write_bytes(pickle.dumps(survive(phase)))
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+        atexit._run_exitfuncs()  # multiprocessing does not call them
 
 
 def survive(phase: Callable[..., None]) -> tuple[str, float]:
-    """What the other process is told, and after how many seconds."""
+    """The error of the other process, and the seconds until it was raised."""
     begin = time.monotonic()
     try:
         if phase is between_exchanges:
@@ -166,10 +168,10 @@ def survive(phase: Callable[..., None]) -> tuple[str, float]:
 
 
 def free_ports(count: int) -> Iterator[int]:
-    """Below those that the system gives to whoever connects, the processes of a pair say."""
-    tried = iter(random.SystemRandom().sample(range(20_000, 32_000), 50 * count))
+    """Free ports below those that the system gives to connections, such as those of a pair."""
+    candidates = iter(random.SystemRandom().sample(range(20_000, 32_000), 50 * count))
     while count:
-        port = next(tried)
+        port = next(candidates)
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             count -= 1
@@ -178,14 +180,14 @@ def free_ports(count: int) -> Iterator[int]:
 
 @dataclass
 class Outcome:
-    told: str
+    message: str
     seconds: float
     ended: bool
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: Any) -> list[Outcome]:
-    """Some cases at a time, as each mostly waits."""
+    """Several cases run at the same time, because each mostly waits."""
     folder = tmp_path_factory.mktemp("dead")
     numbers = range(len(CASES))
     return [
@@ -200,8 +202,10 @@ def outcomes_of(cases: Sequence[int], folder: Path) -> list[Outcome]:
     connected, begin = fork.Semaphore(0), fork.Event()
     started = [
         [
-            fork.Process(target=work, args=(k, case, port, folder / f"{case}", connected, begin))
-            for k in (0, 1)
+            fork.Process(
+                target=work, args=(number, case, port, folder / f"{case}", connected, begin)
+            )
+            for number in (0, 1)
         ]
         for case, port in zip(cases, free_ports(len(cases)), strict=True)
     ]
@@ -224,24 +228,24 @@ def outcomes_of(cases: Sequence[int], folder: Path) -> list[Outcome]:
 
 def outcome_of(other: Any, file: Path, end: float) -> Outcome:
     other.join(timeout=max(0.1, end - time.monotonic()))
-    silent = f"nothing was written; status {other.exitcode}", 0.0
-    told, seconds = pickle.loads(file.read_bytes()) if file.exists() else silent
-    return Outcome(told, seconds, ended=not other.is_alive())
+    nothing_written = f"nothing was written; status {other.exitcode}", 0.0
+    message, seconds = pickle.loads(file.read_bytes()) if file.exists() else nothing_written
+    return Outcome(message, seconds, ended=not other.is_alive())
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_the_other_hears_of_it_and_ends(outcomes: list[Outcome], case: int) -> None:
+def test_the_other_process_raises_an_error_and_ends(outcomes: list[Outcome], case: int) -> None:
     outcome, expected = outcomes[case], CASES[case][3]
-    assert re.search(expected, outcome.told), outcome
+    assert re.search(expected, outcome.message), outcome
     assert outcome.ended, outcome
     if expected == "nothing":
         assert outcome.seconds > SILENCE
     else:
-        assert outcome.told.startswith("ProcessError: ")
-        assert outcome.seconds < SILENCE + TIME_OUT + 30  # a machine that does other things too
+        assert outcome.message.startswith("ProcessError: ")
+        assert outcome.seconds < SILENCE + TIME_OUT + 30  # the machine may be busy
 
 
-def test_the_time_out_of_the_state_is_the_longest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_out_of_the_store_limits_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "BEAT", 0.05)
     store = distributed.HashStore()
     for seconds, expected in ((0.3, 0.3), (7200, 1800)):
@@ -255,7 +259,9 @@ def test_the_time_out_of_the_state_is_the_longest_wait(monkeypatch: pytest.Monke
         assert not heart.thread.is_alive()
 
 
-def test_work_of_several_is_an_error_where_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_work_returns_its_result_or_raises_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(heartbeats, "BEAT", 0.05)
     heart = heartbeats.Heart(distributed.HashStore(), 0, 1)
     assert heart.watch(lambda: 3) == 3
