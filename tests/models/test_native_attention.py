@@ -227,12 +227,13 @@ def test_saliency_of_a_model_in_train_mode_has_no_dropout(byte_level: Any) -> No
     model: Any = al.prepare_model(bridge_of(gptj, byte_level, dropout=0.5))
     batch = questions(model, 2)[0]
     hooks = [scaled_pattern(layer, 0.0) for layer in range(3)]
-    zeroed = logits_of(model, batch, hooks)
-    assert not torch.equal(zeroed, logits_of(model, batch, []))
+    clean, zeroed = logits_of(model, batch, []), logits_of(model, batch, hooks)
+    assert not torch.equal(zeroed, clean)
     maps = al.saliency(model, batch)
     model.train()
-    # Dropout acts in a pass of the user's own. With no attention left, that of the pattern cannot.
-    assert not torch.equal(logits_of(model, batch, hooks), zeroed)
+    # Dropout acts in a pass of the user's own, but not on a pattern that a hook sets to 0.
+    assert not torch.equal(logits_of(model, batch, []), clean)
+    assert torch.equal(logits_of(model, batch, hooks), zeroed)
     state = torch.get_rng_state()
     # Dropout is off in the passes of the package, and the mode is restored afterwards.
     assert torch.equal(al.saliency(model, batch), maps)
