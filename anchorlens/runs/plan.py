@@ -173,6 +173,8 @@ class Plan:
                 observations.append(metric.observe_prefix(self.passes.model, shared))
                 check_observation(self.passes.model, metric, observations[-1])
             observers, backward_hooks = self._hooks_of(observations, self.trusted_in_prefix)
+            if not observers and not backward_hooks:  # the prefix of other passes is the same
+                return observations, self.passes.prefix(batch, hooks)[1]
             prefix = run_prefix(
                 self.passes.model,
                 shared,

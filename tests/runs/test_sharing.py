@@ -19,7 +19,7 @@ from anchorlens.models.hooked import pattern_name, verified_operands
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.passes.shared_prefix import no_hooks
-from anchorlens.runs import trial
+from anchorlens.runs import plan, trial
 from anchorlens.runs.trial import shared_passes
 
 pytestmark = [
@@ -87,6 +87,24 @@ def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole:
         assert_same(record, theirs[name])
     assert changed or float(ours["saliency_flows"].flows[0, 0]) > 0
     assert hooks_on(model) == before
+
+
+def test_shared_tokens_run_once_if_no_metric_observes_them(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return run_prefix(*args, **options)
+
+    for module in (shared_prefix, plan):
+        monkeypatch.setattr(module, "run_prefix", counted)
+    metrics: list[tuple[al.Metric, int]] = [(al.AttentionAUCROC(), 1), (al.AnchorDistances(3), 2)]
+    for metric, expected in metrics:
+        calls.clear()
+        al.run(gpt2, questions(gpt2, 9, batch_size=4), [metric], **QUIET)
+        assert len(calls) == expected
 
 
 def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
