@@ -25,7 +25,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest docs lint bench architectures clean
+.PHONY: help demo test test-quick test-processed test-oldest docs lint bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -34,7 +34,8 @@ help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
 	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
-	@echo 'make test-oldest  the tests again on transformer-lens 3.9, with its HookedTransformer as well'
+	@echo 'make test-processed  what differs by kind of model, on bridges in compatibility mode'
+	@echo 'make test-oldest  what differs by kind of model, on transformer-lens 3.9 and its HookedTransformer'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
@@ -48,14 +49,16 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 
 test: lint
 	$(PYTEST) -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
-	$(PYTEST) -m without_jaxtyping --kind bridge --kind processed
+	$(PYTEST) -m without_jaxtyping
 
 # No whole models, but for those of a few short tests, and no shape checks.
 test-quick: $(VENV)/.stamp-dev
 	$(PYTEST) -x -m 'not without_jaxtyping'
 
-# What shows the same on every line or kind of model is marked, and left out here. What compatibility
-# mode does to every architecture is part of the matrix of bridges.
+# What differs by kind of model is marked every_kind, and is all that these two run.
+test-processed: $(VENV)/.stamp-dev
+	$(PYTEST) --kind processed
+
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
