@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from measures import logits_of
 from tiny_models import questions
 from torch import Tensor
 
@@ -19,13 +20,7 @@ def by_hand(model: Any, batches: list[al.PromptBatch], hooks_of: Any) -> Tensor:
     """Target logits of all prompts in the order of the queries, by TransformerLens only."""
     logits = torch.empty(sum(map(len, batches)), model.W_E.shape[0])
     for batch in batches:
-        with torch.no_grad():
-            out = model.run_with_hooks(
-                batch.tokens,
-                attention_mask=batch.attention_mask.long(),
-                fwd_hooks=hooks_of(batch),
-            )
-        logits[batch.index] = out[torch.arange(len(batch)), batch.target_positions]
+        logits[batch.index] = logits_of(model, batch, hooks_of(batch))
     return logits
 
 
