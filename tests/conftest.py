@@ -140,14 +140,12 @@ def sentencepiece_like() -> Any:
     return sentencepiece_like_tokenizer()
 
 
-def shared(request: pytest.FixtureRequest, name: str, tokenizer: Any) -> Any:
+def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer: Any) -> Any:
     """A model that all tests of this process share, or one that this test may change."""
-    import tiny_models
-
-    hooked, make = request.getfixturevalue("hooked"), getattr(tiny_models, name)
+    hooked = request.getfixturevalue("hooked")
     if request.node.get_closest_marker("changes_model") is not None:
         return hooked(make(len(tokenizer)), tokenizer)
-    key = (name, request.getfixturevalue("kind_of_model"))
+    key = (make, request.getfixturevalue("kind_of_model"))
     if key not in SHARED:
         SHARED[key] = hooked(make(len(tokenizer)), tokenizer)
     return SHARED[key]
@@ -155,17 +153,23 @@ def shared(request: pytest.FixtureRequest, name: str, tokenizer: Any) -> Any:
 
 @pytest.fixture
 def gpt2(request: Any, byte_level: Any, hooked: Any) -> Any:
-    return shared(request, "tiny_gpt2", byte_level)
+    from tiny_models import tiny_gpt2
+
+    return shared(request, tiny_gpt2, byte_level)
 
 
 @pytest.fixture
 def llama(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    return shared(request, "tiny_llama", sentencepiece_like)
+    from tiny_models import tiny_llama
+
+    return shared(request, tiny_llama, sentencepiece_like)
 
 
 @pytest.fixture
 def gemma3(request: Any, sentencepiece_like: Any, hooked: Any) -> Any:
-    return shared(request, "tiny_gemma3", sentencepiece_like)
+    from tiny_models import tiny_gemma3
+
+    return shared(request, tiny_gemma3, sentencepiece_like)
 
 
 @pytest.hookimpl(wrapper=True)

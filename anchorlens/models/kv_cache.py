@@ -142,7 +142,7 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
 def inputs_after(
     model: HookedModel, batch: PromptBatch, cache: Any, prefix: Prefix | None = None
 ) -> dict[str, Any]:
-    """Arguments of the model's forward, besides the tokens of a batch in its query rows."""
+    """Arguments of the model's forward other than the tokens of a batch in its query rows."""
     mask = batch.attention_mask[:, batch.query_rows]
     if not hasattr(model, "original_model"):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}

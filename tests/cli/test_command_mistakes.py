@@ -1,12 +1,11 @@
 """A mistake on the command line is an error of one line, most often before weights are loaded."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import call
+from test_cli import call, error_of
 from tiny_models import tiny_gpt2
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -39,15 +38,6 @@ def data(tmp_path: Path) -> Path:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     return tmp_path
-
-
-def error_of(captured: Any) -> str:
-    """The line of the error. If it names something of Python, it contains the word Python."""
-    lines = captured.err.splitlines()
-    (line,) = [text for text in lines if text.startswith("error: ")]
-    of_python = re.search(r"\b[a-z_]+=|\bal\.|[^-]dtype\b", line)
-    assert of_python is None or "Python" in line, line
-    return line
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_cli import call
+from test_cli import call, error_of
 from tiny_models import tiny_gpt2
 
 import anchorlens as al
@@ -183,6 +183,4 @@ def test_a_mistake_is_an_error_of_one_line(
 ) -> None:
     all_arguments = ["--model", str(model_folder), "--out", str(tmp_path), *arguments]
     assert call(monkeypatch, "paper", *all_arguments) == 1
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1
-    assert words in error[0]
+    assert words in error_of(capsys.readouterr())
