@@ -18,7 +18,7 @@ from .token_texts import token_texts
 _NO_TENSORS = ("labels", "begins_with_bos", "first_query")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
-_LABELS.maxstring = 16
+_LABELS.maxstring = 14
 
 
 @dataclass(frozen=True, eq=False)
