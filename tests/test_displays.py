@@ -36,7 +36,8 @@ def record_of(kind: type[al.Record], **changes: Any) -> al.Record:
     }
     intervals = {name: torch.zeros(2, *value.shape) for name, value in values.items()}
     info = {"model": "gpt2", "prompts": 200, "labels": ["bad", "good"], "versions": {"torch": "2"}}
-    return kind(**values, **({"intervals": intervals, "info": info} | changes))
+    values |= {"intervals": intervals, "info": info}
+    return kind(**(values | changes))
 
 
 def all_records(**changes: Any) -> list[al.Record]:
@@ -75,9 +76,9 @@ def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
     labels = tuple(f"{number}\n" * 40 for number in range(6))
     many = replace(batch, labels=labels, first_query=9)
     context = al.compress(gpt2, batch)
-    long_info = {name: str(value) * 99 for name, value in context.info.items() if value} | {
-        "selected": {}
-    }
+    long_info: dict[str, Any] = {
+        name: str(value) * 99 for name, value in context.info.items() if value
+    } | {"selected": {}}
     for instance in (many, replace(context, info=long_info), *all_records(info={"model": labels})):
         assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
 
