@@ -102,8 +102,9 @@ class PromptBatch:
             PromptError: There is no such prompt, or the tokenizer is not that of the prompts.
 
         Examples:
-            >>> print(str(batch.show(model.tokenizer))[:14])
-            Question: Who
+            >>> text = str(batch.show(model.tokenizer))
+            >>> text[:10], text.count("◆")  # there is one before each label word
+            ('Question: ', 6)
         """
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
