@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from html_checks import Parsed
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.errors import PromptError
@@ -120,6 +122,16 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last(byte_level: Any) 
     assert token_texts(byte_level, ids) == ["a", "", "", "日", "b"]
     assert token_texts(byte_level, ids[:2]) == ["a", "\ufffd"]  # the rest of it is missing
     assert token_texts(byte_level, []) == []
+
+
+def test_spaces_stay_with_a_tokenizer_that_strips_the_first_one(sentencepiece_like: Any) -> None:
+    core = Tokenizer.from_str(sentencepiece_like.backend_tokenizer.to_str())
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])  # as that of Llama
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    ids = tokenizer("the cat is good")["input_ids"][1:]
+    assert "".join(tokenizer.decode([token]) for token in ids) == "thecatisgood"
+    assert "".join(token_texts(tokenizer, ids)) == "the cat is good"
 
 
 def test_the_shown_prompt_is_escaped_html_and_plain_text(request: pytest.FixtureRequest) -> None:
