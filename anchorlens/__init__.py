@@ -18,6 +18,7 @@ from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_
 from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
 from .experiments.diagnosis import diagnose as diagnose
 from .experiments.isolation import IsolationRecord as IsolationRecord
+from .experiments.isolation import SweepResults as SweepResults
 from .experiments.isolation import isolation_loyalty as isolation_loyalty
 from .experiments.isolation import isolation_sweep as isolation_sweep
 from .experiments.isolation import plot_isolation as plot_isolation
@@ -71,6 +72,7 @@ from .report.page import write_report as write_report
 from .results import figures as figures
 from .results.record import Record as Record
 from .results.record import load_record as load_record
+from .results.results import Results as Results
 from .runs.plan import Plan as Plan
 from .runs.run import run as run
 from .runs.run import target_logits as target_logits

@@ -21,6 +21,7 @@ from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.record import Record, Rows
+from ..results.results import Results
 from ..runs.plan import Plan
 from ..runs.study import Study
 from ..runs.trial import late_starts
@@ -78,6 +79,14 @@ class IsolationRecord(Record):
     def plot(self) -> go.Figure:
         """Loyalty of label words and random words (the paper's Figure 4)."""
         return plot_isolation({"isolated": self})
+
+
+class SweepResults(Results):
+    """The records of :func:`isolation_sweep` by name, a dict."""
+
+    def plot(self) -> go.Figure:
+        """All sites side by side, each with its control; see :func:`plot_isolation`."""
+        return plot_isolation(self)
 
 
 def isolation_loyalty(
@@ -154,7 +163,7 @@ def isolation_sweep(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> "SweepResults":
     """Isolate label words at many sites, with random controls; all share the same clean run.
 
     If a site does not include the first layers, its runs skip them and start from their output in
@@ -177,8 +186,8 @@ def isolation_sweep(
         progress: Show a progress bar.
 
     Returns:
-        An ``IsolationRecord`` for each site, for ``plot_isolation`` and ``write_report``, and the
-        record of each metric under its name.
+        An ``IsolationRecord`` for each site, and the record of each metric under its name, in a
+        dict whose ``plot()`` draws all sites.
 
     Raises:
         ModelError: As in :func:`isolation_loyalty`.
@@ -192,6 +201,7 @@ def isolation_sweep(
         >>> records = al.isolation_sweep(model, batches, sites, draws=2, progress=False)
         >>> bool(records["head 0.1"].word_loyalty >= 0)
         True
+        >>> figure = records.plot()
     """
     ensure_prepared(model)  # before its layers and heads are counted
     _check_sites(sites, metrics, draws)
@@ -232,7 +242,7 @@ def isolation_sweep(
             records[name] = study.record(
                 _record, site_rows, info | isolation.acts_in | {"skipped_layers": skipped}
             )
-        return study.results(plan, rows, known=records)
+        return SweepResults(study.results(plan, rows, known=records))
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:

@@ -16,9 +16,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
 from .tasks import Task
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
