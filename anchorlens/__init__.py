@@ -48,6 +48,7 @@ from .metrics.metric import Observation as Observation
 from .metrics.metric import ObservesPrefix as ObservesPrefix
 from .metrics.saliency import SaliencyFlows as SaliencyFlows
 from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
+from .metrics.saliency import head_saliency as head_saliency
 from .metrics.saliency import saliency as saliency
 from .models.load import load_model as load_model
 from .models.load import prepare_model as prepare_model

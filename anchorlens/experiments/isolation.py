@@ -44,6 +44,8 @@ class IsolationRecord(Record):
         random_label_loyalty: Label loyalty of each random draw.
         random_word_loyalty: Word loyalty of each random draw.
         random_kl: KL of each random draw.
+        control_label_loyalty: Mean of random_label_loyalty over the draws.
+        control_word_loyalty: Mean of random_word_loyalty over the draws.
         label_gap: Mean label loyalty of the random draws minus that of the label words, paired by
             prompt. High means that the label words in particular are needed in these layers.
         word_gap: The same for word loyalty.
@@ -59,6 +61,8 @@ class IsolationRecord(Record):
     random_label_loyalty: Float[Tensor, " draw"]
     random_word_loyalty: Float[Tensor, " draw"]
     random_kl: Float[Tensor, " draw"]
+    control_label_loyalty: Float[Tensor, ""]
+    control_word_loyalty: Float[Tensor, ""]
     label_gap: Float[Tensor, ""]
     word_gap: Float[Tensor, ""]
     label_kept: Float[Tensor, " prompt"]
@@ -70,7 +74,7 @@ class IsolationRecord(Record):
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
-        return {"label_loyalty": 1, "random_label_loyalty": 1}
+        return dict.fromkeys(("label_loyalty", "random_label_loyalty", "control_label_loyalty"), 1)
 
     def plot(self) -> go.Figure:
         """Loyalty of label words and random words (the paper's Figure 4)."""
@@ -230,6 +234,7 @@ def isolation_sweep(
 
         rows = study.collect(rows_of_batch, needed=plan.needed)
         info = {"seed": seed, "shared_prefix": plan.status, **options}
+        info["n_layers"] = model.cfg.n_layers
         records: dict[str, Record] = {}
         for number, (name, isolation) in enumerate(zip(sites, isolations, strict=True)):
             start = f"/{number}/"  # rows of a metric begin with its name
@@ -369,6 +374,8 @@ def _record(rows: Rows) -> IsolationRecord:
         random_label_loyalty=random_label.mean(0),
         random_word_loyalty=random_word.mean(0),
         random_kl=rows["random_kl"].mean(0),
+        control_label_loyalty=random_label.mean(),
+        control_word_loyalty=random_word.mean(),
         label_gap=random_label.mean() - label.mean(),
         word_gap=random_word.mean() - word.mean(),
         label_kept=label,

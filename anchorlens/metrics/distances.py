@@ -47,6 +47,8 @@ class AnchorDistancesRecord(Record):
             of the label words. On rotary models it is large in any case: average over several
             orders of the demonstrations before you believe ``correlation``.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
+        queries_per_class: Number of prompts whose true class it is. The share of the largest is
+            the accuracy of a model that always predicts this class.
         default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
             the layer that correlates best.
     """
@@ -56,6 +58,7 @@ class AnchorDistancesRecord(Record):
     correlation: Float[Tensor, " layer"]
     position_correlation: Float[Tensor, " layer"]
     accuracy: Float[Tensor, ""]
+    queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
@@ -222,6 +225,7 @@ class AnchorDistances:
             correlation=rank_correlation(distance[:, upper], confusion[upper]),
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
             accuracy=(rows["label_logits"].argmax(-1) == rows["gold"]).double().mean(),
+            queries_per_class=rows["gold"].bincount(minlength=len(confusion)),
             default_layer=torch.tensor(2 * len(distance) // 3),
         )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from ..prompts.examples import BUNDLED
+from ..results.depth import shallow_and_deep
 from ..results.text_tables import TextTable, aligned, digits
 from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
 
@@ -107,9 +108,9 @@ def _sections(parts: Parts, seeds: int) -> Iterator[Section]:
 def _figure_3(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
         for task, name, quantity, values in _lines(parts["Figure 3"]):
-            third = len(values) // 3 or 1
+            shallow, deep = shallow_and_deep(len(values))
             average = median if quantity == "ratio" else fmean
-            for end, chosen in (("first", values[:third]), ("last", values[-third:])):
+            for end, chosen in (("first", values[shallow]), ("last", values[deep])):
                 row = f"{end} third of the layers"
                 value = nan if any(map(isnan, chosen)) else average(chosen)
                 yield Cell(task_name(task), row, name, value)
@@ -140,14 +141,14 @@ def _figure_4(parts: Parts, seeds: int) -> Section:
 def _figure_5(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
         for task, name, _, values in _lines(parts["Figure 5"]):
-            third = len(values) // 3 or 1
+            shallow, deep = shallow_and_deep(len(values))
             chosen = {
-                "first third": fmean(values[:third]),
-                "last third": fmean(values[-third:]),
+                "first third": fmean(values[shallow]),
+                "last third": fmean(values[deep]),
             }
             if name == "R_l":  # a sum over the layers up to l
-                two_thirds = values[-third - 1] if len(values) > 1 else values[0]
-                chosen = {"after 1/3": values[third - 1], "after 2/3": two_thirds}
+                two_thirds = values[max(deep.start - 1, 0)]
+                chosen = {"after 1/3": values[shallow.stop - 1], "after 2/3": two_thirds}
             for where, value in chosen.items():
                 yield Cell("", task_name(task), f"{name}, {where}", value)
 
