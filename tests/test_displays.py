@@ -140,6 +140,7 @@ def test_values_are_shown_in_short() -> None:
     assert values_in_short(torch.arange(5.0)) == "0, 1, 2, …, 4"
     assert values_in_short(torch.full((3, 2), nan)) == "nan"
     assert values_in_short(torch.tensor([[-1.5, nan], [2.0, 0.0]])) == "-1.5 to 2"
+    assert values_in_short(torch.ones(3, 2)) == "all 1"
     assert values_in_short(torch.zeros(0, 2)) == "none"
     assert interval_in_short(torch.tensor([0.25, 0.5])) == "[0.25, 0.5]"
     assert interval_in_short(torch.zeros(2, 3)) == interval_in_short(None) == ""
