@@ -68,7 +68,12 @@ from .replication.paper_figures import paper_figures as paper_figures
 from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
 from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
 from .replication.paper_tables import paper_tables as paper_tables
+from .report.claims import Claim as Claim
+from .report.claims import Verdict as Verdict
+from .report.claims import claims as claims
 from .report.page import write_report as write_report
+from .report.prompt_flows import PromptFlows as PromptFlows
+from .report.prompt_flows import plot_prompt as plot_prompt
 from .results import figures as figures
 from .results.record import Record as Record
 from .results.record import load_record as load_record
