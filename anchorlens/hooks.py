@@ -37,7 +37,7 @@ class Hooks(list[Hook]):
         <3 hooks: blocks.0.attn.hook_attn_scores, …, blocks.2.attn.hook_attn_scores>
     """
 
-    def __add__(self, other: Any) -> "Hooks":
+    def __add__(self, other: Any) -> "Hooks":  # type: ignore[override]
         return Hooks([*self, *other])
 
     def __radd__(self, other: Any) -> "Hooks":

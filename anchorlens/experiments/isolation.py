@@ -83,10 +83,10 @@ class IsolationRecord(Record):
 
 
 class SweepResults(Results):
-    """The records of :func:`isolation_sweep` by name, a dict."""
+    """The records of ``isolation_sweep`` by name, a dict."""
 
     def plot(self) -> go.Figure:
-        """All sites side by side, each with its control; see :func:`plot_isolation`."""
+        """All sites side by side, each with its control; see ``plot_isolation``."""
         return plot_isolation(self)
 
 
@@ -146,7 +146,8 @@ def isolation_loyalty(
         folder=folder,
         progress=progress,
     )
-    return records["isolated"]
+    record: Any = records["isolated"]
+    return record
 
 
 @renamed_arguments(places="sites")

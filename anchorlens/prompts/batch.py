@@ -18,7 +18,7 @@ from .token_texts import token_texts
 _NO_TENSORS = ("labels", "begins_with_bos", "first_query")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
-_LABELS.maxstring = 16
+_LABELS.maxstring = 14
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +102,9 @@ class PromptBatch:
             PromptError: There is no such prompt, or the tokenizer is not that of the prompts.
 
         Examples:
-            >>> print(str(batch.show(model.tokenizer))[:14])
-            Question: Who
+            >>> text = str(batch.show(model.tokenizer))
+            >>> text[:10], text.count("◆")  # there is one before each label word
+            ('Question: ', 6)
         """
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()

@@ -17,15 +17,16 @@ PROMPT_CSS = """\
 .al-text, .al-label, .al-format, .al-query, .al-target, .al-other
 { color: inherit; border-radius: 2px; padding: 1px 0; }
 .al-text { background: rgb(86 180 233 / 24%); }
-.al-label { background: rgb(230 159 0 / 42%); font-weight: bold; text-decoration: underline; }
-.al-format { background: rgb(128 128 128 / 20%); }
+.al-label { background: rgb(230 159 0 / 34%); font-weight: bold; text-decoration: underline; }
+.al-format { background: rgb(128 128 128 / 28%); }
 .al-query { background: rgb(0 158 115 / 24%); text-decoration: underline dotted; }
-.al-target { background: rgb(204 121 167 / 42%); font-weight: bold; outline: 2px solid; }
+.al-target { background: rgb(204 121 167 / 36%); font-weight: bold; outline: 2px solid;
+margin: 0 .15em; padding: 1px .2em; }
 .al-other { background: none; }
 .al-tokens [data-token]:hover::after { content: attr(data-token); position: absolute;
 font-size: .7em; font-weight: normal; padding: 0 .3em; background: Canvas; color: CanvasText; }
 """
-"""Style of the elements that :func:`token_spans` and :func:`prompt_legend` make."""
+"""Style of the elements that ``token_spans`` and ``prompt_legend`` make."""
 
 _MEANING = {
     TEXT: "text",
@@ -42,7 +43,7 @@ _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "â¡", 9: "â
 
 
 def token_spans(tokens: Sequence[str], groups: Sequence[int]) -> str:
-    """Tokens as HTML elements that show their group; :data:`PROMPT_CSS` has their style.
+    """Tokens as HTML elements that show their group; ``PROMPT_CSS`` has their style.
 
     Each element has the position of its token as ``data-token``. Tokens without a text of their
     own (bytes of one character) are joined with the next token if it has the same group: their

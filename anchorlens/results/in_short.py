@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-_MANY = 6  # longer rows are shown by their first numbers and their last
+_MANY = 4  # longer rows are shown by their first numbers and their last
 
 
 def shape_in_short(value: object) -> str:
@@ -35,12 +35,14 @@ def values_in_short(value: Tensor) -> str:
     """
     if value.ndim == 0:
         return _number(value)
+    known = value[~value.isnan()]
+    if not len(known):
+        return "nan" if value.numel() else "none"
     if value.ndim == 1:
         numbers = [_number(entry) for entry in (value if len(value) <= _MANY else value[:3])]
         numbers += [] if len(value) <= _MANY else ["…", _number(value[-1])]
         return ", ".join(numbers)
-    known = value[~value.isnan()]
-    return f"{_number(known.min())} to {_number(known.max())}" if len(known) else "nan"
+    return f"{_number(known.min())} to {_number(known.max())}"
 
 
 def interval_in_short(bounds: Tensor | None) -> str:
