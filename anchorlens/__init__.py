@@ -53,12 +53,14 @@ from .models.load import prepare_model as prepare_model
 from .models.load import restore_model as restore_model
 from .passes.losses import label_cross_entropy as label_cross_entropy
 from .prompts import edges as edges
+from .prompts import relabeling as relabeling
 from .prompts.batch import PromptBatch as PromptBatch
 from .prompts.build import build_prompts as build_prompts
 from .prompts.examples import Example as Example
 from .prompts.examples import load_examples as load_examples
 from .prompts.examples import sample_demonstrations as sample_demonstrations
 from .prompts.examples import sample_queries as sample_queries
+from .prompts.relabeling import relabel as relabel
 from .prompts.tasks import TASKS as TASKS
 from .prompts.tasks import Task as Task
 from .replication.paper import paper as paper
