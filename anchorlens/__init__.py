@@ -63,6 +63,7 @@ from .prompts.examples import sample_queries as sample_queries
 from .prompts.relabeling import relabel as relabel
 from .prompts.tasks import TASKS as TASKS
 from .prompts.tasks import Task as Task
+from .prompts.verbalizer import Verbalizer as Verbalizer
 from .replication.paper import paper as paper
 from .replication.paper_figures import paper_figures as paper_figures
 from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX

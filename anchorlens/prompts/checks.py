@@ -50,14 +50,14 @@ def check_labels(task: Task, demonstrations: Sequence[Example]) -> None:
     if wrong:
         raise PromptError(
             f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
-            f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+            f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
         )
 
 
 def missing_labels(task: Task, demonstrations: Sequence[Example]) -> list[str]:
     """The label words of the classes without a demonstration."""
     labels = {demo.label for demo in demonstrations}
-    return [word for k, word in enumerate(task.labels) if k not in labels]
+    return [word for k, word in enumerate(task.first_words) if k not in labels]
 
 
 def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
@@ -77,7 +77,7 @@ def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
         if label is not None and not 0 <= label < len(task.labels):
             raise PromptError(
                 f"query {index} has the label {label}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+                f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
             )
     known = {isinstance(query, str) or query.label is None for query in queries}
     if len(known) > 1:
