@@ -61,14 +61,17 @@ if TYPE_CHECKING:
     from .models.load import restore_model as restore_model
     from .passes.losses import label_cross_entropy as label_cross_entropy
     from .prompts import edges as edges
+    from .prompts import relabeling as relabeling
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts.build import build_prompts as build_prompts
     from .prompts.examples import Example as Example
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
+    from .prompts.relabeling import relabel as relabel
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
+    from .prompts.verbalizer import Verbalizer as Verbalizer
     from .replication.paper import paper as paper
     from .replication.paper_figures import paper_figures as paper_figures
     from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX

@@ -226,7 +226,7 @@ def isolation_sweep(
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 rows, clean_logits = plan.rows_and_logits(batch)
-            clean = next_tokens(clean_logits, batch.label_token_ids)
+            clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, isolation in enumerate(isolations):
                 start = starts.get(isolation.first_layer)
                 site_rows = _loyalty_rows(plan, batch, clean, isolation, start)
@@ -308,7 +308,7 @@ def _loyalty_rows(
 
     def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
         logits = plan.logits(batch, hooks, start)
-        return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
+        return loyalty_rows(clean, next_tokens(logits, batch.label_scores(logits)))
 
     isolated = loyalty_with(isolation.change)
     drawn = [loyalty_with(control) for control in isolation.controls]

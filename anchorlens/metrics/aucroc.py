@@ -107,7 +107,7 @@ class AttentionAUCROC:
             attention = torch.stack([scores[layer] for layer in range(model.cfg.n_layers)], dim=1)
             return {
                 "attention": attention,
-                "predicted": predicted_class(logits, batch.label_token_ids).cpu(),
+                "predicted": predicted_class(batch.label_scores(logits)).cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
@@ -146,11 +146,8 @@ class AttentionAUCROC:
         )
 
 
-def predicted_class(
-    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
-) -> Int[Tensor, " batch"]:
-    """The class whose label word has the largest logit; the lowest class where logits are equal."""
-    scores = logits[:, label_token_ids.to(logits.device)]
+def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    """The class with the largest score; the lowest class where scores are equal."""
     # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 

@@ -161,7 +161,7 @@ class AnchorDistances:
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             values = {
                 "queries": _by_layer(queries),
-                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
+                "label_logits": batch.label_scores(logits).cpu().double(),
                 "gold": gold.cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
