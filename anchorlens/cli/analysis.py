@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from math import isnan
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
-
-import typer
 
 from ..errors import RunError, StoreError
 from ..experiments.isolation import isolation_sweep, plot_isolation
@@ -22,26 +21,26 @@ from ..results.results import Results
 from ..results.text_tables import TextTable, aligned
 from ..runs.run import run
 from ..system.processes import is_main
+from .output import say
 
 Page = tuple[dict[str, Record], dict[str, Any], str]  # records, figures, text table
-
-
-def say(text: str, err: bool = False) -> None:
-    """Print in the main process."""
-    if is_main():
-        typer.echo(text, err=err)
 
 
 def make_folder(folder: Path) -> None:
     """Make the folder of ``--out`` and those above it.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: It cannot be made, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StoreError(f"--out {folder} cannot be written into: {error.strerror}") from error
 
 
 def rows_folder(out: Path, task: str) -> Path:

@@ -18,9 +18,10 @@ from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import GROUPS
+from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
-from .selection import Keep, anchors_and_format, name_of
+from .selection import Keep, anchors_and_format
 
 
 def compress(

@@ -86,11 +86,6 @@ def random_and_format(seed: int) -> Keep:
     return keep
 
 
-def name_of(function: Callable[..., object]) -> str:
-    """The name of a selection or placement, for results."""
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
 def _in_groups(demonstrations: PromptBatch, *groups: int) -> Bool[Tensor, " position"]:
     if not edges.group(demonstrations, "text").any():
         raise PromptError(

@@ -19,7 +19,7 @@ from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record, Rows
 from ..results.results import Results
 from ..runs.plan import Plan
@@ -70,6 +70,7 @@ class IsolationRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
+    caption: ClassVar[str] = captions.ISOLATION
     differences: ClassVar[Collection[str]] = ("label_gap",)
 
     def proportions(self) -> Mapping[str, int]:
@@ -225,7 +226,7 @@ def isolation_sweep(
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 rows, clean_logits = plan.rows_and_logits(batch)
-            clean = next_tokens(clean_logits, batch.label_token_ids)
+            clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, isolation in enumerate(isolations):
                 start = starts.get(isolation.first_layer)
                 site_rows = _loyalty_rows(plan, batch, clean, isolation, start)
@@ -307,7 +308,7 @@ def _loyalty_rows(
 
     def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
         logits = plan.logits(batch, hooks, start)
-        return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
+        return loyalty_rows(clean, next_tokens(logits, batch.label_scores(logits)))
 
     isolated = loyalty_with(isolation.change)
     drawn = [loyalty_with(control) for control in isolation.controls]
@@ -335,33 +336,31 @@ def plot_isolation(records: Mapping[str, Record]) -> go.Figure:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
         >>> figure = al.plot_isolation({"first 5 layers": result})
     """
-    series, values, low, high = [], [], [], []
     isolated = {
         name: record for name, record in records.items() if isinstance(record, IsolationRecord)
     }
     if not isolated:
         raise MetricError("there is no IsolationRecord to plot; give those of isolation_sweep")
-    for name, record in isolated.items():
-        controls = torch.stack([record.random_label_loyalty, record.random_word_loyalty])
-        loyalties = torch.stack([record.label_loyalty, record.word_loyalty])
-        bounds = [record.intervals.get(f"{kind}_loyalty") for kind in ("label", "word")]
-        ends = [
-            value.expand(2) if interval is None else interval
-            for value, interval in zip(loyalties, bounds, strict=True)
-        ]
-        series += [f"label words, {name}", f"random words, {name}"]
-        values += [loyalties, controls.mean(1)]
-        low += [torch.stack([end[0] for end in ends]), controls.amin(1)]
-        high += [torch.stack([end[1] for end in ends]), controls.amax(1)]
-    return figures.grouped_bars(
-        torch.stack(values, dim=1),
+    bars = [[_bars(record, kind) for record in isolated.values()] for kind in ("label", "word")]
+    low, values, high = torch.tensor(bars, dtype=torch.double).unbind(-2)
+    return figures.bars_with_controls(
+        values,
         ["label loyalty", "word loyalty"],
-        series,
-        title="What isolation leaves as it was (bars of random words: range of draws)",
-        y_title="loyalty to the clean run",
-        low=torch.stack(low, dim=1),
-        high=torch.stack(high, dim=1),
+        list(isolated),
+        ["label words isolated", "random words isolated (range of draws)"],
+        title="What stays as it was when words are isolated",
+        low=low,
+        high=high,
     )
+
+
+def _bars(record: IsolationRecord, kind: str) -> list[list[float]]:
+    """Lower ends, heights and upper ends of a loyalty: of label words, and of random words."""
+    name = f"{kind}_loyalty"
+    value, draws = float(getattr(record, name)), getattr(record, f"random_{name}")
+    low, high = record.intervals[name].tolist() if name in record.intervals else (value, value)
+    control = float(getattr(record, f"control_{name}"))
+    return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
 
 
 def _record(rows: Rows) -> IsolationRecord:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from .metric import Observation, observes_nothing
+
+_CUMULATIVE = "reached up to this layer (R_l)"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,6 +42,7 @@ class AttentionAUCROCRecord(Record):
     deep_aucroc: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head"]
 
+    caption: ClassVar[str] = captions.ATTENTION
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "aucroc": interval_of_independent_sets,
         "deep_aucroc": interval_of_independent_sets,
@@ -57,12 +60,12 @@ class AttentionAUCROCRecord(Record):
         low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
         return figures.lines_by_layer(
             torch.stack([self.aucroc, self.r]),
-            ["AUCROC_l", "R_l (cumulative)"],
-            title="Attention to label words against the prediction",
+            ["attention tells the prediction (AUCROC_l)", _CUMULATIVE],
+            title="Does the attention to label words tell the prediction?",
             y_title="AUCROC_l, R_l",
             low=low,
             high=high,
-            dashed=["R_l (cumulative)"],
+            dashed=[_CUMULATIVE],
             reference=0.5,
         )
 
@@ -104,7 +107,7 @@ class AttentionAUCROC:
             attention = torch.stack([scores[layer] for layer in range(model.cfg.n_layers)], dim=1)
             return {
                 "attention": attention,
-                "predicted": predicted_class(logits, batch.label_token_ids).cpu(),
+                "predicted": predicted_class(batch.label_scores(logits)).cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
@@ -143,11 +146,8 @@ class AttentionAUCROC:
         )
 
 
-def predicted_class(
-    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
-) -> Int[Tensor, " batch"]:
-    """The class whose label word has the largest logit; the lowest class where logits are equal."""
-    scores = logits[:, label_token_ids.to(logits.device)]
+def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    """The class with the largest score; the lowest class where scores are equal."""
     # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 

@@ -22,7 +22,7 @@ from ..models.hooked import (
     verified_operands,
 )
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from .aucroc import auc
@@ -61,6 +61,7 @@ class AnchorDistancesRecord(Record):
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
+    caption: ClassVar[str] = captions.CONFUSIONS
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "anchor_distance": interval_of_alike_sets
@@ -83,8 +84,12 @@ class AnchorDistancesRecord(Record):
         return figures.confusion_pair(
             self.anchor_distance[layer],
             self.pair_auc,
-            [name.strip() for name in names],
-            title=f"Which classes are confused (layer {layer}, {agreement})",
+            [
+                f"{name.strip()} ({count})"
+                for name, count in zip(names, self.queries_per_class.tolist(), strict=True)
+            ],
+            title=f"Which classes are confused, with their numbers of queries (layer {layer}, "
+            f"{agreement})",
             predicted_title="predicted: distance of keys",
             actual_title="actual: AUC-ROC of the pair",
         )
@@ -156,7 +161,7 @@ class AnchorDistances:
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             values = {
                 "queries": _by_layer(queries),
-                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
+                "label_logits": batch.label_scores(logits).cpu().double(),
                 "gold": gold.cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }

@@ -16,7 +16,7 @@ from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
-from ..results import figures
+from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.renames import renamed_arguments
@@ -29,9 +29,9 @@ PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww":
 # Always summed, to compare what the target reads from label words and from other tokens.
 _READ_BY_TARGET = (edges.pq, edges.tq)
 _LEGEND = {
-    "wp": "S_wp: text to label word",
-    "pq": "S_pq: label word to target",
-    "ww": "S_ww: other words",
+    "wp": "text to label word (S_wp)",
+    "pq": "label word to target (S_pq)",
+    "ww": "between other words (S_ww)",
 }
 
 
@@ -64,6 +64,8 @@ class SaliencyFlowsRecord(Record):
     deep_pq_over_tq: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head flow"]
     per_prompt: Float[Tensor, "prompt layer flow"]
+
+    caption: ClassVar[str] = f"Each flow's share of the saliency in a layer. {captions.FLOWS}"
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The flows by name."""

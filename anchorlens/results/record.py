@@ -40,6 +40,8 @@ class Record:
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    # What the figure of the record shows, how to read it, and what the paper found.
+    caption: ClassVar[str] = ""
     # Names of the entries along an axis ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.

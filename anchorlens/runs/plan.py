@@ -106,7 +106,7 @@ class Plan:
             gradient_checkpointing=self.gradient_checkpointing,
         )
         # By these a resumed run recognises other hooks, which rows of metrics may not show.
-        rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
+        rows = {"/label_logits": batch.label_scores(logits).cpu()}
         for metric, before, after in zip(self.metrics, in_prefix, observations, strict=True):
             try:
                 of_metric = _rows_of(before, after, logits, clean)

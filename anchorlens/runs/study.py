@@ -372,7 +372,8 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     for batch in batches:
         check_batch(batch)
         check_fits(model, batch)
-        if batch.label_token_ids.tolist() != batches[0].label_token_ids.tolist():
+        words = [(each.label_token_ids.tolist(), each.verbalizer) for each in (batch, batches[0])]
+        if words[0] != words[1]:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )
