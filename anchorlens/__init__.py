@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
     from .experiments.isolation import IsolationRecord as IsolationRecord
+    from .experiments.isolation import SweepResults as SweepResults
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
     from .experiments.isolation import plot_isolation as plot_isolation
@@ -53,29 +54,39 @@ if TYPE_CHECKING:
     from .metrics.metric import ObservesPrefix as ObservesPrefix
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
+    from .metrics.saliency import head_saliency as head_saliency
     from .metrics.saliency import saliency as saliency
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model
     from .passes.losses import label_cross_entropy as label_cross_entropy
     from .prompts import edges as edges
+    from .prompts import relabeling as relabeling
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts.build import build_prompts as build_prompts
     from .prompts.examples import Example as Example
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
+    from .prompts.relabeling import relabel as relabel
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
+    from .prompts.verbalizer import Verbalizer as Verbalizer
     from .replication.paper import paper as paper
     from .replication.paper_figures import paper_figures as paper_figures
     from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
     from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
     from .replication.paper_tables import paper_tables as paper_tables
+    from .report.claims import Claim as Claim
+    from .report.claims import Verdict as Verdict
+    from .report.claims import claims as claims
     from .report.page import write_report as write_report
+    from .report.prompt_flows import PromptFlows as PromptFlows
+    from .report.prompt_flows import plot_prompt as plot_prompt
     from .results import figures as figures
     from .results.record import Record as Record
     from .results.record import load_record as load_record
+    from .results.results import Results as Results
     from .runs.plan import Plan as Plan
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits

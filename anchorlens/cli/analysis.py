@@ -5,16 +5,17 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from ..errors import RunError, StoreError
-from ..experiments.isolation import isolation_sweep, plot_isolation
+from ..experiments.isolation import isolation_sweep
 from ..experiments.sites import Site, first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
-from ..metrics.saliency import SaliencyFlows, saliency
+from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import layer_numbers
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..report.prompt_flows import plot_prompt
 from ..results.record import Record
+from ..results.results import Results
 from ..runs.run import run
 from ..system.processes import is_main
 from .output import Output, say
@@ -22,10 +23,9 @@ from .summary import Summary, summarised
 
 
 class Page(NamedTuple):
-    """What the report shows of a task."""
+    """What the report shows of a task, by heading, and the numbers that matter most."""
 
-    records: dict[str, Record]
-    figures: dict[str, Any]
+    results: dict[str, Any]
     summary: Summary
 
 
@@ -74,12 +74,10 @@ def analyse(
     make_folder(folder)
     rows = rows_folder(out, task)
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
-    records: dict[str, Record] = {}
 
-    def add(name: str, record: Record) -> None:
+    def save(name: str, record: Record) -> None:
         if is_main():
             record.save(folder / f"{file_name(name)}.safetensors")
-        records[f"{task}: {name}"] = record
 
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
     metrics, reasons = possible(model, batches, wanted)
@@ -95,10 +93,10 @@ def analyse(
             progress=not output.quiet,
         )
     except RunError as error:  # some metrics have no result for these rows; the others have
-        results = dict(error.results)
+        results = Results(error.results)
         say(f"warning: {error}", err=True)
     for name, record in results.items():
-        add(name, record)
+        save(name, record)
     sites = first_and_last(model, [depth])
     first = next(iter(sites))
     if batches[0].begins_with_bos:
@@ -112,23 +110,8 @@ def analyse(
         progress=not output.quiet,
     )
     for site, isolation in isolations.items():
-        add(f"isolation, {site}", isolation)
-    # One figure shows all isolations, as in the paper: no record has a figure of its own.
-    drawn = dict.fromkeys((f"{task}: isolation, {site}" for site in isolations), None)
-    drawn[f"{task}: isolation, {first}"] = plot_isolation(isolations)
-    drawn[f"{task}: flows of one prompt"] = _first_prompt(model, batches[0], gradient_checkpointing)
-    summary = summarised(task, records, isolations)
+        save(f"isolation, {site}", isolation)
+    prompt = plot_prompt(model, batches[0], gradient_checkpointing=gradient_checkpointing)
+    summary = summarised(task, results, isolations)
     output.tables(summary.tables)
-    return Page(records, drawn, summary)
-
-
-def _first_prompt(model: Any, batch: PromptBatch, gradient_checkpointing: bool) -> Any:
-    """The strongest flows of one prompt (the paper's Figure 1)."""
-    prompt = batch.prompt(0)
-    return figures.token_arcs(
-        [model.tokenizer.decode([token]) for token in prompt.tokens[0].tolist()],
-        saliency(model, prompt, gradient_checkpointing=gradient_checkpointing)[0],
-        label_positions=prompt.label_positions[0].tolist(),
-        target_position=int(prompt.target_positions[0]),
-        title="Strongest flows of one prompt",
-    )
+    return Page({"one prompt": prompt, **results, "isolation": isolations}, summary)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..experiments.isolation import IsolationRecord
 from ..results.record import Record
 from ..results.text_tables import TextTable
 from .output import PrintedTable
@@ -35,15 +34,8 @@ class Summary:
         return "\n".join(table.text() for table in self.tables)
 
 
-def summarised(
-    task: str, records: Mapping[str, Record], isolations: Mapping[str, IsolationRecord]
-) -> Summary:
-    """The summary of the records of a task, whose names begin with that of the task."""
-    found = {
-        name: records[f"{task}: {name}"]
-        for name in ("saliency_flows", "attention_aucroc", "anchor_distances")
-        if f"{task}: {name}" in records
-    }
+def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str, Any]) -> Summary:
+    """The summary of the records of a task, and of its isolations by site."""
     values: Values = {"task": task}
     numbers: TextTable = {}
     for name, summarise in (
@@ -52,8 +44,8 @@ def summarised(
         ("attention_aucroc", _attention),
         ("anchor_distances", _confusions),
     ):
-        if name in found:
-            texts, of_metric = summarise(found[name])
+        if name in records:
+            texts, of_metric = summarise(records[name])
             numbers |= {("", row): {"": text} for row, text in texts.items()}
             values |= of_metric
     loyalties, values["isolation"] = _isolation(isolations)
@@ -65,7 +57,7 @@ def summarised(
     return Summary(tables, values)
 
 
-def _isolation(isolations: Mapping[str, IsolationRecord]) -> tuple[TextTable, Values]:
+def _isolation(isolations: Mapping[str, Any]) -> tuple[TextTable, Values]:
     """Loyalties of label words and of random words at each site."""
     table: TextTable = {}
     values: Values = {}

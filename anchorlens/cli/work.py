@@ -1,6 +1,8 @@
 """What the commands do after their options were read; here PyTorch and the models are imported."""
 
 import json
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -66,10 +68,10 @@ def demo(
     )
     output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch.float32)
-    pages = []
+    pages = {}
     for task, batches in prompts(loaded.tokenizer).items():
         _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
-        pages.append(analyse(loaded, task, batches, out, depth, draws, output))
+        pages[task] = analyse(loaded, task, batches, out, depth, draws, output)
     after = f"another task or your own: anchorlens run --model {model} --help"
     _finish(pages, settings, out, output, after)
 
@@ -109,7 +111,7 @@ def run(
     _prepare_rows(loaded, depth, rows_folder(out, chosen.name).glob("*") if fresh else ())
     page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
     after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
-    _finish([page], settings, out, output, after)
+    _finish({chosen.name: page}, settings, out, output, after)
 
 
 @fails_together()
@@ -198,15 +200,14 @@ def _batches(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[Pro
 
 
 def _finish(
-    pages: Sequence[Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
+    pages: Mapping[str, Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
 ) -> None:
     """Write the report, and print the results as json and what to try after this."""
-    results = {name: record for page in pages for name, record in page.records.items()}
-    drawn = {name: figure for page in pages for name, figure in page.figures.items()}
-    summary = "\n\n".join(page.summary.text() for page in pages)
-    _save_settings(settings, out)
-    report = _report(results, out, settings=settings, figures=drawn, summary=summary)
-    values = [page.summary.values for page in pages]
+    saved = _save_settings(settings, out)
+    results = {task: page.results for task, page in pages.items()}
+    summary = "\n\n".join(page.summary.text() for page in pages.values())
+    report = _report(results, out, settings=saved, summary=summary)
+    values = [page.summary.values for page in pages.values()]
     output.document({"model": settings["model"], "tasks": values, "report": report})
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")
 
@@ -218,7 +219,8 @@ def _report(
     path = out / "report.html"
     if is_main():
         given = {name: value for name, value in settings.items() if _is_given(value)}
-        write_report(results, path, settings=given, **page)
+        command = shlex.join(["anchorlens", *sys.argv[1:]])
+        write_report(results, path, settings=given, command=command, **page)
     return path.resolve()
 
 

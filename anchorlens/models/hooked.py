@@ -211,7 +211,7 @@ def vocabulary_of(model: HookedModel) -> int:
 
 def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for labels that the model cannot predict, as toy models may predict few."""
-    largest, count = int(batch.label_token_ids.max()), model.cfg.d_vocab_out
+    largest, count = max(map(max, batch.word_token_ids)), model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and largest >= count:
         raise PromptError(
             f"label token {largest} is outside the {count} tokens that the model predicts "
@@ -256,7 +256,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
     refuse_labels_beyond(model, batch)
-    largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
+    largest = max(int(batch.tokens.max()), *map(max, batch.word_token_ids))
     if largest >= vocabulary_of(model):
         raise PromptError(
             f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "

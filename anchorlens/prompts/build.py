@@ -8,6 +8,8 @@ tokenizer then give the piece of every token. Token ids are never searched.
 import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,10 +18,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
 from .tasks import Task
+from .verbalizer import Verbalizer
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 
@@ -67,7 +71,9 @@ def build_prompts(
     """
     _check_options(tokenizer, batch_size, padding_side, max_length)
     sets = demonstrations_by_query(task, demonstrations, queries)
-    ids = _label_token_ids(tokenizer, task)
+    word_ids = _word_token_ids(tokenizer, task)
+    ids = torch.tensor([words[0] for words in word_ids])
+    verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
@@ -92,7 +98,11 @@ def build_prompts(
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
     return [
-        _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
+        replace(
+            _pad(prompts[start : start + batch_size], ids, padding_side, pad_token),
+            labels=task.first_words,
+            verbalizer=verbalizer,
+        )
         for start in range(0, len(prompts), batch_size)
     ]
 
@@ -122,7 +132,7 @@ def _pieces(task: Task, demos: Sequence[Example], query: Example) -> Iterator[_P
         yield _Piece(before, FORMAT)
         yield _Piece(demo.text, TEXT)
         yield _Piece(between, FORMAT)
-        yield _Piece(task.labels[demo.label], LABEL, demo.label)
+        yield _Piece(task.first_words[demo.label], LABEL, demo.label)
         yield _Piece(after + task.separator, FORMAT)
     yield _Piece(task.query(query.text), QUERY)
 
@@ -239,7 +249,7 @@ def _check_unknown_word(
     tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
 ) -> None:
     """Check that no label word becomes a part of an unknown word at the end of the query."""
-    for word in task.labels:
+    for word in chain.from_iterable(task.words):
         longer, _, _ = _encode(tokenizer, text + word)
         if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
             raise PromptError(
@@ -279,7 +289,7 @@ def _word(
     return first, last
 
 
-def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
+def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
     """First token of each label word after a query, where the model predicts it."""
     ending = task.query("x")
     plain, _, special = _encode(tokenizer, ending)
@@ -294,8 +304,8 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
             "where the label is predicted; switch that off (for example in its "
             "tokenizer_config.json, or in Python by add_eos_token=False)"
         )
-    ids: list[int] = []
-    for word in task.labels:
+    word_of: dict[int, str] = {}
+    for word in chain.from_iterable(task.words):
         tokens, spans, _ = _encode(tokenizer, ending + word)
         text = ending + word
         first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
@@ -305,14 +315,15 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
                 f"{ending!r}; end the template before {{label}} without a space, and begin the "
                 "label words with one"
             )
-        if tokens[first] in ids:
+        if tokens[first] in word_of:
             raise PromptError(
-                f"labels {task.labels[ids.index(tokens[first])]!r} and {word!r} have the same "
+                f"labels {word_of[tokens[first]]!r} and {word!r} have the same "
                 f"first token {tokenizer.convert_ids_to_tokens(tokens[first])!r}, so they cannot "
                 "be told apart at the target position; choose other label words"
             )
-        ids.append(tokens[first])
-    return torch.tensor(ids)
+        word_of[tokens[first]] = word
+    ids = iter(word_of)
+    return [[next(ids) for _ in words] for words in task.words]
 
 
 def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
@@ -333,7 +344,7 @@ def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int |
 
 
 def _pad(
-    prompts: Sequence[_Prompt], task: Task, ids: Int[Tensor, " class"], side: str, pad_token: int
+    prompts: Sequence[_Prompt], ids: Int[Tensor, " class"], side: str, pad_token: int
 ) -> PromptBatch:
     length = max(len(prompt.tokens) for prompt in prompts)
     shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
@@ -366,6 +377,5 @@ def _pad(
         query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
         demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
         index=torch.tensor([prompt.query_index for prompt in prompts]),
-        labels=tuple(task.labels),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )

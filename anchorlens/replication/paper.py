@@ -138,7 +138,7 @@ def _check_logits(store: Store, number: int, setting: Setting) -> None:
         logits = target_logits(setting.model, batches, progress=False)
     except PromptError:  # a prompt is too long; each part gives that as a warning
         return
-    rows = {"logits": logits[:, batches[0].label_token_ids]}
+    rows = {"logits": batches[0].label_scores(logits)}
     with fails_together():
         if is_main():
             stored = store.read(number)
