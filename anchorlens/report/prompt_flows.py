@@ -223,9 +223,9 @@ def _heading(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> str:
     names = [label.strip() for label in batch.labels]
     if not names:
         names = [f"class {number}" for number in range(len(batch.label_token_ids))]
-    label_ids = batch.label_token_ids.cpu()
-    answer = int(predicted_class(logits, label_ids)[0])
-    share = float(logits[0, label_ids].softmax(0)[answer])
+    scores = batch.label_scores(logits)
+    answer = int(predicted_class(scores)[0])
+    share = float(scores[0].softmax(0)[answer])
     text = (
         f"The model answers {names[answer]} ({100 * share:.0f} % of the label words' probability)"
     )

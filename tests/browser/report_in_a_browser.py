@@ -25,8 +25,12 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     batches = questions(model, count=12)
     options: dict[str, Any] = {"progress": False, "resamples": 20}
-    metrics = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(directions=2)]
-    results = dict(al.run(model, batches, metrics, **options))
+    metrics: list[al.Metric] = [
+        al.SaliencyFlows(),
+        al.AttentionAUCROC(),
+        al.AnchorDistances(directions=2),
+    ]
+    results: dict[str, Any] = dict(al.run(model, batches, metrics, **options))
     sites = al.sites.first_and_last(model, [1])
     results["isolation"] = al.isolation_sweep(model, batches, sites, draws=2, **options)
     results["one_prompt"] = al.plot_prompt(model, batches[0])
