@@ -19,7 +19,7 @@ SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 def public_classes() -> set[type]:
     """Classes of which people have instances; protocols and errors are not."""
-    kinds = {value for value in vars(al).values() if isinstance(value, type)}
+    kinds = {value for name in dir(al) if isinstance(value := getattr(al, name), type)}
     protocols = {kind for kind in kinds if Protocol in kind.__bases__}
     return {kind for kind in kinds - protocols if not issubclass(kind, Exception)} - {al.Record}
 
@@ -57,6 +57,10 @@ def instances(model: Any) -> Iterator[Any]:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
     yield al.Study(model, [batch], {}, folder="rows")
     yield al.isolate_labels(model, batch, range(3))
+    flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    yield from (*al.claims(flows), al.Verdict.AGREES)
+    yield al.plot_prompt(model, batch)
+    yield al.Verbalizer([[1, 2], [5]])
     yield al.Results()
 
 
