@@ -3,13 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..errors import PromptError
 from ..system.names import name_of
+from .batch import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .examples import Example
 from .verbalizer import Score, check_score
+
+
+class Piece(NamedTuple):
+    """Some characters of a prompt: their token group, and the class that they name, if any."""
+
+    text: str
+    group: int
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Task:
     separator: str = "\n"
     prefix: str = ""
     score: Score = torch.mean
+    adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("template", "separator", "prefix"):
@@ -93,7 +104,9 @@ class Task:
         object.__setattr__(self, "labels", labels)
 
     def __repr__(self) -> str:
-        values = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        values = {
+            field.name: repr(getattr(self, field.name)) for field in fields(self) if field.init
+        }
         # By its name, because the repr of a function holds an address, which differs between
         # processes.
         values["score"] = name_of(self.score)
@@ -133,6 +146,25 @@ class Task:
         """The query for a text: the template up to the label."""
         before, between, _ = self.pieces
         return before + text + between
+
+    def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
+        """The pieces of a prompt; joined they are its text. The last belongs to the query."""
+        before, between, after = self.pieces
+        pieces = [Piece(self.prefix, OTHER)]
+        for demo in demonstrations:
+            assert demo.label is not None
+            pieces += [
+                Piece(before, FORMAT),
+                Piece(demo.text, TEXT),
+                Piece(between, FORMAT),
+                Piece(self.first_words[demo.label], LABEL, demo.label),
+                Piece(after + self.separator, FORMAT),
+            ]
+        return [*pieces, Piece(self.query(query), QUERY)]
+
+    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
+        """All label words of each class, as they are written in a prompt."""
+        return self.words
 
 
 def _is_list(value: Any) -> bool:
