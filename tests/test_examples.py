@@ -1,14 +1,11 @@
-"""The examples and the README's code run as printed, on a tiny model."""
+"""The examples run, on a tiny model."""
 
-import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import anchorlens as al
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -39,28 +36,3 @@ def test_an_example_runs_and_writes_a_page(
     monkeypatch.setattr(sys, "argv", [path.name, "--model", str(model_folder), *options])
     runpy.run_path(str(path), run_name="__main__")
     assert list(tmp_path.glob("*.html"))
-
-
-def test_the_code_of_the_readme_runs(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """All blocks run in one namespace, from top to bottom. Only the model is replaced."""
-    load = al.load_model
-    monkeypatch.setattr(al, "load_model", lambda name: load(str(model_folder)))
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert (tmp_path / "report.html").exists()
-    assert namespace["results"]["saliency_flows"].share.shape == (6, 3)
-    assert namespace["logits"].shape[0] == 1
-    assert "word_loyalty" in capsys.readouterr().out
-
-
-def test_the_code_of_the_readme_is_short() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    code = [[line for line in block.splitlines() if line.strip()] for block in blocks]
-    assert len(code[0]) <= 15
-    assert len(code[3]) <= 30

@@ -1,14 +1,13 @@
 """All analyses of one task: records that are saved at once, figures and a text table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isnan
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-import typer
-
 from ..errors import RunError, StoreError
-from ..experiments.isolation import IsolationRecord, isolation_sweep, plot_isolation
+from ..experiments.isolation import isolation_sweep, plot_isolation
 from ..experiments.sites import Site, first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
@@ -18,29 +17,30 @@ from ..models.hooked import layer_numbers
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.record import Record
+from ..results.results import Results
 from ..results.text_tables import TextTable, aligned
 from ..runs.run import run
 from ..system.processes import is_main
+from .output import say
 
 Page = tuple[dict[str, Record], dict[str, Any], str]  # records, figures, text table
-
-
-def say(text: str, err: bool = False) -> None:
-    """Print in the main process."""
-    if is_main():
-        typer.echo(text, err=err)
 
 
 def make_folder(folder: Path) -> None:
     """Make the folder of ``--out`` and those above it.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: It cannot be made, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StoreError(f"--out {folder} cannot be written into: {error.strerror}") from error
 
 
 def rows_folder(out: Path, task: str) -> Path:
@@ -90,7 +90,7 @@ def analyse(
             folder=rows / "metrics",
         )
     except RunError as error:  # some metrics have no result for these rows; the others have
-        results = dict(error.results)
+        results = Results(error.results)
         say(f"warning: {error}", err=True)
     for name, record in results.items():
         add(name, record)
@@ -122,7 +122,7 @@ def _first_prompt(model: Any, batch: PromptBatch, gradient_checkpointing: bool) 
     )
 
 
-def _table(task: str, records: dict[str, Record], isolations: dict[str, IsolationRecord]) -> str:
+def _table(task: str, records: dict[str, Record], isolations: Mapping[str, Record]) -> str:
     """The numbers that matter most, with their 95 % intervals."""
     numbers: TextTable = {("", name): {"": text} for name, text in _numbers(task, records)}
     loyalties: TextTable = {}

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..prompts import edges
-from ..prompts.batch import FORMAT, LABEL, OTHER, TEXT, PromptBatch
+from ..prompts.batch import PromptBatch
+from ..prompts.groups import FORMAT, LABEL, OTHER, TEXT
 
 Keep = Callable[[PromptBatch], Bool[Tensor, " position"]]
 

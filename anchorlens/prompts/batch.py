@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from reprlib import Repr
 from typing import Any, get_type_hints
 
 import torch
@@ -10,20 +11,15 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import PromptError
+from .groups import LABEL, OTHER, PADDING, QUERY, TARGET
+from .prompt_html import PromptView
+from .token_texts import token_texts
 from .verbalizer import Verbalizer, label_scores
 
-GROUPS = ("other", "text", "label", "format", "query", "target")
-"""Names of the token groups; the index of a name is its number in ``PromptBatch.groups``.
-
-``text`` holds demonstration texts, ``label`` label words, ``format`` the template and separators
-around them, ``query`` the query with its format, ``target`` the target position, and ``other`` the
-rest (BOS, instructions). Padding is -1.
-"""
-
 _NO_TENSORS = ("labels", "verbalizer", "begins_with_bos", "first_query")
-
-OTHER, TEXT, LABEL, FORMAT, QUERY, TARGET = range(len(GROUPS))
-PADDING = -1
+_SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
+_LABELS = Repr()  # of six labels
+_LABELS.maxstring = 14
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +72,48 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def __repr__(self) -> str:
+        """One line: the number of prompts, their length, label words and classes."""
+        parts = [
+            f"batch {len(self)}, position {self.tokens.shape[1]}, "
+            f"anchor {self.label_positions.shape[1]}, class {len(self.label_token_ids)}"
+        ]
+        parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
+        parts += [f"run from position {self.first_query}"] if self.first_query else []
+        return f"{type(self).__name__}({'; '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """The first prompt as token ids, which need no tokenizer."""
+        prompt = self.prompt(0)
+        ids, groups = prompt.tokens[0].tolist(), prompt.groups[0].tolist()
+        tokens = [f"{token} " for token in ids]
+        heading = f"{self!r}: token ids of prompt 0; show(tokenizer) shows its text"
+        if left_out := max(0, len(ids) - 2 * _SHOWN):
+            groups[_SHOWN:-_SHOWN] = [PADDING] * left_out
+            tokens[_SHOWN - 1] += "… "
+            heading += f". {left_out} of its {len(ids)} tokens are left out"
+        return PromptView(tokens, groups, heading)._repr_html_()
+
+    def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
+        """The text of a prompt, which a notebook shows in the colours of its token groups.
+
+        Args:
+            tokenizer: The tokenizer with which the prompts were built.
+            prompt: Number of the prompt in this batch.
+
+        Raises:
+            PromptError: There is no such prompt, or the tokenizer is not that of the prompts.
+
+        Examples:
+            >>> text = str(batch.show(model.tokenizer))
+            >>> text[:10], text.count("◆")  # there is one before each label word
+            ('Question: ', 6)
+        """
+        alone = self.prompt(prompt)
+        ids = alone.tokens[0].tolist()
+        heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"
+        return PromptView(token_texts(tokenizer, ids), alone.groups[0].tolist(), heading)
 
     @property
     def shared_prefix(self) -> int:

@@ -18,9 +18,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import OTHER, PADDING, QUERY, TARGET, PromptBatch, digest
+from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
+from .groups import OTHER, PADDING, QUERY, TARGET
 from .tasks import Piece, Task
 from .verbalizer import Verbalizer
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from jinja2 import TemplateError
 
 from ..errors import PromptError
-from .batch import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .tasks import Piece, Task
 
 # What build_prompts itself passes to apply_chat_template, and what it has no use for.

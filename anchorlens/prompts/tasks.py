@@ -5,13 +5,11 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
 from ..errors import PromptError
 from ..system.names import name_of
-from .batch import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .examples import Example
-from .verbalizer import Score, check_score
+from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .scores import Score, mean
 
 
 class Piece(NamedTuple):
@@ -36,9 +34,9 @@ class Task:
         separator: Characters between demonstrations.
         prefix: Instructions before the first demonstration.
         score: How the words of a class give its score, if it has several: a function of their log
-            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (the
-            default), ``torch.sum`` and ``torch.amax`` are such functions, and ``torch.logsumexp``,
-            with which the probabilities of the words are added.
+            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
+            the default), ``torch.sum`` and ``torch.amax`` are such functions, and
+            ``torch.logsumexp``, with which the probabilities of the words are added.
 
     Raises:
         PromptError: A part is not a string, the template lacks a field or has the fields in the
@@ -60,7 +58,7 @@ class Task:
     labels: Sequence[str | Sequence[str]]
     separator: str = "\n"
     prefix: str = ""
-    score: Score = torch.mean
+    score: Score = mean
     adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -98,7 +96,10 @@ class Task:
             raise PromptError(
                 f"label words must be different and not blank; got {list(self.labels)}"
             )
-        check_score(self.score)
+        if self.score is not mean:
+            from .verbalizer import check_score  # it imports PyTorch, which takes seconds
+
+            check_score(self.score)
         # One word in a list is the same task as the word alone.
         labels = tuple(words[0] if len(words) == 1 else words for words in self.words)
         object.__setattr__(self, "labels", labels)
@@ -128,7 +129,7 @@ class Task:
     @property
     def has_one_word_a_class(self) -> bool:
         """Whether the logit of one word is the score of a class."""
-        return self.score is torch.mean and all(len(words) == 1 for words in self.words)
+        return self.score is mean and all(len(words) == 1 for words in self.words)
 
     @property
     def pieces(self) -> tuple[str, str, str]:

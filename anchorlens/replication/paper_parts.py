@@ -36,6 +36,7 @@ from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
 from ..prompts.verbalizer import label_scores
+from ..results.results import Results
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
 
@@ -124,7 +125,7 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
         results = run(setting.model, batches, metrics, **QUIET)
     except RunError as error:  # some metrics have no result for these prompts; the others have
         warnings.warn(str(error), stacklevel=2)
-        results = dict(error.results)
+        results = Results(error.results)
     if "saliency_flows" in results:
         flows = results["saliency_flows"]
         for k, name in enumerate(("S_wp", "S_pq", "S_ww")):

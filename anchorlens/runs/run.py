@@ -12,7 +12,7 @@ from ..models.hooked import HookedModel
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
-from ..results.record import Record
+from ..results.results import Results
 from ..system.renames import renamed_arguments
 from .study import Study
 
@@ -30,7 +30,7 @@ def run(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> dict[str, Record]:
+) -> Results:
     """Compute any number of metrics in one pass over all batches.
 
     Each batch needs one forward pass, and one backward pass if a metric needs it. Demonstrations
@@ -67,7 +67,7 @@ def run(
         progress: Show a progress bar.
 
     Returns:
-        The record of each metric under its name.
+        The record of each metric under its name, in a dict that a notebook shows as a table.
 
     Raises:
         AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
 from ..prompts.batch import PromptBatch, check_batch
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows
+from ..results.results import Results
 from ..system.processes import (
     batches_of_process,
     failed_elsewhere,
@@ -106,6 +108,14 @@ class Study:
         self._has_collected = False
         self.settings = {str(name): _text(value) for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
+
+    def __repr__(self) -> str:
+        """One line: the model, the number of batches, the settings and the folder."""
+        settings = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
+        # Only checked batches and models have all attributes.
+        model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
+        parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
+        return f"Study({parts}{'' if self.folder is None else '; with a folder'})"
 
     def __enter__(self) -> "Study":
         with ExitStack() as stack:
@@ -256,9 +266,7 @@ class Study:
             info=self.describe() | dict(info or {}),
         )
 
-    def results(
-        self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None
-    ) -> dict[str, Record]:
+    def results(self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
         Raises:

@@ -121,7 +121,7 @@ def test_out_of_memory_is_an_error_of_one_line(
     def raise_out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr("anchorlens.cli.commands.analyse", raise_out_of_memory)
+    monkeypatch.setattr("anchorlens.cli.work.analyse", raise_out_of_memory)
     arguments = ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)]
     assert call(monkeypatch, "run", *arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]

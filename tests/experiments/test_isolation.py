@@ -1,5 +1,6 @@
 """Tests of the isolation experiment against a loop of separate runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,17 @@ def test_metrics_that_cannot_observe_the_clean_run_raise_an_error(
 
 def test_figures_show_isolations_and_no_other_records(gpt2: Any) -> None:
     record = al.isolation_loyalty(gpt2, questions(gpt2, 4), 0, draws=2, progress=False)
-    assert len(record.plot().data) == 2
+    bars = record.plot().data
+    assert [trace.name for trace in bars[:2]] == [
+        "label words isolated",
+        "random words isolated (range of draws)",
+    ]
+    assert bars[0].y == (float(record.label_loyalty),)
+    assert bars[1].y == (float(record.random_label_loyalty.mean()),)
+    assert bars[3].y == (float(record.random_word_loyalty.mean()),)
+    low, high = record.random_word_loyalty.min(), record.random_word_loyalty.max()
+    torch.testing.assert_close(bars[3].customdata.tolist(), [[float(low), float(high)]])
+    assert len(replace(record, intervals={}).plot().data) == 4
     others = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
-    assert len(al.plot_isolation({"first": record, "last": record} | others).data) == 4
+    both = al.plot_isolation({"first": record, "last": record} | others)
+    assert len(both.data) == 4 and len(both.data[0].y) == 2

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 import anchorlens as al
-from anchorlens.prompts.batch import GROUPS, PADDING
+from anchorlens.prompts.groups import GROUPS, PADDING
 
 
 class Row(NamedTuple):

@@ -1,0 +1,148 @@
+"""The code of the README and of the documentation runs as printed, on a tiny model."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+import pytest
+import torch
+import typer
+from accelerate import PartialState
+
+import anchorlens as al
+from anchorlens.cli import commands
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# On these pages the first block is what every other block needs, and nothing else is.
+RECIPES = {"cookbook.md", "gallery.md"}
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
+    pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
+]
+
+
+class Block(NamedTuple):
+    """A block of code of a page, and the number of its first line there."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks_of(page: Path, language: str) -> list[Block]:
+    text = page.read_text()
+    blocks = [
+        Block(match[1], match[2], text.count("\n", 0, match.start(2)))
+        for match in FENCE.finditer(text)
+    ]
+    return [block for block in blocks if block.language == language]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def with_code(language: str) -> list[Any]:
+    pages = [page for page in PAGES if blocks_of(page, language)]
+    return [pytest.param(page, id=name_of(page)) for page in pages]
+
+
+@pytest.fixture(scope="module")
+def load_tiny(model_folder: Path) -> Callable[..., Any]:
+    """In place of ``al.load_model``: each name is the same tiny model, loaded once."""
+    load, models = al.load_model, dict[str, Any]()
+
+    def load_tiny(name: str, **options: Any) -> Any:
+        if name not in models:
+            models[name] = load(str(model_folder))
+        return models[name]
+
+    return load_tiny
+
+
+@pytest.fixture
+def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any) -> Iterator[None]:
+    """What a reader has: a model of any name, a folder to write into, a browser for figures."""
+    monkeypatch.setattr(al, "load_model", load_tiny)
+    monkeypatch.setattr(go.Figure, "show", lambda figure: None)
+    monkeypatch.chdir(tmp_path)
+    state = torch.random.get_rng_state()
+    yield
+    torch.random.set_rng_state(state)
+    PartialState._reset_state()  # a page on several processes makes it
+
+
+def run_page(page: Path) -> dict[str, Any]:
+    """Run the blocks from top to bottom, as one script; recipes each after the first block."""
+    blocks = blocks_of(page, "python")
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(blocks):
+        alone = page.name in RECIPES and number > 0
+        # Empty lines first, so that a traceback has the line number of the page.
+        code = compile("\n" * block.line + block.code, str(page), "exec")
+        exec(code, dict(names) if alone else names)
+    return names
+
+
+@pytest.mark.parametrize("page", with_code("python"))
+def test_the_code_of_a_page_runs(
+    page: Path, reader: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = run_page(page)
+    if page.name == "README.md":
+        assert (tmp_path / "report.html").exists()
+        assert names["results"]["saliency_flows"].share.shape == (6, 3)
+        assert names["logits"].shape[0] == 1
+        assert "word_loyalty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
+def test_all_code_of_a_page_is_found(page: Path) -> None:
+    """A fence that is indented, or has no language, would not run."""
+    text = page.read_text()
+    assert len(re.findall(r"^\s*```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text))
+    assert all(language for language, _ in FENCE.findall(text))
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The arguments of each call of ``anchorlens`` in the shell blocks of a page."""
+    calls = []
+    for block in blocks_of(page, "sh"):
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            starts = [k for k, word in enumerate(words) if word.split("/")[-1] == "anchorlens"]
+            calls += [words[starts[0] + 1 :]] if starts else []
+    return [call for call in calls if call]
+
+
+@pytest.mark.parametrize("page", [p for p in with_code("sh") if commands_of(p.values[0])])
+def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
+    """Arguments are read as by a call, but nothing runs."""
+    group: Any = typer.main.get_command(commands.app)
+    for words in commands_of(page):
+        context = group.make_context("anchorlens", list(words), resilient_parsing=True)
+        name, command, rest = group.resolve_command(context, words)
+        command.make_context(name, rest, parent=context)
+
+
+def test_the_code_of_the_readme_is_short() -> None:
+    code = [
+        [line for line in block.code.splitlines() if line.strip()]
+        for block in blocks_of(ROOT / "README.md", "python")
+    ]
+    assert len(code[0]) <= 15
+    assert len(code[3]) <= 30
+
+
+def test_recipes_are_short() -> None:
+    for page in (page for page in PAGES if page.name == "cookbook.md"):
+        for block in blocks_of(page, "python")[1:]:
+            lines = [line for line in block.code.splitlines() if line.strip()]
+            assert len(lines) <= 15, f"line {block.line} of {page.name}"
