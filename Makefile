@@ -39,7 +39,7 @@ help:
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
-	@echo 'make architectures  docs/architectures.md from the tests of every architecture'
+	@echo 'make architectures  the table of architectures (docs and data) from the tests of each'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
@@ -80,7 +80,7 @@ architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
 	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
-	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX) > docs/architectures.md
+	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX)
 
 clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

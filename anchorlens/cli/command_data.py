@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..errors import DataError
 from ..metrics.distances import AnchorDistances
+from ..models.quiet import quiet_datasets
 from ..prompts.checks import demonstrations_by_query
 from ..prompts.examples import (
     BUNDLED,
@@ -42,7 +43,8 @@ def check_task(task: str) -> None:
 def examples_of_task(task: str) -> Examples:
     """The examples of a task of the package: bundled or from the hub."""
     if task in HUB_SOURCES:
-        return Examples(load_examples(task, "train"), load_examples(task, "test"))
+        with quiet_datasets():
+            return Examples(load_examples(task, "train"), load_examples(task, "test"))
     examples = load_examples(task)
     return Examples(examples, examples)
 

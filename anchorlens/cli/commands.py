@@ -1,4 +1,4 @@
-"""`anchorlens demo`, `run` and `paper`: the analyses of a model from the command line.
+"""The commands of anchorlens and their options.
 
 This file reads options, so that `anchorlens --help` needs none of the packages that take seconds to
 import. Each command imports what it needs.
@@ -20,7 +20,7 @@ from ..prompts.tasks import TASKS
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
 from .option_lists import seeds_of, words_of
-from .output import say
+from .output import Output, say
 from .wording import in_words_of_the_command
 
 app = typer.Typer(
@@ -171,6 +171,15 @@ QuerySplit = Annotated[
     ),
 ]
 WeightType = Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No progress bars and no notes; warnings and errors stay.")
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the numbers as one json document; all else goes to standard error."
+    ),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: delete the rows in --out.")]
 
 
@@ -190,6 +199,8 @@ def demo(
     depth: Depth = 5,
     draws: Draws = 3,
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
@@ -199,7 +210,7 @@ def demo(
     from . import work
 
     fixed = {"tasks": ["questions", "sentiment"], "shots": 1, "seed": [42]}
-    work.demo(**context.params | fixed, settings=_settings(context) | fixed)
+    work.demo(**_arguments(context) | fixed, settings=_settings(context) | fixed)
 
 
 @app.command()
@@ -234,6 +245,8 @@ def run(
     ] = False,
     out: Out = Path("anchorlens-output"),
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
     r"""Analyse a model on a task: one set of demonstrations for each seed.
@@ -247,9 +260,8 @@ def run(
     from . import work
     from .own_task import TaskOptions
 
-    names = [field.name for field in fields(TaskOptions)]
-    of_task = {name: context.params[name] for name in names}
-    others = {name: value for name, value in context.params.items() if name not in names}
+    of_task = {field.name: context.params[field.name] for field in fields(TaskOptions)}
+    others = {name: value for name, value in _arguments(context).items() if name not in of_task}
     work.run(task=TaskOptions(**of_task), **others | lists, settings=_settings(context) | lists)
 
 
@@ -282,6 +294,8 @@ def paper(
     dtype: WeightType = None,
     out: Out = Path("anchorlens-paper"),
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
@@ -292,7 +306,38 @@ def paper(
     lists = {"tasks": words_of("--task", tasks), "seeds": seeds_of(seeds)}
     from . import work
 
-    work.paper(**context.params | lists, settings=_settings(context) | lists)
+    work.paper(**_arguments(context) | lists, settings=_settings(context) | lists)
+
+
+@app.command()
+def models(
+    part: Annotated[
+        str, typer.Argument(help="A part of a name, such as llama; all by default.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Print the architectures that are tested against plain transformers."""
+    from .architectures import show_architectures
+
+    show_architectures(part, Output(as_json=as_json))
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or .gguf file.")],
+    device: Device = None,
+    dtype: WeightType = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Load a model, verify its hooks, and say what works on it, before a long run.
+
+    A model that cannot be analysed is an error with the reason, and the exit status is 1.
+    """
+    from .check import check as check_model
+    from .work import torch_type
+
+    check_model(model, device, torch_type(dtype), Output(quiet, as_json))
 
 
 def main() -> None:
@@ -333,12 +378,19 @@ def _join_launched() -> None:
         warnings.simplefilter("ignore")
 
 
+def _arguments(context: typer.Context) -> dict[str, Any]:
+    """The options of a command as arguments of the function that does its work."""
+    options = dict(context.params)
+    return options | {"output": Output(options.pop("quiet"), options.pop("as_json"))}
+
+
 def _settings(context: typer.Context) -> dict[str, Any]:
     """The options of a command, under their names in settings.json."""
     names = {"depth": "isolated_layers", "draws": "random_draws"}
+    others = ("out", "fresh", "layers", "quiet", "as_json")
     options = [str(parameter.name) for parameter in context.command.params]
     return {
         names.get(option, option): context.params[option]
         for option in options
-        if option not in ("out", "fresh", "layers")
+        if option not in others
     }

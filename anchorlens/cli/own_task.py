@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError
+from ..models.quiet import quiet_datasets
 from ..prompts.datafiles import READERS
 from ..prompts.examples import BUNDLED, load_examples
 from ..prompts.tasks import TASKS, Task
@@ -183,10 +184,11 @@ def _examples(fields: Mapping[str, Any], task: Task) -> Examples:
     name, split = fields["dataset"], fields.get("split", "train")
     if Path(name).suffix.lower() in READERS:
         raise DataError(f"--dataset is for data sets of the hub; give the file {name} by --data")
-    pool = load_examples(name, split, **columns)
     query_split = fields.get("query_split", split)
-    same = query_split == split
-    return Examples(pool, pool if same else load_examples(name, query_split, **columns))
+    with quiet_datasets():
+        pool = load_examples(name, split, **columns)
+        same = query_split == split
+        return Examples(pool, pool if same else load_examples(name, query_split, **columns))
 
 
 def _name(options: TaskOptions, fields: Mapping[str, Any]) -> str:

@@ -6,14 +6,21 @@ import re
 # al.forget_rows)". The brackets of a call may stand inside.
 _CALL = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _REPLACED = (
+    (
+        "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
+        "(transformer-lens 3.9) where that supports it",
+        "give unquantised weights, or another model",
+    ),
     ("in Python with text= and label=", "--text-column, --label-column"),
     ("list others in Python with classes=", "list others with --classes"),
     ("classes=[", "--classes ["),
     ("lower shots or", "lower --shots or"),
     ("ask for fewer queries or", "lower --queries or"),
     (", or drop_too_long=True in Python", ""),
+    (", or resamples=0 for no intervals", ""),
 )
 _REMOVED = (
+    re.compile(r", or in Python by \w+=\w+"),
     re.compile(rf", in Python {_CALL}(?=\))"),
     re.compile(rf" \(in Python,? {_CALL}\)"),
     re.compile(r",? or in Python \w+\((?:[^()]|\([^()]*\))*\)"),

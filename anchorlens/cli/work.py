@@ -1,16 +1,18 @@
 """What the commands do after their options were read; here PyTorch and the models are imported."""
 
 import json
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from pandas import DataFrame
 
 from ..models.load import load_model
+from ..models.quiet import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import BUNDLED
@@ -28,11 +30,12 @@ from ..system.processes import fails_together, is_main
 from .analysis import Page, analyse, make_folder, rows_folder
 from .before_weights import check_depth, checked_tokenizer
 from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
-from .output import say
+from .output import Output
 from .own_task import TaskOptions, task_with_examples
 
 
 @fails_together()
+@quiet_libraries()
 def demo(
     *,
     model: str,
@@ -45,6 +48,7 @@ def demo(
     device: str | None,
     out: Path,
     fresh: bool,
+    output: Output,
     settings: Mapping[str, Any],
 ) -> None:
     """Analyse a model on bundled tasks."""
@@ -62,15 +66,18 @@ def demo(
     tokenizer = checked_tokenizer(
         model, device, depth, lambda tokenizer: chain.from_iterable(prompts(tokenizer).values())
     )
+    output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch.float32)
-    pages = []
+    pages = {}
     for task, batches in prompts(loaded.tokenizer).items():
         _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
-        pages.append(analyse(loaded, task, batches, out, depth, draws))
-    _finish(pages, settings, out)
+        pages[task] = analyse(loaded, task, batches, out, depth, draws, output)
+    after = f"another task or your own: anchorlens run --model {model} --help"
+    _finish(pages, settings, out, output, after)
 
 
 @fails_together()
+@quiet_libraries()
 def run(
     *,
     model: str,
@@ -86,6 +93,7 @@ def run(
     gradient_checkpointing: bool,
     out: Path,
     fresh: bool,
+    output: Output,
     settings: Mapping[str, Any],
 ) -> None:
     """Analyse a model on a task."""
@@ -97,14 +105,17 @@ def run(
         return _batches(tokenizer, drawn, batch_size)
 
     tokenizer = checked_tokenizer(model, device, depth, prompts)
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=_torch_type(dtype))
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
     batches = prompts(loaded.tokenizer)
     _prepare_rows(loaded, depth, rows_folder(out, chosen.name).glob("*") if fresh else ())
-    page = analyse(loaded, chosen.name, batches, out, depth, draws, gradient_checkpointing)
-    _finish([page], settings, out)
+    page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
+    after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
+    _finish({chosen.name: page}, settings, out, output, after)
 
 
 @fails_together()
+@quiet_libraries()
 def paper(
     *,
     model: str,
@@ -119,6 +130,7 @@ def paper(
     dtype: str | None,
     out: Path,
     fresh: bool,
+    output: Output,
     settings: Mapping[str, Any],
 ) -> None:
     """Print the paper's figures and tables for a model."""
@@ -132,7 +144,8 @@ def paper(
     make_folder(out)
     # Prompts are built in the parts, where one that is too long is a warning.
     tokenizer = checked_tokenizer(model, device, depth, lambda tokenizer: ())
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=_torch_type(dtype))
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
     _prepare_rows(loaded, depth, [out / "rows"] if fresh else ())
 
     def save(numbers: DataFrame) -> None:
@@ -150,11 +163,12 @@ def paper(
         draws=draws,
         keep=save,
         folder=out / "rows",
+        progress=not output.quiet,
     )
     summary = paper_tables(numbers)
-    say(summary)
+    output.text(summary)
     saved = _save_settings(settings, out)
-    _report(
+    report = _report(
         {},
         out,
         title=f"The figures and tables of 'Label Words are Anchors' for {model}",
@@ -162,6 +176,9 @@ def paper(
         figures=paper_figures(numbers),
         summary=summary,
     )
+    output.document({"model": model, "numbers": numbers.to_dict("records"), "report": report})
+    after = f"a task of your own: anchorlens run --model {model} --help"
+    output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
 
 
 def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:
@@ -171,7 +188,7 @@ def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:
         forget_rows(folder)
 
 
-def _torch_type(dtype: str | None) -> torch.dtype | None:
+def torch_type(dtype: str | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype)
 
 
@@ -182,21 +199,33 @@ def _batches(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[Pro
     ]
 
 
-def _finish(pages: Sequence[Page], settings: Mapping[str, Any], out: Path) -> None:
-    results = {name: record for records, _, _ in pages for name, record in records.items()}
-    drawn = {name: figure for _, figures, _ in pages for name, figure in figures.items()}
-    summary = "\n\n".join(table for _, _, table in pages)
-    _save_settings(settings, out)
-    _report(results, out, settings=settings, figures=drawn, summary=summary)
+def _finish(
+    pages: Mapping[str, Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
+) -> None:
+    """Write the report, and print the results as json and what to try after this."""
+    saved = _save_settings(settings, out)
+    results = {task: page.results for task, page in pages.items()}
+    summary = "\n\n".join(page.summary.text() for page in pages.values())
+    report = _report(results, out, settings=saved, summary=summary)
+    values = [page.summary.values for page in pages.values()]
+    output.document({"model": settings["model"], "tasks": values, "report": report})
+    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
 
 
 def _report(
     results: dict[str, Any], out: Path, *, settings: Mapping[str, Any], **page: Any
-) -> None:
+) -> Path:
+    """Write the report in the main process; return its path."""
+    path = out / "report.html"
     if is_main():
-        given = {name: value for name, value in settings.items() if value is not None}
-        path = write_report(results, out / "report.html", settings=given, **page)
-        typer.echo(f"\nreport: {path.resolve()}")
+        given = {name: value for name, value in settings.items() if _is_given(value)}
+        command = shlex.join(["anchorlens", *sys.argv[1:]])
+        write_report(results, path, settings=given, command=command, **page)
+    return path.resolve()
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != ()
 
 
 def _save_settings(settings: Mapping[str, Any], out: Path) -> dict[str, Any]:

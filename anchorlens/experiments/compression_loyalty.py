@@ -187,7 +187,9 @@ def compression_loyalty(
     keeps = [keep, *(control(seed + draw) for draw in range(draws))]
     names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
     settings = names | {"control": name_of(control), "draws": draws}
-    with Study(model, batches, settings, resamples=resamples, progress=progress) as study:
+    with Study(
+        model, batches, settings, resamples=resamples, progress=progress, title="compression"
+    ) as study:
         for batch in study.batches:
             require_gold(batch.gold, "accuracy")
             checked_selections(keeps, batch)

@@ -214,7 +214,15 @@ def isolation_sweep(
         "isolated": f"{draws} draws from {seed}, {options}, in {acts_in}",
         "metrics": metrics,
     }
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title="isolation",
+    )
     with study:
         for batch in study.batches:  # raises errors before the model runs
             for isolation in isolations:

@@ -87,7 +87,15 @@ def run(
         "hooks": "none" if hooks is None else "some",
         "gradient_checkpointing": gradient_checkpointing,
     }
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title="metrics",
+    )
     with study:
         if not metrics:
             raise MetricError("there are no metrics to compute")
@@ -130,7 +138,7 @@ def target_logits(
     """
     settings = {"hooks": "none" if hooks is None else "some"}
     change = no_hooks if hooks is None else hooks
-    with Study(model, batches, settings, resamples=0, progress=progress) as study:
+    with Study(model, batches, settings, resamples=0, progress=progress, title="logits") as study:
         plan = study.plan(hooks=change)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:

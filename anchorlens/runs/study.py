@@ -64,6 +64,7 @@ class Study:
             from there, and after ``forget_rows`` from the start.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
+        title: The name of the progress bar.
 
     Raises:
         AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
@@ -97,6 +98,7 @@ class Study:
         folder: str | Path | None = None,
         resamples: int = 200,
         progress: bool = True,
+        title: str = "batches",
     ) -> None:
         if not isinstance(settings, Mapping):
             raise PromptError(
@@ -108,6 +110,7 @@ class Study:
         self._has_collected = False
         self.settings = {str(name): _text(value) for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
+        self.title = title
 
     def __repr__(self) -> str:
         """One line: the model, the number of batches, the settings and the folder."""
@@ -227,7 +230,7 @@ class Study:
                 self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
             gather_from_processes("what is stored", None)
         quiet, is_single = not (self.progress and is_main()), is_single_process()
-        for number in tqdm(self._numbers(store), disable=quiet, desc="batches"):
+        for number in tqdm(self._numbers(store), disable=quiet, desc=self.title):
             if not is_single and failed_elsewhere():
                 break
             rows = None if store is None else store.complete(number, needed)
