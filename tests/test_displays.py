@@ -50,6 +50,8 @@ def instances(model: Any) -> Iterator[Any]:
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
     yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
+    yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
+    yield al.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch))
     yield al.Accuracy().observe(model, batch)
