@@ -54,6 +54,17 @@ def test_isolate_random_uses_one_draw_in_all_layers(gpt2: Any) -> None:
         assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
 
 
+@pytest.mark.parametrize("options", [{"heads": 0}, {"renormalize": False}])
+def test_isolate_random_blocks_the_edges_of_the_draw(gpt2: Any, options: dict[str, Any]) -> None:
+    batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
+    cut = edges.between(random_positions(batch, 3), batch.attention_mask)
+    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3, **options))
+    blocked = patterns_of(gpt2, batch, al.block_edges(gpt2, cut, 1, **options))
+    assert torch.equal(patterns, blocked)
+    by_default = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3))
+    assert not torch.equal(patterns, by_default)
+
+
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_the_random_control_has_as_many_tokens_as_are_isolated(
     gpt2: Any, whole_words: bool
