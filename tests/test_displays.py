@@ -19,7 +19,7 @@ SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
 
 def public_classes() -> set[type]:
     """Classes of which people have instances; protocols and errors are not."""
-    kinds = {value for value in vars(al).values() if isinstance(value, type)}
+    kinds = {value for name in dir(al) if isinstance(value := getattr(al, name), type)}
     protocols = {kind for kind in kinds if Protocol in kind.__bases__}
     return {kind for kind in kinds - protocols if not issubclass(kind, Exception)} - {al.Record}
 
@@ -50,6 +50,8 @@ def instances(model: Any) -> Iterator[Any]:
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
     yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
+    yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
+    yield al.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch))
     yield al.Accuracy().observe(model, batch)
@@ -57,6 +59,10 @@ def instances(model: Any) -> Iterator[Any]:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
     yield al.Study(model, [batch], {}, folder="rows")
     yield al.isolate_labels(model, batch, range(3))
+    flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    yield from (*al.claims(flows), al.Verdict.AGREES)
+    yield al.plot_prompt(model, batch)
+    yield al.Verbalizer([[1, 2], [5]])
     yield al.Results()
 
 
@@ -140,6 +146,7 @@ def test_values_are_shown_in_short() -> None:
     assert values_in_short(torch.arange(5.0)) == "0, 1, 2, …, 4"
     assert values_in_short(torch.full((3, 2), nan)) == "nan"
     assert values_in_short(torch.tensor([[-1.5, nan], [2.0, 0.0]])) == "-1.5 to 2"
+    assert values_in_short(torch.ones(3, 2)) == "all 1"
     assert values_in_short(torch.zeros(0, 2)) == "none"
     assert interval_in_short(torch.tensor([0.25, 0.5])) == "[0.25, 0.5]"
     assert interval_in_short(torch.zeros(2, 3)) == interval_in_short(None) == ""

@@ -18,7 +18,7 @@ def python(code: str) -> str:
 def test_importing_the_package_imports_no_heavy_package() -> None:
     heavy = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets")
     code = (
-        "import sys, anchorlens as al; names = dir(al); examples = al.load_examples('sentiment');"
+        "import sys, anchorlens as al; names = dir(al); task = al.TASKS['sst2'];"
         f"print([name for name in {heavy} if name in sys.modules]);"
         "al.run; print('torch' in sys.modules)"
     )
@@ -40,10 +40,7 @@ def test_a_name_is_the_one_of_its_module() -> None:
 
     assert al.run is run and al.edges is edges
     assert vars(al)["run"] is run  # the second use does not look for it again
-    assert (
-        python("from anchorlens import *; print(Example.__module__)")
-        == "anchorlens.prompts.examples"
-    )
+    assert python("from anchorlens import *; print(Task.__module__)") == "anchorlens.prompts.tasks"
 
 
 def test_folders_and_files_of_the_package_are_attributes() -> None:

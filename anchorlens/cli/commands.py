@@ -32,7 +32,7 @@ app = typer.Typer(
 
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
-TASK_NAMES = (*HUB_SOURCES, *BUNDLED)  # the names of TASKS, whose import takes PyTorch
+TASK_NAMES = (*HUB_SOURCES, *BUNDLED)
 TASK_PANEL = "Task and examples"
 
 

@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
 from ..system.names import name_of
-from .verbalizer import Score, check_score
+from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .scores import Score, mean
+
+
+class Piece(NamedTuple):
+    """Some characters of a prompt: their token group, and the class that they name, if any."""
+
+    text: str
+    group: int
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,9 @@ class Task:
         separator: Characters between demonstrations.
         prefix: Instructions before the first demonstration.
         score: How the words of a class give its score, if it has several: a function of their log
-            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (the
-            default), ``torch.sum`` and ``torch.amax`` are such functions, and ``torch.logsumexp``,
-            with which the probabilities of the words are added.
+            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
+            the default), ``torch.sum`` and ``torch.amax`` are such functions, and
+            ``torch.logsumexp``, with which the probabilities of the words are added.
 
     Raises:
         PromptError: A part is not a string, the template lacks a field or has the fields in the
@@ -50,7 +58,8 @@ class Task:
     labels: Sequence[str | Sequence[str]]
     separator: str = "\n"
     prefix: str = ""
-    score: Score = torch.mean
+    score: Score = mean
+    adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("template", "separator", "prefix"):
@@ -87,13 +96,18 @@ class Task:
             raise PromptError(
                 f"label words must be different and not blank; got {list(self.labels)}"
             )
-        check_score(self.score)
+        if self.score is not mean:
+            from .verbalizer import check_score  # it imports PyTorch, which takes seconds
+
+            check_score(self.score)
         # One word in a list is the same task as the word alone.
         labels = tuple(words[0] if len(words) == 1 else words for words in self.words)
         object.__setattr__(self, "labels", labels)
 
     def __repr__(self) -> str:
-        values = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        values = {
+            field.name: repr(getattr(self, field.name)) for field in fields(self) if field.init
+        }
         # By its name, because the repr of a function holds an address, which differs between
         # processes.
         values["score"] = name_of(self.score)
@@ -115,7 +129,7 @@ class Task:
     @property
     def has_one_word_a_class(self) -> bool:
         """Whether the logit of one word is the score of a class."""
-        return self.score is torch.mean and all(len(words) == 1 for words in self.words)
+        return self.score is mean and all(len(words) == 1 for words in self.words)
 
     @property
     def pieces(self) -> tuple[str, str, str]:
@@ -133,6 +147,25 @@ class Task:
         """The query for a text: the template up to the label."""
         before, between, _ = self.pieces
         return before + text + between
+
+    def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
+        """The pieces of a prompt; joined they are its text. The last belongs to the query."""
+        before, between, after = self.pieces
+        pieces = [Piece(self.prefix, OTHER)]
+        for demo in demonstrations:
+            assert demo.label is not None
+            pieces += [
+                Piece(before, FORMAT),
+                Piece(demo.text, TEXT),
+                Piece(between, FORMAT),
+                Piece(self.first_words[demo.label], LABEL, demo.label),
+                Piece(after + self.separator, FORMAT),
+            ]
+        return [*pieces, Piece(self.query(query), QUERY)]
+
+    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
+        """All label words of each class, as they are written in a prompt."""
+        return self.words
 
 
 def _is_list(value: Any) -> bool:

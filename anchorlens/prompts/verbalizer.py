@@ -1,6 +1,6 @@
 """Scores of the classes: from next-token logits, by one label word of each class or by several."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.names import name_of
-
-Score = Callable[[Tensor, int], Tensor]
-"""From the log probabilities of a class's words, and the axis of the words, to the class's score.
-
-``torch.mean``, ``torch.sum``, ``torch.amax`` and ``torch.logsumexp`` are such functions.
-"""
+from .scores import Score, mean
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Verbalizer:
     """
 
     token_ids: Sequence[Sequence[int]]
-    score: Score = torch.mean
+    score: Score = mean
 
     def __post_init__(self) -> None:
         rows: Any = self.token_ids

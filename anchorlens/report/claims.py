@@ -62,6 +62,9 @@ class Claim:
     verdict: Verdict
     reason: str
 
+    def __repr__(self) -> str:
+        return f"Claim({self.verdict}: {self.statement[:-1]}: {self.estimate.text()})"
+
 
 def claims(records: Mapping[str, Record]) -> list[Claim]:
     """Compare the numbers of a model with the claims of the paper.

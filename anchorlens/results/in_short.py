@@ -25,7 +25,7 @@ def axes_in_short(value: Tensor, axes: Sequence[str]) -> str:
 
 
 def values_in_short(value: Tensor) -> str:
-    """A number, the first and the last of a row, or the range of a larger tensor.
+    """A number, the first and the last of a row, or the range of a larger tensor without its NaN.
 
     Examples:
         >>> values_in_short(torch.arange(12))
@@ -42,7 +42,10 @@ def values_in_short(value: Tensor) -> str:
         numbers = [_number(entry) for entry in (value if len(value) <= _MANY else value[:3])]
         numbers += [] if len(value) <= _MANY else ["…", _number(value[-1])]
         return ", ".join(numbers)
-    return f"{_number(known.min())} to {_number(known.max())}"
+    least, largest = known.min(), known.max()
+    if least == largest:
+        return f"all {_number(least)}"
+    return f"{_number(least)} to {_number(largest)}"
 
 
 def interval_in_short(bounds: Tensor | None) -> str:

@@ -103,13 +103,6 @@ def test_a_backslash_and_n_are_a_line_break_in_options_only(folder: Path) -> Non
     assert chosen(task_file=folder / "raw.toml").task.template == r"{text}\n{label}"
 
 
-def test_a_task_file_may_give_several_words_of_a_class(folder: Path) -> None:
-    several = TASK_FILE.replace('[" no", " yes"]', '[[" no", " bad"], [" yes"]]')
-    (folder / "several.toml").write_text(several)
-    task = chosen(task_file=folder / "several.toml").task
-    assert task == al.Task(TASK.template, labels=[[" no", " bad"], [" yes"]])
-
-
 def test_numbers_may_be_classes(tmp_path: Path) -> None:
     (tmp_path / "stars.csv").write_text("text,label\na,1\nb,5\n")
     examples = chosen(
@@ -144,8 +137,11 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
         (["--labels", " a, b"], "or --task-file; --template is missing"),
         (OWN, "a task of your own needs examples: give a jsonl, csv or parquet file (--data)"),
         (["--template", "{text}", "--labels", " a, b"], "--template, --labels: the template must"),
-        (["--template", TEMPLATE, "--labels", " a"], "so at least two label words; got"),
-        (["--task", "sst2", "--labels", " a"], "--labels: a task has at least two classes"),
+        (["--template", TEMPLATE, "--labels", " a"], "so at least two label words"),
+        (
+            ["--task", "sst2", "--labels", " a"],
+            "--labels: a task has at least two classes, so at least two label words",
+        ),
         ([*OWN, "--data", "reviews.csv"], "but not ['text', 'label']; name the right ones (--text"),
         (
             [*OWN, "--data", "reviews.csv", *COLUMNS[:4]],

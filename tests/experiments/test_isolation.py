@@ -229,7 +229,7 @@ def test_figures_show_isolations_and_no_other_records(gpt2: Any) -> None:
     assert bars[1].y == (float(record.random_label_loyalty.mean()),)
     assert bars[3].y == (float(record.random_word_loyalty.mean()),)
     low, high = record.random_word_loyalty.min(), record.random_word_loyalty.max()
-    torch.testing.assert_close(bars[3].customdata.tolist(), [[float(low), float(high)]])
+    assert [*bars[3].customdata[0]] == [float(low), float(high)]
     assert len(replace(record, intervals={}).plot().data) == 4
     others = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
     both = al.plot_isolation({"first": record, "last": record} | others)

@@ -42,7 +42,7 @@ def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
         ]
         before = len(tokenizer("Sentiment:", add_special_tokens=False)["input_ids"])
         expected = tuple(tuple(ids[before] for ids in row) for row in by_word)
-        assert batch.verbalizer == al.Verbalizer(expected, torch.mean)
+        assert batch.verbalizer == al.Verbalizer(expected)
         assert batch.label_token_ids.tolist() == [row[0] for row in expected]
         assert torch.equal(one.tokens, batch.tokens) == (words is WORDS)
 
