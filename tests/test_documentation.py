@@ -116,7 +116,7 @@ def commands_of(page: Path) -> list[list[str]]:
     calls = []
     for block in blocks_of(page, "sh"):
         for line in block.code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.partition("|")[0], comments=True)
             starts = [k for k, word in enumerate(words) if word.split("/")[-1] == "anchorlens"]
             calls += [words[starts[0] + 1 :]] if starts else []
     return [call for call in calls if call]

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import AnchorlensError
-from ..prompts.examples import BUNDLED
-from ..prompts.tasks import TASKS
+from ..prompts.examples import BUNDLED, HUB_SOURCES
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
 from .option_lists import seeds_of, words_of
@@ -33,7 +32,7 @@ app = typer.Typer(
 
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
-TASK_NAMES = (*TASKS, *BUNDLED)
+TASK_NAMES = (*HUB_SOURCES, *BUNDLED)
 TASK_PANEL = "Task and examples"
 
 

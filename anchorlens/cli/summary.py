@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..report.claims import Claim, claims
+from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from ..results.text_tables import TextTable
 from .output import PrintedTable
@@ -29,10 +31,6 @@ class Summary:
     tables: tuple[PrintedTable, ...]
     values: Values
 
-    def text(self) -> str:
-        """The tables as aligned text."""
-        return "\n".join(table.text() for table in self.tables)
-
 
 def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str, Any]) -> Summary:
     """The summary of the records of a task, and of its isolations by site."""
@@ -49,12 +47,32 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
             numbers |= {("", row): {"": text} for row, text in texts.items()}
             values |= of_metric
     loyalties, values["isolation"] = _isolation(isolations)
+    judged = claims({**records, **isolations})
+    values["claims"] = [_claim(claim) for claim in judged]
+    verdicts: TextTable = {
+        ("", claim.statement): {"this model": claim.estimate.text(), "verdict": claim.verdict}
+        for claim in judged
+    }
     corner = "isolated (random: mean and range of draws)"
     tables = (
+        PrintedTable(verdicts, title=f"{task}, claims of the paper"),
         PrintedTable(numbers, title=task, widths=[46, 6]),
         PrintedTable(loyalties, title=f"{task}, isolation", corner=corner, widths=[44, 18, 20]),
     )
     return Summary(tables, values)
+
+
+def _claim(claim: Claim) -> Values:
+    number = claim.estimate
+    return {
+        "claim": claim.statement,
+        "measure": claim.measure,
+        "value": number.value,
+        "interval": [number.low, number.high],
+        "limit": claim.limit,
+        "verdict": claim.verdict.value,
+        "reason": claim.reason,
+    }
 
 
 def _isolation(isolations: Mapping[str, Any]) -> tuple[TextTable, Values]:
@@ -85,22 +103,21 @@ def _accuracy(distances: Any) -> tuple[dict[str, str], Values]:
 
 def _flows(flows: Any) -> tuple[dict[str, str], Values]:
     """Means over the first and the last third of layers."""
-    third = len(flows.tq) // 3 or 1
+    shallow, deep = shallow_and_deep(len(flows.tq))
     texts, values = {}, {}
     for k, flow in enumerate(("S_wp", "S_pq", "S_ww")):
-        first, last = float(flows.share[:third, k].mean()), float(flows.share[-third:, k].mean())
+        first, last = float(flows.share[shallow, k].mean()), float(flows.share[deep, k].mean())
         texts[f"{flow} share, first / last third of layers"] = f"{first:6.2f} / {last:.2f}"
         values[f"{flow}_share"] = {"first_third": first, "last_third": last}
-    ratio = flows.pq_over_tq
-    first, last = float(ratio[:third].median()), float(ratio[-third:].median())
+    first = float(flows.pq_over_tq[shallow].quantile(0.5))
+    last = float(flows.deep_pq_over_tq)
     texts["S_pq / S_tq, first / last third (median)"] = f"{first:6.2f} / {last:.2f}"
     values["S_pq_over_S_tq"] = {"first_third": first, "last_third": last}
     return texts, {"saliency_flows": values}
 
 
 def _attention(attention: Any) -> tuple[dict[str, str], Values]:
-    third = len(attention.aucroc) // 3 or 1
-    last = float(attention.aucroc[-third:].mean())
+    last = float(attention.deep_aucroc)
     texts = {"AUCROC_l, mean of the last third": f"{last:.2f}"}
     return texts, {"attention_aucroc": {"last_third": last}}
 

@@ -205,8 +205,7 @@ def _finish(
     """Write the report, and print the results as json and what to try after this."""
     saved = _save_settings(settings, out)
     results = {task: page.results for task, page in pages.items()}
-    summary = "\n\n".join(page.summary.text() for page in pages.values())
-    report = _report(results, out, settings=saved, summary=summary)
+    report = _report(results, out, settings=saved)
     values = [page.summary.values for page in pages.values()]
     output.document({"model": settings["model"], "tasks": values, "report": report})
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")

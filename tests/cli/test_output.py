@@ -33,6 +33,8 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert document["model"] == str(model_folder)
     assert document["report"] == str(tmp_path / "report.html")
     (values,) = document["tasks"]
+    assert {claim["verdict"] for claim in values["claims"]} <= {*al.Verdict}
+    assert len(values["claims"]) == 5
     flows = al.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
     wanted = {"first_third": float(flows.share[:2, 1].mean())}
     wanted["last_third"] = float(flows.share[-2:, 1].mean())
@@ -59,7 +61,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
     printed = capsys.readouterr()
     assert all(line.startswith("warning: ") for line in printed.err.splitlines())
-    assert printed.out.splitlines()[0] == "questions"
+    assert printed.out.splitlines()[0] == "questions, claims of the paper"
     assert f"report: {tmp_path / 'report.html'}" in printed.out.splitlines()[-1]
 
 

@@ -137,8 +137,11 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
         (["--labels", " a, b"], "or --task-file; --template is missing"),
         (OWN, "a task of your own needs examples: give a jsonl, csv or parquet file (--data)"),
         (["--template", "{text}", "--labels", " a, b"], "--template, --labels: the template must"),
-        (["--template", TEMPLATE, "--labels", " a"], "a task needs at least two label words"),
-        (["--task", "sst2", "--labels", " a"], "--labels: a task needs at least two label words"),
+        (["--template", TEMPLATE, "--labels", " a"], "so at least two label words"),
+        (
+            ["--task", "sst2", "--labels", " a"],
+            "--labels: a task has at least two classes, so at least two label words",
+        ),
         ([*OWN, "--data", "reviews.csv"], "but not ['text', 'label']; name the right ones (--text"),
         (
             [*OWN, "--data", "reviews.csv", *COLUMNS[:4]],

@@ -50,8 +50,8 @@ def test_paper_writes_numbers_tables_and_report(
     page = (tmp_path / "report.html").read_text()
     for task in ("sentiment (as SST-2)", "emotions (as EmoC)"):
         for figure in (3, 4, 5, 6):
-            assert f"<h2>{task}: Figure {figure}</h2>" in page
-    assert "GPT2-XL in the paper" in page and "None" not in page.partition("<pre>")[0]
+            assert f">{task}: Figure {figure}</h3>" in page
+    assert "GPT2-XL in the paper" in page and "<td>None" not in page.partition("<pre>")[0]
 
 
 def one_number(setting: Setting) -> Iterator[Number]:

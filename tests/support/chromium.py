@@ -13,7 +13,8 @@ from playwright.sync_api import sync_playwright
 @contextmanager
 def chromium() -> Iterator[Any]:
     """The browser of the system."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
     assert path is not None, "there is no Chromium; install it: apt-get install chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
