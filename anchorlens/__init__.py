@@ -53,6 +53,7 @@ from .models.load import prepare_model as prepare_model
 from .models.load import restore_model as restore_model
 from .passes.losses import label_cross_entropy as label_cross_entropy
 from .prompts import edges as edges
+from .prompts.batch import GROUPS as GROUPS
 from .prompts.batch import PromptBatch as PromptBatch
 from .prompts.build import build_prompts as build_prompts
 from .prompts.examples import Example as Example

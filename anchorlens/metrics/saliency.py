@@ -208,8 +208,8 @@ def saliency(
         model: A prepared model.
         batch: Prompts; they are moved to the model's device.
         loss: Function of (logits, batch) that returns a number for each prompt.
-        absolute_per_head: See :class:`SaliencyFlows`.
-        gradient_checkpointing: For long prompts; see :func:`run`.
+        absolute_per_head: See ``SaliencyFlows``.
+        gradient_checkpointing: For long prompts; see ``run``.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.

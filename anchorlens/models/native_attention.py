@@ -135,7 +135,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     Args:
         attention: The bridge's module.
-        shape: See :func:`_shape_of_rows`.
+        shape: See ``_shape_of_rows``.
         depth: The number of modules between the ``with`` statement and the attention's own calls.
     """
 

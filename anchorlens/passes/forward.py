@@ -29,7 +29,7 @@ from .recompute import Checkpoints, checkpointed
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass, described and checked before it runs; see :func:`run_pass` for the fields."""
+    """One pass, described and checked before it runs; see ``run_pass`` for the fields."""
 
     model: HookedModel
     batch: PromptBatch

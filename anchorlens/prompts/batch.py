@@ -12,11 +12,12 @@ from torch import Tensor
 from ..errors import PromptError
 
 GROUPS = ("other", "text", "label", "format", "query", "target")
-"""Names of the token groups; the index of a name is its number in ``PromptBatch.groups``.
+"""Names of the token groups: each number in ``PromptBatch.groups`` is an index into these names.
 
-``text`` holds demonstration texts, ``label`` label words, ``format`` the template and separators
-around them, ``query`` the query with its format, ``target`` the target position, and ``other`` the
-rest (BOS, instructions). Padding is -1.
+``text`` holds the texts of the demonstrations, ``label`` all tokens of label words, ``format`` the
+template and separators around them, ``query`` the query with its format, ``target`` the target
+position, and ``other`` the rest (BOS, instructions). Padding is in no group: its number is -1.
+``al.edges.group(batch, name)`` gives the positions of a group.
 """
 
 _NO_TENSORS = ("labels", "begins_with_bos", "first_query")
@@ -30,7 +31,7 @@ class PromptBatch:
     """Prompts of one batch, with the positions that the analyses need.
 
     Positions count from 0 in the padded rows. Build a batch with ``build_prompts``, or from your
-    own tokens with :meth:`from_positions`.
+    own tokens with ``from_positions``.
 
     Attributes:
         tokens: Token ids.
@@ -43,7 +44,7 @@ class PromptBatch:
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word.
         gold: True class of each query, or None.
-        groups: Group of each token, an index into ``GROUPS``; -1 for padding.
+        groups: Group of each token, an index into ``al.GROUPS``; -1 for padding.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
         index: Index of each prompt's query in the list of queries, because batches are ordered by
@@ -51,7 +52,7 @@ class PromptBatch:
         labels: The label words, by class, if they are known.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
-            :meth:`after`.
+            ``after``.
     """
 
     tokens: Int[Tensor, "batch position"]

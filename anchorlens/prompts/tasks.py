@@ -85,7 +85,6 @@ class Task:
         return before + text + between
 
 
-# Table 4 of the paper, with the classes in the order of the data sets on the hub.
 TASKS: MappingProxyType[str, Task] = MappingProxyType(
     {
         "sst2": Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive")),
@@ -99,3 +98,8 @@ TASKS: MappingProxyType[str, Task] = MappingProxyType(
         "emo": Task("Dialogue: {text}\nEmotion:{label}", (" Others", " Happy", " Sad", " Angry")),
     }
 )
+"""The tasks of the paper (its Table 4): sst2, trec, agnews and emo.
+
+Classes are in the order of the data sets on the hub. The bundled examples ``"sentiment"``,
+``"questions"``, ``"news"`` and ``"emotions"`` are for these tasks, in this order.
+"""
