@@ -91,7 +91,7 @@ def write_report(
     """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
     The page begins with what the numbers say in sentences, and with the claims of the paper, each
-    with the number of this model and a verdict (:func:`claims`). It needs no other file and no
+    with the number of this model and a verdict (``claims``). It needs no other file and no
     network. Texts are escaped. Numbers of single prompts are not shown; the saved results hold
     them.
 
