@@ -374,7 +374,7 @@ def main() -> None:
 def _options_of(arguments: Sequence[str]) -> set[str]:
     """The options of the command that the arguments call."""
     commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
-    name = next((argument for argument in arguments if argument in commands), None)
+    name = next((argument for argument in arguments if argument in commands), "")
     return {
         option
         for parameter in getattr(commands.get(name), "params", ())

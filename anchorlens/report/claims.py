@@ -197,7 +197,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
             "layers minus mean of the last third",
             Estimate(-change.value, -change.high, -change.low),
-            limit=0.1,
+            limit=0.25,
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
         )
     yield _Measured(
