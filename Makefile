@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
 OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
@@ -25,7 +26,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-processed test-oldest docs lint bench architectures clean
+.PHONY: help demo test test-quick test-processed test-oldest test-browser docs lint bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -36,10 +37,11 @@ help:
 	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
 	@echo 'make test-processed  what differs by kind of model, on bridges in compatibility mode'
 	@echo 'make test-oldest  what differs by kind of model, on transformer-lens 3.9 and its HookedTransformer'
+	@echo 'make test-browser the report in a headless Chromium, which it installs if there is none (apt)'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
-	@echo 'make architectures  docs/architectures.md from the tests of every architecture'
+	@echo 'make architectures  the table of architectures (docs and data) from the tests of each'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
@@ -62,6 +64,9 @@ test-processed: $(VENV)/.stamp-dev
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
+test-browser: $(VENV)/.stamp-browser
+	$(BIN)/python -m pytest -n 0 -o python_files='*_in_a_browser.py' tests/browser
+
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -80,7 +85,7 @@ architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
 	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
-	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX) > docs/architectures.md
+	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX)
 
 clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -108,6 +113,13 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.stamp-base $@
+
+# Playwright's own browsers are not used: the one of the system is in the package registry.
+$(VENV)/.stamp-browser: $(VENV)/.stamp-dev
+	$(INSTALL) -e '.[dev,browser]'
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ $(SUDO) apt-get update && $(SUDO) apt-get install -y --no-install-recommends chromium; }
+	@touch $@
 
 # A folder for the path instead of a second environment: all else that 3.9 needs is there already.
 $(OLDEST)/.stamp: $(VENV)/.stamp-venv requirements/oldest.txt

@@ -4,82 +4,100 @@ Hooks and metrics of "Label Words are Anchors" (Wang et al., EMNLP 2023) for any
 model.
 """
 
-from .contexts import placement as placement
-from .contexts import selection as selection
-from .contexts.compression import compress as compress
-from .contexts.context import CompressedContext as CompressedContext
-from .errors import AnchorlensError as AnchorlensError
-from .experiments import sites as sites
-from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
-from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
-from .experiments.compression_loyalty import answer_times as answer_times
-from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
-from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
-from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
-from .experiments.diagnosis import diagnose as diagnose
-from .experiments.isolation import IsolationRecord as IsolationRecord
-from .experiments.isolation import isolation_loyalty as isolation_loyalty
-from .experiments.isolation import isolation_sweep as isolation_sweep
-from .experiments.isolation import plot_isolation as plot_isolation
-from .experiments.reweighting import Beta as Beta
-from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
-from .experiments.reweighting import train_reweighting as train_reweighting
-from .experiments.sites import Site as Site
-from .hooks import block_edges as block_edges
-from .hooks import isolate as isolate
-from .hooks import isolate_labels as isolate_labels
-from .hooks import isolate_random as isolate_random
-from .hooks import reweight_anchors as reweight_anchors
-from .metrics.accuracy import Accuracy as Accuracy
-from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
-from .metrics.accuracy import AccuracyRecord as AccuracyRecord
-from .metrics.accuracy import compare_accuracies as compare_accuracies
-from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
-from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
-from .metrics.distances import AnchorDistances as AnchorDistances
-from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
-from .metrics.loyalty import Loyalty as Loyalty
-from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
-from .metrics.loyalty import loyalty as loyalty
-from .metrics.metric import ChecksBatches as ChecksBatches
-from .metrics.metric import Metric as Metric
-from .metrics.metric import Observation as Observation
-from .metrics.metric import ObservesPrefix as ObservesPrefix
-from .metrics.saliency import SaliencyFlows as SaliencyFlows
-from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
-from .metrics.saliency import saliency as saliency
-from .models.load import load_model as load_model
-from .models.load import prepare_model as prepare_model
-from .models.load import restore_model as restore_model
-from .passes.losses import label_cross_entropy as label_cross_entropy
-from .prompts import edges as edges
-from .prompts.batch import GROUPS as GROUPS
-from .prompts.batch import PromptBatch as PromptBatch
-from .prompts.build import build_prompts as build_prompts
-from .prompts.examples import Example as Example
-from .prompts.examples import load_examples as load_examples
-from .prompts.examples import sample_demonstrations as sample_demonstrations
-from .prompts.examples import sample_queries as sample_queries
-from .prompts.tasks import TASKS as TASKS
-from .prompts.tasks import Task as Task
-from .replication.paper import paper as paper
-from .replication.paper_figures import paper_figures as paper_figures
-from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
-from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
-from .replication.paper_tables import paper_tables as paper_tables
-from .report.page import write_report as write_report
-from .results import figures as figures
-from .results.record import Record as Record
-from .results.record import load_record as load_record
-from .runs.plan import Plan as Plan
-from .runs.run import run as run
-from .runs.run import target_logits as target_logits
-from .runs.store import forget_rows as forget_rows
-from .runs.study import Study as Study
-from .system.renames import old_names
+from typing import TYPE_CHECKING
 
-__getattr__ = old_names(
-    "anchorlens",
+from .system.public_names import imported_at_first_use
+
+# PyTorch, pandas and SciPy take seconds to import; `anchorlens --help` needs none of them.
+if TYPE_CHECKING:
+    from .contexts import placement as placement
+    from .contexts import selection as selection
+    from .contexts.compression import compress as compress
+    from .contexts.context import CompressedContext as CompressedContext
+    from .errors import AnchorlensError as AnchorlensError
+    from .experiments import sites as sites
+    from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
+    from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
+    from .experiments.compression_loyalty import answer_times as answer_times
+    from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
+    from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
+    from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
+    from .experiments.diagnosis import diagnose as diagnose
+    from .experiments.isolation import IsolationRecord as IsolationRecord
+    from .experiments.isolation import SweepResults as SweepResults
+    from .experiments.isolation import isolation_loyalty as isolation_loyalty
+    from .experiments.isolation import isolation_sweep as isolation_sweep
+    from .experiments.isolation import plot_isolation as plot_isolation
+    from .experiments.reweighting import Beta as Beta
+    from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
+    from .experiments.reweighting import train_reweighting as train_reweighting
+    from .experiments.sites import Site as Site
+    from .hooks import block_edges as block_edges
+    from .hooks import isolate as isolate
+    from .hooks import isolate_labels as isolate_labels
+    from .hooks import isolate_random as isolate_random
+    from .hooks import reweight_anchors as reweight_anchors
+    from .metrics.accuracy import Accuracy as Accuracy
+    from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
+    from .metrics.accuracy import AccuracyRecord as AccuracyRecord
+    from .metrics.accuracy import compare_accuracies as compare_accuracies
+    from .metrics.aucroc import AttentionAUCROC as AttentionAUCROC
+    from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
+    from .metrics.distances import AnchorDistances as AnchorDistances
+    from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
+    from .metrics.loyalty import Loyalty as Loyalty
+    from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
+    from .metrics.loyalty import loyalty as loyalty
+    from .metrics.metric import ChecksBatches as ChecksBatches
+    from .metrics.metric import Metric as Metric
+    from .metrics.metric import Observation as Observation
+    from .metrics.metric import ObservesPrefix as ObservesPrefix
+    from .metrics.saliency import SaliencyFlows as SaliencyFlows
+    from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
+    from .metrics.saliency import head_saliency as head_saliency
+    from .metrics.saliency import saliency as saliency
+    from .models.load import load_model as load_model
+    from .models.load import prepare_model as prepare_model
+    from .models.load import restore_model as restore_model
+    from .passes.losses import label_cross_entropy as label_cross_entropy
+    from .prompts import edges as edges
+    from .prompts import relabeling as relabeling
+    from .prompts.batch import PromptBatch as PromptBatch
+    from .prompts.build import build_prompts as build_prompts
+    from .prompts.chat import ChatTask as ChatTask
+    from .prompts.examples import Example as Example
+    from .prompts.examples import load_examples as load_examples
+    from .prompts.examples import sample_demonstrations as sample_demonstrations
+    from .prompts.examples import sample_queries as sample_queries
+    from .prompts.groups import GROUPS as GROUPS
+    from .prompts.relabeling import relabel as relabel
+    from .prompts.tasks import TASKS as TASKS
+    from .prompts.tasks import Task as Task
+    from .prompts.verbalizer import Verbalizer as Verbalizer
+    from .replication.paper import paper as paper
+    from .replication.paper_figures import paper_figures as paper_figures
+    from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
+    from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
+    from .replication.paper_tables import paper_tables as paper_tables
+    from .report.claims import Claim as Claim
+    from .report.claims import Verdict as Verdict
+    from .report.claims import claims as claims
+    from .report.page import write_report as write_report
+    from .report.prompt_flows import PromptFlows as PromptFlows
+    from .report.prompt_flows import plot_prompt as plot_prompt
+    from .results import figures as figures
+    from .results.record import Record as Record
+    from .results.record import load_record as load_record
+    from .results.results import Results as Results
+    from .runs.plan import Plan as Plan
+    from .runs.run import run as run
+    from .runs.run import target_logits as target_logits
+    from .runs.store import forget_rows as forget_rows
+    from .runs.study import Study as Study
+
+__getattr__, __dir__, __all__ = imported_at_first_use(
+    __name__,
+    __file__,
     {
         "Where": "Site",
         "first_and_last": "sites.first_and_last",

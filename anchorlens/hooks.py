@@ -29,6 +29,26 @@ from .prompts import edges as edge_sets
 from .prompts.batch import LeadingTokens, PromptBatch, check_inside, holds_integers
 
 
+class Hooks(list[Hook]):
+    """A list of hooks that prints their number, the first and the last; ``+`` gives another one.
+
+    Examples:
+        >>> al.isolate_labels(model, batch, layers=range(3))
+        <3 hooks: blocks.0.attn.hook_attn_scores, …, blocks.2.attn.hook_attn_scores>
+    """
+
+    def __add__(self, other: Any) -> "Hooks":  # type: ignore[override]
+        return Hooks([*self, *other])
+
+    def __radd__(self, other: Any) -> "Hooks":
+        return Hooks([*other, *self])
+
+    def __repr__(self) -> str:
+        points = [_point_of(hook) for hook in self]
+        listed = ", ".join(points if len(points) <= 2 else [points[0], "…", points[-1]])
+        return f"<{len(self)} hook{'' if len(self) == 1 else 's'}: {listed}>"
+
+
 def block_edges(
     model: HookedModel,
     edges: Bool[Tensor, "batch query key"],
@@ -317,9 +337,9 @@ def reweight_anchors(
         return pattern_name(layer), reweight
 
     if isinstance(batch, LeadingTokens):
-        return []  # its tokens end before the target
+        return Hooks()  # its tokens end before the target
     hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
-    return [(name, BatchHook(function, batch.tokens)) for name, function in hooks]
+    return Hooks((name, BatchHook(function, batch.tokens)) for name, function in hooks)
 
 
 def _isolate_in_batch(
@@ -344,7 +364,9 @@ def _isolate_in_batch(
     first = batch.first_query
     numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
     hooks = block_edges(model, cut, layers, numbers, renormalize=renormalize, first_query=first)
-    return [(name, BatchHook(function, batch.tokens, cut, numbers)) for name, function in hooks]
+    return Hooks(
+        (name, BatchHook(function, batch.tokens, cut, numbers)) for name, function in hooks
+    )
 
 
 def _blocking_hooks(
@@ -373,7 +395,13 @@ def _blocking_hooks(
         value = torch.finfo(attention.dtype).min if renormalize else 0.0
         return attention.masked_fill(cut[:, None] & chosen.to(device)[:, None, None], value)
 
-    return [(name(layer), block) for layer in layer_numbers(model, layers)]
+    return Hooks((name(layer), block) for layer in layer_numbers(model, layers))
+
+
+def _point_of(hook: Any) -> str:
+    """The hook point of a hook, for a repr; whatever else somebody put into the list."""
+    point = hook[0] if isinstance(hook, tuple) and hook else hook
+    return point if isinstance(point, str) else f"a {type(point).__name__}"
 
 
 def _kind(value: Any) -> str:

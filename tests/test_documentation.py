@@ -117,7 +117,7 @@ def commands_of(page: Path) -> list[list[str]]:
     calls = []
     for block in blocks_of(page, "sh"):
         for line in block.code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.partition("|")[0], comments=True)
             starts = [k for k, word in enumerate(words) if word.split("/")[-1] == "anchorlens"]
             calls += [words[starts[0] + 1 :]] if starts else []
     return [call for call in calls if call]
@@ -151,13 +151,13 @@ def test_recipes_are_short() -> None:
 
 def public_names() -> dict[str, str]:
     """Each public name, and the folder of the package that defines it."""
-    nodes = ast.parse((ROOT / "anchorlens" / "__init__.py").read_text()).body
+    tree = ast.parse((ROOT / "anchorlens" / "__init__.py").read_text())
     return {
         alias.asname: node.module.split(".")[0]
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module and node.module != "system.renames"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
-        if alias.asname
+        if alias.asname in al.__all__
     }
 
 

@@ -190,7 +190,7 @@ USES = [
     Use(
         "accelerate",
         ("__new__",),
-        ("system/processes.py",),
+        ("system/process_state.py",),
         "PartialState.__new__(PartialState).initialized says whether the state is initialized, and "
         "does not initialize it",
         accelerate_reads_its_state_without_initializing_it,

@@ -1,4 +1,4 @@
-"""Options, examples and draws of the commands, checked before any weights are loaded."""
+"""Examples and draws of the commands, checked before any weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..errors import DataError
 from ..metrics.distances import AnchorDistances
+from ..models.quiet import quiet_datasets
 from ..prompts.checks import demonstrations_by_query
 from ..prompts.examples import (
     BUNDLED,
@@ -18,6 +19,13 @@ from ..prompts.examples import (
 from ..prompts.tasks import TASKS, Task
 
 
+class Examples(NamedTuple):
+    """Examples for demonstrations, and for queries; they may be the same list."""
+
+    pool: list[Example]
+    tests: list[Example]
+
+
 class Draw(NamedTuple):
     """The demonstrations of a seed, and other examples as queries."""
 
@@ -27,59 +35,44 @@ class Draw(NamedTuple):
 
 
 def check_task(task: str) -> None:
+    """Raise an error if the package has no such task."""
     if task not in TASKS and task not in BUNDLED:
         raise DataError(f"there is no task {task!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
 
 
-def words_of(text: str) -> list[str]:
-    """The words of an option, which are separated by commas."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or len(set(words)) < len(words):
-        raise DataError(f"expected different words or numbers, separated by commas; got {text!r}")
-    return words
-
-
-def seeds_of(text: str) -> list[int]:
-    """The seeds of an option, which are separated by commas."""
-    words = words_of(text)
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise DataError(f"--seeds are whole numbers, separated by commas; got {text!r}") from error
-
-
-def pools(task: str, folder: Path | None) -> tuple[list[Example], list[Example]]:
-    """Examples for demonstrations and for queries: from a folder, from the hub or bundled."""
-    if folder is not None:
-        return load_examples(folder / "train.jsonl"), load_examples(folder / "test.jsonl")
+def examples_of_task(task: str) -> Examples:
+    """The examples of a task of the package: bundled or from the hub."""
     if task in HUB_SOURCES:
-        return load_examples(task, "train"), load_examples(task, "test")
+        with quiet_datasets():
+            return Examples(load_examples(task, "train"), load_examples(task, "test"))
     examples = load_examples(task)
-    return examples, examples
+    return Examples(examples, examples)
+
+
+def examples_of_folder(folder: Path) -> Examples:
+    """The examples in train.jsonl and test.jsonl."""
+    return Examples(load_examples(folder / "train.jsonl"), load_examples(folder / "test.jsonl"))
 
 
 def draws_of(
-    task: str, data: Path | None, shots: int, queries: int, seeds: Sequence[int]
+    task: Task, examples: Examples, shots: int, queries: int, seeds: Sequence[int]
 ) -> list[Draw]:
-    """The draw of each seed, from a file or from the examples of the task.
+    """The draw of each seed.
 
     Raises:
-        DataError: There is no such task or file, or it has too few examples.
+        DataError: There are too few examples, or too few queries are asked for.
         PromptError: The examples have other labels than the task.
     """
-    check_task(task)
     directions = AnchorDistances().directions
     if queries <= directions:
         raise DataError(
             f"anchor distances need more prompts than directions ({directions}) for each seed; "
             f"got --queries {queries}"
         )
-    pool, tests = pools(task, None) if data is None else (load_examples(data),) * 2
-    prompt_task = TASKS[BUNDLED.get(task, task)]
     draws = []
     for seed in seeds:
-        demos = sample_demonstrations(pool, shots, seed)
-        chosen = sample_queries(tests, queries, seed, exclude=demos)
-        demonstrations_by_query(prompt_task, demos, chosen)
-        draws.append(Draw(prompt_task, demos, chosen))
+        demos = sample_demonstrations(examples.pool, shots, seed)
+        chosen = sample_queries(examples.tests, queries, seed, exclude=demos)
+        demonstrations_by_query(task, demos, chosen)
+        draws.append(Draw(task, demos, chosen))
     return draws

@@ -1,40 +1,28 @@
-"""`anchorlens demo`, `run` and `paper`: the analyses of a model from the command line."""
+"""The commands of anchorlens and their options.
 
-import json
+This file reads options, so that `anchorlens --help` needs none of the packages that take seconds to
+import. Each command imports what it needs.
+"""
+
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from pandas import DataFrame
 
-from ..errors import AnchorlensError, DataError, HookError
-from ..models.load import load_model
-from ..passes.memory import is_out_of_memory
-from ..prompts.batch import PromptBatch
-from ..prompts.build import build_prompts
-from ..prompts.examples import BUNDLED
-from ..prompts.tasks import TASKS
-from ..replication.paper import check_examples
-from ..replication.paper import paper as paper_numbers
-from ..replication.paper_figures import paper_figures
-from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
-from ..replication.paper_tables import paper_tables
-from ..report.page import write_report
-from ..runs.fingerprint import versions
-from ..runs.store import forget_rows
-from ..system.files import write_atomically
-from ..system.processes import fails_together, is_main, join_launched
+from ..errors import AnchorlensError
+from ..prompts.examples import BUNDLED, HUB_SOURCES
+from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
-from .analysis import Page, analyse, make_folder, rows_folder, say
-from .command_data import Draw, check_task, draws_of, pools, seeds_of, words_of
+from .option_lists import seeds_of, words_of
+from .output import Output, say
+from .wording import in_words_of_the_command
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="How a language model learns from the examples in its prompt: information flows, "
@@ -44,6 +32,8 @@ app = typer.Typer(
 
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
+TASK_NAMES = (*HUB_SOURCES, *BUNDLED)
+TASK_PANEL = "Task and examples"
 
 
 class Dtype(StrEnum):
@@ -55,12 +45,30 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+def _show_version(value: bool) -> None:
+    if value:
+        packages = ("transformer-lens", "transformers", "torch")
+        others = ", ".join(f"{package} {version(package)}" for package in packages)
+        typer.echo(f"anchorlens {version('anchorlens')} ({others})")
+        raise typer.Exit
+
+
 def _old_layers(value: str | None) -> None:
     if value is not None:
         say("error: --layers is now --depth", err=True)
         raise typer.Exit(2)
 
 
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        is_eager=True,
+        expose_value=False,
+        callback=_show_version,
+        help="Show the versions of anchorlens and of the packages that decide its numbers.",
+    ),
+]
 Model = Annotated[str, typer.Option(help="Hub name, local folder, or .gguf file.")]
 Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first available.")]
@@ -71,13 +79,116 @@ OldLayers = Annotated[
     typer.Option("--layers", hidden=True, is_eager=True, expose_value=False, callback=_old_layers),
 ]
 Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
+Seeds = Annotated[
+    list[str],
+    typer.Option(
+        "--seed",
+        "--seeds",
+        help="Seeds, each of a set of demonstrations; repeated or separated by commas.",
+    ),
+]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(TASK_NAMES)}.",
+        autocompletion=lambda: list(TASK_NAMES),
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+TaskFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="toml file that holds template, labels and the other entries of this panel.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        help="A demonstration, such as 'Q: {text}\\nA:{label}', where \\n is a line break.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="The label words by class, exactly as they are written in the prompt; repeated or "
+        "separated by commas. In ' yes, no' each word begins with a space.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        help="What stands between demonstrations; a line break by default.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="Text before the first demonstration.", rich_help_panel=TASK_PANEL),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="jsonl, csv or parquet file, for demonstrations and queries; by default the examples "
+        "of --task, bundled or from the hub.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Name of a data set on the hub.", rich_help_panel=TASK_PANEL),
+]
+TextColumn = Annotated[
+    str | None,
+    typer.Option(help="Column of the texts; text by default.", rich_help_panel=TASK_PANEL),
+]
+LabelColumn = Annotated[
+    str | None,
+    typer.Option(help="Column of the classes; label by default.", rich_help_panel=TASK_PANEL),
+]
+Classes = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="The values of the label column in class order, if they are not 0, 1, ...; repeated "
+        "or separated by commas.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        help="Split of --dataset for demonstrations; train by default.", rich_help_panel=TASK_PANEL
+    ),
+]
+QuerySplit = Annotated[
+    str | None,
+    typer.Option(
+        help="Split of --dataset for queries; by default that of the demonstrations.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
 WeightType = Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No progress bars and no notes; warnings and errors stay.")
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the numbers as one json document; all else goes to standard error."
+    ),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over: delete the rows in --out.")]
+
+
+@app.callback()
+def anchorlens(version: Version = False) -> None:
+    """The options before the name of a command."""
 
 
 @app.command()
 @ends_with_one_line("the same command goes on from there")
-@fails_together()
 def demo(
     context: typer.Context,
     model: Model = DEMO_MODEL,
@@ -87,45 +198,41 @@ def demo(
     depth: Depth = 5,
     draws: Draws = 3,
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
 
     The rows of each batch are stored in --out. After an interruption the same command goes on.
     """
-    draws_of_tasks = {
-        task: draws_of(task, None, 1, queries, [42]) for task in ("questions", "sentiment")
-    }
-    make_folder(out)
-    loaded = load_model(model, device=device, dtype=torch.float32)
-    pages = []
-    for task, drawn in draws_of_tasks.items():
-        batches = _batches(loaded, drawn, batch_size=8)
-        _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
-        pages.append(analyse(loaded, task, batches, out, depth, draws))
-    fixed = {"tasks": list(draws_of_tasks), "shots": 1, "seed": [42]}
-    _finish(pages, _settings(context) | fixed, out)
+    from . import work
+
+    fixed = {"tasks": ["questions", "sentiment"], "shots": 1, "seed": [42]}
+    work.demo(**_arguments(context) | fixed, settings=_settings(context) | fixed)
 
 
 @app.command()
 @ends_with_one_line("the same command goes on from there")
-@fails_together()
 def run(
     context: typer.Context,
     model: Model,
-    task: Annotated[str, typer.Option(help=f"One of {', '.join((*TASKS, *BUNDLED))}.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="jsonl, csv or parquet file with the columns text and label, for demonstrations "
-            "and queries; by default the examples of the task, bundled or from the hub."
-        ),
-    ] = None,
+    task: TaskName = None,
+    task_file: TaskFile = None,
+    template: Template = None,
+    labels: Labels = None,
+    separator: Separator = None,
+    prefix: Prefix = None,
+    data: Data = None,
+    dataset: Dataset = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    classes: Classes = None,
+    split: Split = None,
+    query_split: QuerySplit = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries for each seed.")] = 100,
     shots: Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")] = 1,
-    seed: Annotated[
-        list[int] | None, typer.Option(help="Seed of a set of demonstrations; may be repeated.")
-    ] = None,
+    seed: Seeds = ["42"],  # noqa: B006 - typer copies it
     depth: Depth = 5,
     draws: Draws = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
@@ -137,33 +244,40 @@ def run(
     ] = False,
     out: Out = Path("anchorlens-output"),
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
-    """Analyse a model on a task: one set of demonstrations for each seed.
+    r"""Analyse a model on a task: one set of demonstrations for each seed.
+
+    The task is one of the package (--task), or your own: --template, --labels and --data, or a
+    --task-file that holds them.
 
     The rows of each batch are stored in --out. After an interruption the same command goes on.
     """
-    seeds = seed or [42]
-    if len(set(seeds)) < len(seeds):
-        raise DataError(f"each --seed has its own prompts, so that seeds must differ; got {seeds}")
-    drawn = draws_of(task, data, shots, queries, seeds)
-    make_folder(out)
-    loaded = load_model(model, device=device, dtype=_torch_type(dtype))
-    batches = _batches(loaded, drawn, batch_size)
-    _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
-    page = analyse(loaded, task, batches, out, depth, draws, gradient_checkpointing)
-    _finish([page], _settings(context) | {"seed": seeds}, out)
+    lists = {"seed": seeds_of(seed)}
+    from . import work
+    from .own_task import TaskOptions
+
+    of_task = {field.name: context.params[field.name] for field in fields(TaskOptions)}
+    others = {name: value for name, value in _arguments(context).items() if name not in of_task}
+    work.run(task=TaskOptions(**of_task), **others | lists, settings=_settings(context) | lists)
 
 
 @app.command()
 @ends_with_one_line("the same command goes on from there")
-@fails_together()
 def paper(
     context: typer.Context,
     model: Model,
     tasks: Annotated[
-        str, typer.Option(help=f"Of {', '.join((*TASKS, *BUNDLED))}; separated by commas.")
-    ] = "sst2,trec,agnews",
+        list[str],
+        typer.Option(
+            "--task",
+            "--tasks",
+            help=f"Of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
+            autocompletion=lambda: list(TASK_NAMES),
+        ),
+    ] = ["sst2", "trec", "agnews"],  # noqa: B006
     data: Annotated[
         Path | None,
         typer.Option(
@@ -171,7 +285,7 @@ def paper(
         ),
     ] = None,
     queries: Annotated[int, typer.Option(min=11, help="Queries of each task and seed.")] = 40,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "42,43",
+    seeds: Seeds = ["42", "43"],  # noqa: B006
     depth: Depth = 5,
     draws: Draws = 10,
     appendix: Annotated[bool, typer.Option("--appendix", help="Also the appendix.")] = False,
@@ -179,6 +293,8 @@ def paper(
     dtype: WeightType = None,
     out: Out = Path("anchorlens-paper"),
     fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
     """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
@@ -186,43 +302,41 @@ def paper(
     After each part, numbers.csv and tables.txt hold all numbers so far. After an interruption the
     same command goes on.
     """
-    names, seed_numbers = words_of(tasks), seeds_of(seeds)
-    for name in names:
-        check_task(name)
-    examples = {name: pools(name, data and data / name) for name in names}
-    check_examples(examples, queries, seed_numbers)
-    make_folder(out)
-    loaded = load_model(model, device=device, dtype=_torch_type(dtype))
-    _prepare_rows(loaded, depth, [out / "rows"] if fresh else ())
-    settings = _settings(context) | {"tasks": names, "seeds": seed_numbers}
+    lists = {"tasks": words_of("--task", tasks), "seeds": seeds_of(seeds)}
+    from . import work
 
-    def save(numbers: DataFrame) -> None:
-        _save_settings(settings, out)
-        write_atomically(out / "numbers.csv", numbers.to_csv(index=False).encode())
-        write_atomically(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
+    work.paper(**_arguments(context) | lists, settings=_settings(context) | lists)
 
-    numbers = paper_numbers(
-        loaded,
-        examples,
-        queries=queries,
-        seeds=seed_numbers,
-        parts=PAPER_PARTS + (PAPER_APPENDIX if appendix else ()),
-        depth=depth,
-        draws=draws,
-        keep=save,
-        folder=out / "rows",
-    )
-    summary = paper_tables(numbers)
-    say(summary)
-    saved = _save_settings(settings, out)
-    _report(
-        {},
-        out,
-        title=f"The figures and tables of 'Label Words are Anchors' for {model}",
-        settings=saved,
-        figures=paper_figures(numbers),
-        summary=summary,
-    )
+
+@app.command()
+def models(
+    part: Annotated[
+        str, typer.Argument(help="A part of a name, such as llama; all by default.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Print the architectures that are tested against plain transformers."""
+    from .architectures import show_architectures
+
+    show_architectures(part, Output(as_json=as_json))
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or .gguf file.")],
+    device: Device = None,
+    dtype: WeightType = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Load a model, verify its hooks, and say what works on it, before a long run.
+
+    A model that cannot be analysed is an error with the reason, and the exit status is 1.
+    """
+    from .check import check as check_model
+    from .work import torch_type
+
+    check_model(model, device, torch_type(dtype), Output(quiet, as_json))
 
 
 def main() -> None:
@@ -230,16 +344,19 @@ def main() -> None:
 
     Of several processes the main one prints, also what failed in another.
     """
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {in_words_of_the_command(str(message))}\n"
+    )
     try:
-        join_launched()
-        if not is_main():
-            warnings.simplefilter("ignore")
+        if was_launched():
+            _join_launched()
         app()
     except AnchorlensError as error:
-        say(f"error: {error}", err=True)
+        say(f"error: {in_words_of_the_command(str(error))}", err=True)
         sys.exit(1)
     except Exception as error:
+        from ..passes.memory import is_out_of_memory
+
         if not is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
@@ -252,60 +369,27 @@ def main() -> None:
         sys.exit(1)
 
 
+def _join_launched() -> None:
+    from ..system.processes import is_main, join_launched
+
+    join_launched()
+    if not is_main():
+        warnings.simplefilter("ignore")
+
+
+def _arguments(context: typer.Context) -> dict[str, Any]:
+    """The options of a command as arguments of the function that does its work."""
+    options = dict(context.params)
+    return options | {"output": Output(options.pop("quiet"), options.pop("as_json"))}
+
+
 def _settings(context: typer.Context) -> dict[str, Any]:
     """The options of a command, under their names in settings.json."""
     names = {"depth": "isolated_layers", "draws": "random_draws"}
+    others = ("out", "fresh", "layers", "quiet", "as_json")
     options = [str(parameter.name) for parameter in context.command.params]
     return {
         names.get(option, option): context.params[option]
         for option in options
-        if option not in ("out", "fresh", "layers")
+        if option not in others
     }
-
-
-def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:
-    """Delete outdated rows, once the model and the prompts are there and the depth is possible."""
-    if depth > model.cfg.n_layers:
-        raise HookError(
-            f"--depth {depth} is more than the {model.cfg.n_layers} layers of the model; "
-            "isolate fewer at each end"
-        )
-    for folder in outdated:
-        forget_rows(folder)
-
-
-def _torch_type(dtype: Dtype | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype)
-
-
-def _batches(model: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
-    """Prompts of every seed."""
-    return [
-        batch
-        for draw in draws
-        for batch in build_prompts(model.tokenizer, *draw, batch_size=batch_size)
-    ]
-
-
-def _finish(pages: Sequence[Page], settings: dict[str, Any], out: Path) -> None:
-    results = {name: record for records, _, _ in pages for name, record in records.items()}
-    drawn = {name: figure for _, figures, _ in pages for name, figure in figures.items()}
-    summary = "\n\n".join(table for _, _, table in pages)
-    _save_settings(settings, out)
-    _report(results, out, settings=settings, figures=drawn, summary=summary)
-
-
-def _report(results: dict[str, Any], out: Path, *, settings: dict[str, Any], **page: Any) -> None:
-    if is_main():
-        given = {name: value for name, value in settings.items() if value is not None}
-        path = write_report(results, out / "report.html", settings=given, **page)
-        typer.echo(f"\nreport: {path.resolve()}")
-
-
-def _save_settings(settings: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Save settings and versions beside the results."""
-    settings = settings | {"versions": versions()}
-    if is_main():
-        text = json.dumps(settings, indent=1, default=str)  # a path as text
-        write_atomically(out / "settings.json", f"{text}\n".encode())
-    return settings

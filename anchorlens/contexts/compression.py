@@ -17,9 +17,11 @@ from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_us
 from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
 from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.groups import GROUPS
+from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
-from .selection import Keep, anchors_and_format, name_of
+from .selection import Keep, anchors_and_format
 
 
 def compress(
@@ -151,12 +153,17 @@ def _context_maker(
     length = len(selected)
     tokens = prompt.tokens[0, :length]
     info = {**model_identity(model), "positions": name_of(positions)}
+    groups = prompt.groups[0, :length]
 
     def context(prefix: Prefix, selected: Bool[Tensor, " position"], placement: Placement) -> Any:
         keys, query = placement(selected)
         next_position = torch.tensor([query], device=tokens.device)
         prefix = replace(prefix, next_position=next_position)
-        return CompressedContext(prefix, tokens, selected, keys, query, info)
+        counts = {name: int(selected[groups == number].sum()) for number, name in enumerate(GROUPS)}
+        by_group = {name: count for name, count in counts.items() if count}
+        return CompressedContext(
+            prefix, tokens, selected, keys, query, info | {"selected": by_group}
+        )
 
     def cut(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole.columns(selected), selected, positions)

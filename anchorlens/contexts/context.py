@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from ..models.model_state import frozen_in_eval_mode, without_user_hooks
 from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
+from ..results.html_tables import table, titled
 from ..runs.fingerprint import identity
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
@@ -34,7 +36,8 @@ class CompressedContext:
         kept: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
-        info: The model, its type and weights, and the placement.
+        info: The model, its type and weights, the placement, and how many tokens of each group
+            are selected.
     """
 
     prefix: Prefix
@@ -43,6 +46,25 @@ class CompressedContext:
     key_positions: Int[Tensor, " key"]
     query_position: int
     info: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """One line: the selected positions and their groups, bytes, placement and model."""
+        parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
+        return shorten(f"CompressedContext({parts})", 200, placeholder=" …)")
+
+    def _repr_html_(self) -> str:
+        return titled("CompressedContext", table(["what", "value"], self._summary().items()))
+
+    def _summary(self) -> dict[str, str]:
+        groups = self.info.get("selected", {})  # files of earlier versions do not have it
+        return {
+            "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
+            "groups": ", ".join(f"{name} {count}" for name, count in groups.items()) or "not known",
+            "cached": "these positions" if self.is_cut else "all positions, the others masked",
+            "bytes": f"{self.size:,}",
+            "placement": str(self.info.get("positions")),
+            "model": f"{self.info.get('model')}, {self.info.get('dtype')}",
+        }
 
     @property
     def is_cut(self) -> bool:

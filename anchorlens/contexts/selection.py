@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..prompts import edges
-from ..prompts.batch import FORMAT, LABEL, OTHER, TEXT, PromptBatch
+from ..prompts.batch import PromptBatch
+from ..prompts.groups import FORMAT, LABEL, OTHER, TEXT
 
 Keep = Callable[[PromptBatch], Bool[Tensor, " position"]]
 
@@ -83,11 +84,6 @@ def random_and_format(seed: int) -> Keep:
         return selected
 
     return keep
-
-
-def name_of(function: Callable[..., object]) -> str:
-    """The name of a selection or placement, for results."""
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _in_groups(demonstrations: PromptBatch, *groups: int) -> Bool[Tensor, " position"]:

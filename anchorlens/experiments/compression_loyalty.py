@@ -19,7 +19,6 @@ from ..contexts.selection import (
     Keep,
     anchors_and_format,
     everything,
-    name_of,
     random_and_format,
 )
 from ..errors import HookError, MetricError
@@ -35,6 +34,7 @@ from ..prompts.tasks import Task
 from ..results import figures
 from ..results.record import Record, Rows, require_gold, rows_by_set
 from ..runs.study import Study, checked_batches, describe
+from ..system.names import name_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -187,7 +187,9 @@ def compression_loyalty(
     keeps = [keep, *(control(seed + draw) for draw in range(draws))]
     names = {"keep": name_of(keep), "positions": name_of(positions), "seed": seed}
     settings = names | {"control": name_of(control), "draws": draws}
-    with Study(model, batches, settings, resamples=resamples, progress=progress) as study:
+    with Study(
+        model, batches, settings, resamples=resamples, progress=progress, title="compression"
+    ) as study:
         for batch in study.batches:
             require_gold(batch.gold, "accuracy")
             checked_selections(keeps, batch)
@@ -213,11 +215,11 @@ def _rows(
 ) -> dict[str, Tensor]:
     """What each prompt contributes: a context and its controls, compared with the whole prompt."""
     context, *controls = contexts
-    whole = next_tokens(whole_logits, batch.label_token_ids)
+    whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
 
     def answers_of(context: CompressedContext) -> dict[str, Tensor]:
         logits = context.logits_unchecked(model, batch)
-        rows = loyalty_rows(whole, next_tokens(logits, batch.label_token_ids))
+        rows = loyalty_rows(whole, next_tokens(logits, batch.label_scores(logits)))
         return rows | {"correct": _correct(logits, batch)}
 
     rows = answers_of(context)
@@ -376,4 +378,4 @@ def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
 
 def _correct(logits: Tensor, batch: PromptBatch) -> Float[Tensor, " prompt"]:
     gold = require_gold(batch.gold, "accuracy")
-    return (predicted_class(logits, batch.label_token_ids) == gold).cpu().double()
+    return (predicted_class(batch.label_scores(logits)) == gold).cpu().double()

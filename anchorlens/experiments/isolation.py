@@ -19,8 +19,9 @@ from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record, Rows
+from ..results.results import Results
 from ..runs.plan import Plan
 from ..runs.study import Study
 from ..runs.trial import late_starts
@@ -43,6 +44,8 @@ class IsolationRecord(Record):
         random_label_loyalty: Label loyalty of each random draw.
         random_word_loyalty: Word loyalty of each random draw.
         random_kl: KL of each random draw.
+        control_label_loyalty: Mean of random_label_loyalty over the draws.
+        control_word_loyalty: Mean of random_word_loyalty over the draws.
         label_gap: Mean label loyalty of the random draws minus that of the label words, paired by
             prompt. High means that the label words in particular are needed in these layers.
         word_gap: The same for word loyalty.
@@ -58,6 +61,8 @@ class IsolationRecord(Record):
     random_label_loyalty: Float[Tensor, " draw"]
     random_word_loyalty: Float[Tensor, " draw"]
     random_kl: Float[Tensor, " draw"]
+    control_label_loyalty: Float[Tensor, ""]
+    control_word_loyalty: Float[Tensor, ""]
     label_gap: Float[Tensor, ""]
     word_gap: Float[Tensor, ""]
     label_kept: Float[Tensor, " prompt"]
@@ -65,15 +70,24 @@ class IsolationRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
+    caption: ClassVar[str] = captions.ISOLATION
     differences: ClassVar[Collection[str]] = ("label_gap",)
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
-        return {"label_loyalty": 1, "random_label_loyalty": 1}
+        return dict.fromkeys(("label_loyalty", "random_label_loyalty", "control_label_loyalty"), 1)
 
     def plot(self) -> go.Figure:
         """Loyalty of label words and random words (the paper's Figure 4)."""
         return plot_isolation({"isolated": self})
+
+
+class SweepResults(Results):
+    """The records of ``isolation_sweep`` by name, a dict."""
+
+    def plot(self) -> go.Figure:
+        """All sites side by side, each with its control; see ``plot_isolation``."""
+        return plot_isolation(self)
 
 
 def isolation_loyalty(
@@ -132,7 +146,8 @@ def isolation_loyalty(
         folder=folder,
         progress=progress,
     )
-    return records["isolated"]
+    record: Any = records["isolated"]
+    return record
 
 
 @renamed_arguments(places="sites")
@@ -150,7 +165,7 @@ def isolation_sweep(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> "SweepResults":
     """Isolate label words at many sites, with random controls; all share the same clean run.
 
     If a site does not include the first layers, its runs skip them and start from their output in
@@ -173,8 +188,8 @@ def isolation_sweep(
         progress: Show a progress bar.
 
     Returns:
-        An ``IsolationRecord`` for each site, for ``plot_isolation`` and ``write_report``, and the
-        record of each metric under its name.
+        An ``IsolationRecord`` for each site, and the record of each metric under its name, in a
+        dict whose ``plot()`` draws all sites.
 
     Raises:
         ModelError: As in ``isolation_loyalty``.
@@ -188,6 +203,7 @@ def isolation_sweep(
         >>> records = al.isolation_sweep(model, batches, sites, draws=2, progress=False)
         >>> bool(records["head 0.1"].word_loyalty >= 0)
         True
+        >>> figure = records.plot()
     """
     ensure_prepared(model)  # before its layers and heads are counted
     _check_sites(sites, metrics, draws)
@@ -198,7 +214,15 @@ def isolation_sweep(
         "isolated": f"{draws} draws from {seed}, {options}, in {acts_in}",
         "metrics": metrics,
     }
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title="isolation",
+    )
     with study:
         for batch in study.batches:  # raises errors before the model runs
             for isolation in isolations:
@@ -210,7 +234,7 @@ def isolation_sweep(
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 rows, clean_logits = plan.rows_and_logits(batch)
-            clean = next_tokens(clean_logits, batch.label_token_ids)
+            clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, isolation in enumerate(isolations):
                 start = starts.get(isolation.first_layer)
                 site_rows = _loyalty_rows(plan, batch, clean, isolation, start)
@@ -219,6 +243,7 @@ def isolation_sweep(
 
         rows = study.collect(rows_of_batch, needed=plan.needed)
         info = {"seed": seed, "shared_prefix": plan.status, **options}
+        info["n_layers"] = model.cfg.n_layers
         records: dict[str, Record] = {}
         for number, (name, isolation) in enumerate(zip(sites, isolations, strict=True)):
             start = f"/{number}/"  # rows of a metric begin with its name
@@ -227,7 +252,7 @@ def isolation_sweep(
             records[name] = study.record(
                 _record, site_rows, info | isolation.acts_in | {"skipped_layers": skipped}
             )
-        return study.results(plan, rows, known=records)
+        return SweepResults(study.results(plan, rows, known=records))
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
@@ -291,7 +316,7 @@ def _loyalty_rows(
 
     def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
         logits = plan.logits(batch, hooks, start)
-        return loyalty_rows(clean, next_tokens(logits, batch.label_token_ids))
+        return loyalty_rows(clean, next_tokens(logits, batch.label_scores(logits)))
 
     isolated = loyalty_with(isolation.change)
     drawn = [loyalty_with(control) for control in isolation.controls]
@@ -319,33 +344,31 @@ def plot_isolation(records: Mapping[str, Record]) -> go.Figure:
         >>> result = al.isolation_loyalty(model, batches, range(5), draws=2, progress=False)
         >>> figure = al.plot_isolation({"first 5 layers": result})
     """
-    series, values, low, high = [], [], [], []
     isolated = {
         name: record for name, record in records.items() if isinstance(record, IsolationRecord)
     }
     if not isolated:
         raise MetricError("there is no IsolationRecord to plot; give those of isolation_sweep")
-    for name, record in isolated.items():
-        controls = torch.stack([record.random_label_loyalty, record.random_word_loyalty])
-        loyalties = torch.stack([record.label_loyalty, record.word_loyalty])
-        bounds = [record.intervals.get(f"{kind}_loyalty") for kind in ("label", "word")]
-        ends = [
-            value.expand(2) if interval is None else interval
-            for value, interval in zip(loyalties, bounds, strict=True)
-        ]
-        series += [f"label words, {name}", f"random words, {name}"]
-        values += [loyalties, controls.mean(1)]
-        low += [torch.stack([end[0] for end in ends]), controls.amin(1)]
-        high += [torch.stack([end[1] for end in ends]), controls.amax(1)]
-    return figures.grouped_bars(
-        torch.stack(values, dim=1),
+    bars = [[_bars(record, kind) for record in isolated.values()] for kind in ("label", "word")]
+    low, values, high = torch.tensor(bars, dtype=torch.double).unbind(-2)
+    return figures.bars_with_controls(
+        values,
         ["label loyalty", "word loyalty"],
-        series,
-        title="What isolation leaves as it was (bars of random words: range of draws)",
-        y_title="loyalty to the clean run",
-        low=torch.stack(low, dim=1),
-        high=torch.stack(high, dim=1),
+        list(isolated),
+        ["label words isolated", "random words isolated (range of draws)"],
+        title="What stays as it was when words are isolated",
+        low=low,
+        high=high,
     )
+
+
+def _bars(record: IsolationRecord, kind: str) -> list[list[float]]:
+    """Lower ends, heights and upper ends of a loyalty: of label words, and of random words."""
+    name = f"{kind}_loyalty"
+    value, draws = float(getattr(record, name)), getattr(record, f"random_{name}")
+    low, high = record.intervals[name].tolist() if name in record.intervals else (value, value)
+    control = float(getattr(record, f"control_{name}"))
+    return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
 
 
 def _record(rows: Rows) -> IsolationRecord:
@@ -358,6 +381,8 @@ def _record(rows: Rows) -> IsolationRecord:
         random_label_loyalty=random_label.mean(0),
         random_word_loyalty=random_word.mean(0),
         random_kl=rows["random_kl"].mean(0),
+        control_label_loyalty=random_label.mean(),
+        control_word_loyalty=random_word.mean(),
         label_gap=random_label.mean() - label.mean(),
         word_gap=random_word.mean() - word.mean(),
         label_kept=label,

@@ -95,7 +95,8 @@ class AccuracyComparisonRecord(Record):
 class Accuracy:
     """Share of prompts whose predicted label is true.
 
-    The prediction is the label word whose first token has the largest logit at the target.
+    The prediction is the label word whose first token has the largest logit at the target, or the
+    class with the largest score where classes have several words (``PromptBatch.label_scores``).
 
     Examples:
         >>> results = al.run(model, batches, [al.Accuracy()], progress=False)
@@ -116,7 +117,7 @@ class Accuracy:
         gold = require_gold(batch.gold, "accuracy")
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            correct = predicted_class(logits, batch.label_token_ids) == gold
+            correct = predicted_class(batch.label_scores(logits)) == gold
             return {"correct": correct.cpu().double()}
 
         return Observation(rows)

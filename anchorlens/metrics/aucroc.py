@@ -14,10 +14,13 @@ from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
+from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from .metric import Observation, observes_nothing
+
+_CUMULATIVE = "reached up to this layer (R_l)"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,21 +32,26 @@ class AttentionAUCROCRecord(Record):
             label words determines the predicted label.
         r: R_l, the part of the summed excess over 0.5 reached up to layer l; 1 in the last layer.
             NaN where the total is not positive. A steep rise means that the layer contributes much.
+        deep_aucroc: Mean of ``aucroc`` over the deep layers (the last third), from 0 to 1; 0.5 is
+            chance. About 0.8 in the paper.
         per_head: The same as ``aucroc``, from each head's attention alone.
     """
 
     aucroc: Float[Tensor, " layer"]
     r: Float[Tensor, " layer"]
+    deep_aucroc: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head"]
 
+    caption: ClassVar[str] = captions.ATTENTION
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "aucroc": interval_of_independent_sets,
+        "deep_aucroc": interval_of_independent_sets,
         "per_head": interval_of_independent_sets,
     }
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of pairs of prompts."""
-        return {"aucroc": 2, "per_head": 2}
+        return {"aucroc": 2, "deep_aucroc": 2, "per_head": 2}
 
     def plot(self) -> go.Figure:
         """AUCROC_l and R_l by layer (the paper's Figure 5)."""
@@ -52,12 +60,12 @@ class AttentionAUCROCRecord(Record):
         low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
         return figures.lines_by_layer(
             torch.stack([self.aucroc, self.r]),
-            ["AUCROC_l", "R_l (cumulative)"],
-            title="Attention to label words against the prediction",
+            ["attention tells the prediction (AUCROC_l)", _CUMULATIVE],
+            title="Does the attention to label words tell the prediction?",
             y_title="AUCROC_l, R_l",
             low=low,
             high=high,
-            dashed=["R_l (cumulative)"],
+            dashed=[_CUMULATIVE],
             reference=0.5,
         )
 
@@ -99,7 +107,7 @@ class AttentionAUCROC:
             attention = torch.stack([scores[layer] for layer in range(model.cfg.n_layers)], dim=1)
             return {
                 "attention": attention,
-                "predicted": predicted_class(logits, batch.label_token_ids).cpu(),
+                "predicted": predicted_class(batch.label_scores(logits)).cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
@@ -128,16 +136,18 @@ class AttentionAUCROC:
                 stacklevel=2,
             )
         mean = torch.stack(of_sets).nanmean(0)
+        by_layer = mean[:, 0]
+        _, deep = shallow_and_deep(len(by_layer))
         return AttentionAUCROCRecord(
-            aucroc=mean[:, 0], r=cumulative_excess(mean[:, 0]), per_head=mean[:, 1:]
+            aucroc=by_layer,
+            r=cumulative_excess(by_layer),
+            deep_aucroc=by_layer[deep].mean(),
+            per_head=mean[:, 1:],
         )
 
 
-def predicted_class(
-    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
-) -> Int[Tensor, " batch"]:
-    """The class whose label word has the largest logit; the lowest class where logits are equal."""
-    scores = logits[:, label_token_ids.to(logits.device)]
+def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    """The class with the largest score; the lowest class where scores are equal."""
     # argmax may return any of several equal values; this takes the lowest class.
     return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
 

@@ -22,7 +22,7 @@ from ..models.hooked import (
     verified_operands,
 )
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from .aucroc import auc
@@ -47,6 +47,8 @@ class AnchorDistancesRecord(Record):
             of the label words. On rotary models it is large in any case: average over several
             orders of the demonstrations before you believe ``correlation``.
         accuracy: Share of prompts whose predicted label is true, from 0 to 1.
+        queries_per_class: Number of prompts whose true class it is. The share of the largest is
+            the accuracy of a model that always predicts this class.
         default_layer: The layer to read: at two thirds of the depth (the paper's 32 of 48), never
             the layer that correlates best.
     """
@@ -56,8 +58,10 @@ class AnchorDistancesRecord(Record):
     correlation: Float[Tensor, " layer"]
     position_correlation: Float[Tensor, " layer"]
     accuracy: Float[Tensor, ""]
+    queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
+    caption: ClassVar[str] = captions.CONFUSIONS
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "anchor_distance": interval_of_alike_sets
@@ -80,8 +84,12 @@ class AnchorDistancesRecord(Record):
         return figures.confusion_pair(
             self.anchor_distance[layer],
             self.pair_auc,
-            [name.strip() for name in names],
-            title=f"Which classes are confused (layer {layer}, {agreement})",
+            [
+                f"{name.strip()} ({count})"
+                for name, count in zip(names, self.queries_per_class.tolist(), strict=True)
+            ],
+            title=f"Which classes are confused, with their numbers of queries (layer {layer}, "
+            f"{agreement})",
             predicted_title="predicted: distance of keys",
             actual_title="actual: AUC-ROC of the pair",
         )
@@ -153,7 +161,7 @@ class AnchorDistances:
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             values = {
                 "queries": _by_layer(queries),
-                "label_logits": logits[:, batch.label_token_ids].cpu().double(),
+                "label_logits": batch.label_scores(logits).cpu().double(),
                 "gold": gold.cpu(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
@@ -222,6 +230,7 @@ class AnchorDistances:
             correlation=rank_correlation(distance[:, upper], confusion[upper]),
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
             accuracy=(rows["label_logits"].argmax(-1) == rows["gold"]).double().mean(),
+            queries_per_class=rows["gold"].bincount(minlength=len(confusion)),
             default_layer=torch.tensor(2 * len(distance) // 3),
         )
 

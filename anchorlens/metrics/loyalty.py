@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, holds_integers
+from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import figures
 from ..results.record import Record, Rows
 from .aucroc import predicted_class
@@ -95,7 +96,7 @@ class Loyalty:
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             assert clean_logits is not None
             runs = (clean_logits, logits)
-            tokens = [next_tokens(run, batch.label_token_ids, self.top) for run in runs]
+            tokens = [next_tokens(run, batch.label_scores(run), self.top) for run in runs]
             return loyalty_rows(*tokens)
 
         return Observation(rows)
@@ -112,7 +113,7 @@ class Loyalty:
 def loyalty(
     reference_logits: Float[Tensor, "batch vocab"],
     logits: Float[Tensor, "batch vocab"],
-    label_token_ids: Int[Tensor, " class"],
+    label_token_ids: Int[Tensor, " class"] | Verbalizer,
     *,
     top: int = 5,
 ) -> LoyaltyRecord:
@@ -121,7 +122,8 @@ def loyalty(
     Args:
         reference_logits: Next-token logits of the clean run.
         logits: Next-token logits of the changed run, of the same prompts.
-        label_token_ids: First token of each class's label word.
+        label_token_ids: First token of each class's label word, or the ``verbalizer`` of a batch
+            where classes have several words.
         top: Number of most likely next tokens to compare.
 
     Raises:
@@ -136,11 +138,12 @@ def loyalty(
     runs = (reference_logits, logits)
     for run in runs:
         _check_run(run, label_token_ids)
-    return _record(loyalty_rows(*(next_tokens(run, label_token_ids, top) for run in runs)))
+    tokens = [next_tokens(run, label_scores(run, label_token_ids), top) for run in runs]
+    return _record(loyalty_rows(*tokens))
 
 
 def _check_run(
-    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"]
+    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"] | Verbalizer
 ) -> None:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not len(logits):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -151,6 +154,8 @@ def _check_run(
             "take them from a run with finite ones (al.target_logits refuses others)"
         )
     ids, count = label_token_ids, logits.shape[1]
+    if isinstance(ids, Verbalizer):
+        ids = torch.tensor([token for row in ids.token_ids for token in row])
     is_row = isinstance(ids, Tensor) and ids.ndim == 1 and len(ids) > 0
     if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
         raise MetricError(
@@ -180,7 +185,7 @@ class NextTokens:
 
 
 def next_tokens(
-    logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"], top: int = 5
+    logits: Float[Tensor, "batch vocab"], label_scores: Float[Tensor, "batch class"], top: int = 5
 ) -> NextTokens:
     """The predicted label, the most likely tokens, and the logits that log probabilities need."""
     if not 1 <= top <= logits.shape[-1]:
@@ -188,7 +193,7 @@ def next_tokens(
             f"`top` is from 1 to the {logits.shape[-1]} tokens of the vocabulary; got {top}"
         )
     return NextTokens(
-        label=predicted_class(logits, label_token_ids),
+        label=predicted_class(label_scores),
         top=logits.topk(top).indices,
         logits=logits.cpu() if logits.device.type == "mps" else logits,  # mps has no float64
     )

@@ -46,6 +46,10 @@ class Observation:
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
 
+    def __repr__(self) -> str:
+        """One line: the numbers of hooks."""
+        return f"Observation(hooks {len(self.hooks)}, backward_hooks {len(self.backward_hooks)})"
+
 
 def observes_nothing() -> Observation:
     """An observation without hooks and rows."""

@@ -16,7 +16,8 @@ from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
-from ..results import figures
+from ..results import captions, figures
+from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.renames import renamed_arguments
 from .metric import Observation
@@ -28,9 +29,9 @@ PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww":
 # Always summed, to compare what the target reads from label words and from other tokens.
 _READ_BY_TARGET = (edges.pq, edges.tq)
 _LEGEND = {
-    "wp": "S_wp: text to label word",
-    "pq": "S_pq: label word to target",
-    "ww": "S_ww: other words",
+    "wp": "text to label word (S_wp)",
+    "pq": "label word to target (S_pq)",
+    "ww": "between other words (S_ww)",
 }
 
 
@@ -47,6 +48,10 @@ class SaliencyFlowsRecord(Record):
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
             than other words (as in a model of random weights, whatever its share of S_pq).
+        share_change: Mean share in the deep layers (the last third) minus that in the shallow
+            layers (the first third), from -1 to 1. Below 0 for S_wp and above 0 for S_pq where
+            label words are read in shallow layers and answers in deep ones, as in the paper.
+        deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt.
     """
@@ -55,8 +60,12 @@ class SaliencyFlowsRecord(Record):
     share: Float[Tensor, "layer flow"]
     tq: Float[Tensor, " layer"]
     pq_over_tq: Float[Tensor, " layer"]
+    share_change: Float[Tensor, " flow"]
+    deep_pq_over_tq: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head flow"]
     per_prompt: Float[Tensor, "prompt layer flow"]
+
+    caption: ClassVar[str] = f"Each flow's share of the saliency in a layer. {captions.FLOWS}"
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The flows by name."""
@@ -154,11 +163,16 @@ class SaliencyFlows:
         count, functions = len(self.edges), self._functions()
         asked = flows[..., :count]
         pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
+        share = (asked / asked.sum(-1, keepdim=True)).mean(0)
+        pq_over_tq = (pq / tq).mean(0)
+        shallow, deep = shallow_and_deep(len(share))
         return SaliencyFlowsRecord(
             flows=asked.mean(0),
-            share=(asked / asked.sum(-1, keepdim=True)).mean(0),
+            share=share,
             tq=tq.mean(0),
-            pq_over_tq=(pq / tq).mean(0),
+            pq_over_tq=pq_over_tq,
+            share_change=share[deep].mean(0) - share[shallow].mean(0),
+            deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
             per_head=heads[..., :count].mean(0),
             per_prompt=means["flows"][..., :count],
             info={"flows": tuple(self.edges)},
@@ -227,10 +241,6 @@ def saliency(
         ...     label_positions=prompt.label_positions[0].tolist(),
         ...     target_position=int(prompt.target_positions[0]))
     """
-    if not isinstance(batch, PromptBatch):
-        raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
-    check_batch(batch)
-    right = batch.padded_right()  # as `run` does
     maps: dict[int, Tensor] = {}
 
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
@@ -238,18 +248,93 @@ def saliency(
         rows = [over_heads(product, absolute_per_head) for _, product in products]
         maps[layer] = torch.cat(rows, dim=1).cpu()
 
-    hooks, backward_hooks = product_hooks(model, store)
+    right = one_batch(batch).padded_right()  # as `run` does
+    observe_products(model, right, store, loss=loss, gradient_checkpointing=gradient_checkpointing)
+    stacked = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+    return stacked if right is batch else _in_columns_of(batch, stacked)
+
+
+def head_saliency(
+    model: HookedModel,
+    batch: PromptBatch,
+    *,
+    loss: Loss = label_cross_entropy,
+    gradient_checkpointing: bool = False,
+) -> Float[Tensor, "batch layer head query key"]:
+    """``A_hl * dL/dA_hl`` of every edge in every head, with its sign, to study a few prompts.
+
+    The first-order change of the loss, in nats, if the attention from query to key became zero,
+    with the opposite sign: below 0 means that this attention lowers the loss, so that it helps the
+    answer. The absolute value of the sum over heads is ``saliency``.
+
+    Args:
+        model: A prepared model.
+        batch: Prompts; they are moved to the model's device.
+        loss: Function of (logits, batch) that returns a number for each prompt.
+        gradient_checkpointing: For long prompts; see ``run``.
+
+    Returns:
+        Products on the CPU; memory grows with layers times heads times positions squared.
+
+    Raises:
+        MetricError: The loss needs true labels and there are none.
+        PromptError: The prompts do not fit the model.
+        ModelError: The model was not prepared, or its value biases are folded.
+
+    Examples:
+        >>> heads = al.head_saliency(model, batch)
+        >>> bool(heads.sum(2).abs().allclose(al.saliency(model, batch), atol=1e-6))
+        True
+    """
+    maps: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        maps[layer] = torch.cat([p for _, p in pieces(pattern, gradient)], dim=2).cpu()
+
+    right = one_batch(batch).padded_right()
+    observe_products(model, right, store, loss=loss, gradient_checkpointing=gradient_checkpointing)
+    stacked = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
+    if right is batch:
+        return stacked
+    moved = _in_columns_of(batch, stacked.flatten(1, 2))
+    return moved.unflatten(1, stacked.shape[1:3])
+
+
+def one_batch(batch: PromptBatch) -> PromptBatch:
+    """The batch, if it is one whose positions are valid.
+
+    Raises:
+        PromptError: It is a list of batches or something else, or a position is invalid.
+    """
+    if not isinstance(batch, PromptBatch):
+        raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
+    check_batch(batch)
+    return batch
+
+
+def observe_products(
+    model: HookedModel,
+    batch: PromptBatch,
+    use: Callable[[int, Tensor, Tensor], None],
+    *,
+    loss: Loss,
+    gradient_checkpointing: bool,
+) -> Float[Tensor, "batch vocab"]:
+    """Run one batch forward and backward; ``use`` gets the number, A and dL/dA of each layer.
+
+    Returns:
+        The logits at the target positions.
+    """
+    hooks, backward_hooks = product_hooks(model, use)
     with frozen_in_eval_mode(model):
-        run_pass(
+        return run_pass(
             model,
-            right.to(device_of(model)),
+            batch.to(device_of(model)),
             observers=hooks,
             backward_hooks=backward_hooks,
             loss=loss,
             gradient_checkpointing=gradient_checkpointing,
         )
-    stacked = torch.stack([maps[layer] for layer in range(model.cfg.n_layers)], dim=1)
-    return stacked if right is batch else _in_columns_of(batch, stacked)
 
 
 def _in_columns_of(

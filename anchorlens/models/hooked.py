@@ -211,7 +211,7 @@ def vocabulary_of(model: HookedModel) -> int:
 
 def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for labels that the model cannot predict, as toy models may predict few."""
-    largest, count = int(batch.label_token_ids.max()), model.cfg.d_vocab_out
+    largest, count = max(map(max, batch.word_token_ids)), model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and largest >= count:
         raise PromptError(
             f"label token {largest} is outside the {count} tokens that the model predicts "
@@ -231,15 +231,21 @@ def rotary_switch(model: Any) -> int | None:
     return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
 
 
-def check_fits(model: HookedModel, batch: PromptBatch) -> None:
-    """Raise an error for prompts that are too long or hold tokens that the model lacks."""
+def refuse_longer_than(context: int, batch: PromptBatch) -> None:
+    """Raise an error for prompts with more tokens than the context of the model."""
     longest = int(batch.attention_mask.sum(1).max())
-    if longest > model.cfg.n_ctx:
+    if longest > context:
         raise PromptError(
-            f"a prompt has {longest} tokens, but the model's context is {model.cfg.n_ctx}; use "
-            "fewer or shorter demonstrations, or in Python build_prompts(..., max_length=..., "
+            f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "
+            "shorter demonstrations, or in Python build_prompts(..., max_length=..., "
             "drop_too_long=True)"
         )
+
+
+def check_fits(model: HookedModel, batch: PromptBatch) -> None:
+    """Raise an error for prompts that are too long or hold tokens that the model lacks."""
+    refuse_longer_than(model.cfg.n_ctx, batch)
+    longest = int(batch.attention_mask.sum(1).max())
     switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
     if switch is not None and shortest <= switch < longest:
         raise PromptError(
@@ -250,7 +256,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
     refuse_labels_beyond(model, batch)
-    largest = max(int(batch.tokens.max()), int(batch.label_token_ids.max()))
+    largest = max(int(batch.tokens.max()), *map(max, batch.word_token_ids))
     if largest >= vocabulary_of(model):
         raise PromptError(
             f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "

@@ -71,6 +71,10 @@ class Prefix:
     def __len__(self) -> int:
         return self.attention_mask.shape[1]
 
+    def __repr__(self) -> str:
+        """One line without tensors."""
+        return f"Prefix(layer {len(self.keys)}, position {len(self)}, bytes {self.size})"
+
     @property
     def size(self) -> int:
         """Bytes of the keys and values."""

@@ -84,8 +84,7 @@ def load_model(
         refuse_device(device)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
         weights = moved(weights, device, dtype)
-    if weights.config.is_encoder_decoder:
-        raise ModelError(_ENCODER_DECODER.format(name))
+    refuse_encoder_decoder(name, weights.config)
     vocabulary = len(weights.get_input_embeddings().weight)
     # The expected logits are computed now, because the bridge takes the weights apart.
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
@@ -171,6 +170,12 @@ def restore_model(model: Model) -> Model:
     verified_operands.pop(model, None)
     unwrap_model(model)
     return model
+
+
+def refuse_encoder_decoder(name: str, config: Any) -> None:
+    """Raise an error if a configuration of transformers is that of an encoder-decoder."""
+    if config.is_encoder_decoder:
+        raise ModelError(_ENCODER_DECODER.format(name))
 
 
 def ensure_prepared(model: HookedModel) -> None:

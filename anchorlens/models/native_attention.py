@@ -75,9 +75,21 @@ def unwrap_model(model: Any) -> None:
 
 def unwrap(attention: Any) -> None:
     """Give a module its own ``forward`` back, if this file replaced it."""
+    if _replacement(attention) is not None:
+        del vars(attention)["forward"]
+
+
+def is_native(attention: Any) -> bool:
+    """Whether transformers computes the attention, and ``wrap_attention`` wrapped it."""
+    return _replacement(attention) is _run_native
+
+
+def _replacement(attention: Any) -> Any:
+    """The function by which this file replaced the ``forward`` of a module, or None."""
     forward = vars(attention).get("forward")
     if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt):
-        del vars(attention)["forward"]
+        return forward.func
+    return None
 
 
 def _bridge_class() -> Any:

@@ -2,9 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,18 +17,37 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
 
+class ModelFiles(NamedTuple):
+    """What is known of a model without its weights: a configuration and a tokenizer."""
+
+    config: Any
+    tokenizer: Any
+
+
+def read_model_files(name: str) -> ModelFiles:
+    """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights.
+
+    Raises:
+        ModelError: They cannot be read.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source, options = _source(name)
+    with _reading(name):
+        return ModelFiles(
+            AutoConfig.from_pretrained(source, **options),
+            AutoTokenizer.from_pretrained(source, **options),
+        )
+
+
 def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_gguf = name.endswith(".gguf")
-    if is_gguf and not Path(name).is_file():
-        raise ModelError(f"there is no file {name}")
-    source, options = name, {}
-    if is_gguf:
-        source, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+    source, options = _source(name)
+    if options:
         dtype = dtype or torch.float32
-    try:
+    with _reading(name):
         # Eager attention: the fused kernels never form the pattern that the hooks need.
         result: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -38,15 +58,31 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
             **options,
         )
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises many types here
+    weights, report = result
+    _refuse_other_weights(name, weights, report)
+    return weights, tokenizer
+
+
+def _source(name: str) -> tuple[str, dict[str, str]]:
+    """What transformers reads: a hub name or a folder, and the name of a .gguf file in it."""
+    if not name.endswith(".gguf"):
+        return name, {}
+    if not Path(name).is_file():
+        raise ModelError(f"there is no file {name}")
+    return str(Path(name).parent), {"gguf_file": Path(name).name}
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raises a ModelError in place of the many types of errors that transformers raises."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"{name!r} cannot be loaded as a causal language model: {reason} "
             "If no hub can be reached, give a local folder or a .gguf file (--model)"
         ) from error
-    weights, report = result
-    _refuse_other_weights(name, weights, report)
-    return weights, tokenizer
 
 
 def best_device() -> str | torch.device:

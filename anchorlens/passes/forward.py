@@ -1,7 +1,8 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from ..models.kv_cache import Prefix, cache_of, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
 from .losses import Loss, require_one_a_prompt
 from .recompute import Checkpoints, checkpointed
+
+_after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=lambda: None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,18 @@ def run_pass(
             "the loss is not finite (NaN or infinite) for some prompts, though their logits are; "
             "gradients of it say nothing"
         )
+    _after_pass.get()()
     return logits
+
+
+@contextmanager
+def after_each_pass(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``call`` is called after each ``run_pass``, to show progress."""
+    token = _after_pass.set(call)
+    try:
+        yield
+    finally:
+        _after_pass.reset(token)
 
 
 def run_prefix(

@@ -18,7 +18,8 @@ def label_cross_entropy(
     """Cross entropy of the true label over the label words' logits only, in nats.
 
     ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1. From 0 up;
-    high means that the model prefers another label.
+    high means that the model prefers another label. Where a class has several label words, its
+    score takes the place of the logit (``PromptBatch.label_scores``).
 
     Args:
         logits: Next-token logits at the target positions.
@@ -40,7 +41,7 @@ def label_cross_entropy(
             "the label cross entropy needs the true label of each query; give queries with labels "
             "(gold=...), or a loss of your own: (logits, batch) to one number a prompt"
         )
-    log_probs = logits[:, batch.label_token_ids].log_softmax(-1)
+    log_probs = batch.label_scores(logits).log_softmax(-1)
     return -log_probs.gather(1, batch.gold[:, None])[:, 0]
 
 

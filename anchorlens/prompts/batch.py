@@ -3,27 +3,23 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from reprlib import Repr
 from typing import Any, get_type_hints
 
 import torch
-from jaxtyping import Bool, Int, jaxtyped
+from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import PromptError
+from .groups import LABEL, OTHER, PADDING, QUERY, TARGET
+from .prompt_html import PromptView
+from .token_texts import token_texts
+from .verbalizer import Verbalizer, label_scores
 
-GROUPS = ("other", "text", "label", "format", "query", "target")
-"""Names of the token groups: each number in ``PromptBatch.groups`` is an index into these names.
-
-``text`` holds the texts of the demonstrations, ``label`` all tokens of label words, ``format`` the
-template and separators around them, ``query`` the query with its format, ``target`` the target
-position, and ``other`` the rest (BOS, instructions). Padding is in no group: its number is -1.
-``al.edges.group(batch, name)`` gives the positions of a group.
-"""
-
-_NO_TENSORS = ("labels", "begins_with_bos", "first_query")
-
-OTHER, TEXT, LABEL, FORMAT, QUERY, TARGET = range(len(GROUPS))
-PADDING = -1
+_NO_TENSORS = ("labels", "verbalizer", "begins_with_bos", "first_query")
+_SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
+_LABELS = Repr()  # of six labels
+_LABELS.maxstring = 14
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +38,16 @@ class PromptBatch:
             write ``dataclasses.replace(batch, label_positions=batch.label_ends)``.
         label_classes: Class of each anchor.
         target_positions: The last token, where the label is predicted (the paper's q).
-        label_token_ids: First token of each class's label word.
+        label_token_ids: First token of each class's label word, the first word if it has several.
         gold: True class of each query, or None.
         groups: Group of each token, an index into ``al.GROUPS``; -1 for padding.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
         index: Index of each prompt's query in the list of queries, because batches are ordered by
             length.
-        labels: The label words, by class, if they are known.
+        labels: The label words, by class, if they are known; the first of each class.
+        verbalizer: All label words of each class and how they give its score, or None where each
+            class has one word. See ``label_scores``.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
             ``after``.
@@ -68,11 +66,54 @@ class PromptBatch:
     demonstrations_id: Int[Tensor, " batch"]
     index: Int[Tensor, " batch"]
     labels: tuple[str, ...] = ()
+    verbalizer: Verbalizer | None = None
     begins_with_bos: bool = False
     first_query: int = 0
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def __repr__(self) -> str:
+        """One line: the number of prompts, their length, label words and classes."""
+        parts = [
+            f"batch {len(self)}, position {self.tokens.shape[1]}, "
+            f"anchor {self.label_positions.shape[1]}, class {len(self.label_token_ids)}"
+        ]
+        parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
+        parts += [f"run from position {self.first_query}"] if self.first_query else []
+        return f"{type(self).__name__}({'; '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """The first prompt as token ids, which need no tokenizer."""
+        prompt = self.prompt(0)
+        ids, groups = prompt.tokens[0].tolist(), prompt.groups[0].tolist()
+        tokens = [f"{token} " for token in ids]
+        heading = f"{self!r}: token ids of prompt 0; show(tokenizer) shows its text"
+        if left_out := max(0, len(ids) - 2 * _SHOWN):
+            groups[_SHOWN:-_SHOWN] = [PADDING] * left_out
+            tokens[_SHOWN - 1] += "… "
+            heading += f". {left_out} of its {len(ids)} tokens are left out"
+        return PromptView(tokens, groups, heading)._repr_html_()
+
+    def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
+        """The text of a prompt, which a notebook shows in the colours of its token groups.
+
+        Args:
+            tokenizer: The tokenizer with which the prompts were built.
+            prompt: Number of the prompt in this batch.
+
+        Raises:
+            PromptError: There is no such prompt, or the tokenizer is not that of the prompts.
+
+        Examples:
+            >>> text = str(batch.show(model.tokenizer))
+            >>> text[:10], text.count("◆")  # there is one before each label word
+            ('Question: ', 6)
+        """
+        alone = self.prompt(prompt)
+        ids = alone.tokens[0].tolist()
+        heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"
+        return PromptView(token_texts(tokenizer, ids), alone.groups[0].tolist(), heading)
 
     @property
     def shared_prefix(self) -> int:
@@ -84,6 +125,28 @@ class PromptBatch:
         shortest = min(len(row) for row in rows)
         same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
         return int(same.long().cumprod(0).sum())
+
+    @property
+    def word_token_ids(self) -> Sequence[Sequence[int]]:
+        """First token of every label word, by class."""
+        if self.verbalizer is not None:
+            return self.verbalizer.token_ids
+        return [[token] for token in self.label_token_ids.tolist()]
+
+    def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
+        """Score of each class, by which labels are predicted and compared.
+
+        It is the logit of the first token of the class's label word. Where classes have several
+        words, ``Task.score`` of the log probabilities of their first tokens.
+
+        Args:
+            logits: Next-token logits at the target positions.
+
+        Examples:
+            >>> logits = al.target_logits(model, batches, progress=False)
+            >>> predictions = batch.label_scores(logits).argmax(-1)
+        """
+        return label_scores(logits, self.verbalizer or self.label_token_ids)
 
     @property
     def is_whole(self) -> bool:
@@ -204,6 +267,7 @@ class PromptBatch:
         label_classes: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
         label_token_ids: Int[Tensor, " class"] | Sequence[int],
         gold: Int[Tensor, " batch"] | Sequence[int] | None = None,
+        verbalizer: Verbalizer | None = None,
         attention_mask: Int[Tensor, "batch position"]
         | Bool[Tensor, "batch position"]
         | None = None,
@@ -218,6 +282,8 @@ class PromptBatch:
             label_classes: Class of each label word.
             label_token_ids: First token of each class's label word, all different.
             gold: True class of each prompt.
+            verbalizer: All label words of each class, where classes have several; the first of each
+                are ``label_token_ids``.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the label is predicted; the last token of each row by default.
             begins_with_bos: Whether the first token of each prompt is a BOS.
@@ -301,6 +367,7 @@ class PromptBatch:
             label_classes=classes,
             target_positions=target,
             label_token_ids=ids,
+            verbalizer=verbalizer,
             gold=golds,
             groups=groups,
             query_start=query_start,
@@ -437,3 +504,12 @@ def _check_positions(batch: PromptBatch) -> None:
         raise PromptError(f"label_token_ids must be different; got {ids}")
     if min(ids) < 0:
         raise PromptError(f"label_token_ids count from 0; got {ids}")
+    if not isinstance(batch.verbalizer, Verbalizer | None):
+        raise PromptError(
+            f"the verbalizer of a batch is an al.Verbalizer; got {batch.verbalizer!r}"
+        )
+    if [row[0] for row in batch.word_token_ids] != ids:
+        raise PromptError(
+            "the first tokens of a verbalizer must be label_token_ids, in the order of the "
+            f"classes; got {batch.verbalizer!r} and {ids}"
+        )

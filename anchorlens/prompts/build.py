@@ -7,7 +7,9 @@ tokenizer then give the piece of every token. Token ids are never searched.
 
 import unicodedata
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,10 +18,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import FORMAT, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT, PromptBatch, digest
+from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
-from .tasks import Task
+from .groups import OTHER, PADDING, QUERY, TARGET
+from .tasks import Piece, Task
+from .verbalizer import Verbalizer
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 
@@ -40,7 +44,7 @@ def build_prompts(
     Args:
         tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
             and only if it adds one.
-        task: Template, label words and separator.
+        task: Template, label words and separator; an ``al.ChatTask`` for a chat model.
         demonstrations: One set for all queries, or one set for each query (section 2.1 of the
             paper). Every class needs a demonstration.
         queries: Examples, or texts whose true class is not known.
@@ -67,7 +71,9 @@ def build_prompts(
     """
     _check_options(tokenizer, batch_size, padding_side, max_length)
     sets = demonstrations_by_query(task, demonstrations, queries)
-    ids = _label_token_ids(tokenizer, task)
+    word_ids = _word_token_ids(tokenizer, task)
+    ids = torch.tensor([words[0] for words in word_ids])
+    verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
@@ -92,15 +98,13 @@ def build_prompts(
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
     return [
-        _pad(prompts[start : start + batch_size], task, ids, padding_side, pad_token)
+        replace(
+            _pad(prompts[start : start + batch_size], ids, padding_side, pad_token),
+            labels=task.first_words,
+            verbalizer=verbalizer,
+        )
         for start in range(0, len(prompts), batch_size)
     ]
-
-
-class _Piece(NamedTuple):
-    text: str
-    group: int
-    label: int | None = None
 
 
 class _Prompt(NamedTuple):
@@ -114,21 +118,10 @@ class _Prompt(NamedTuple):
     begins_with_bos: bool
 
 
-def _pieces(task: Task, demos: Sequence[Example], query: Example) -> Iterator[_Piece]:
-    before, between, after = task.pieces
-    yield _Piece(task.prefix, OTHER)
-    for demo in demos:
-        assert demo.label is not None
-        yield _Piece(before, FORMAT)
-        yield _Piece(demo.text, TEXT)
-        yield _Piece(between, FORMAT)
-        yield _Piece(task.labels[demo.label], LABEL, demo.label)
-        yield _Piece(after + task.separator, FORMAT)
-    yield _Piece(task.query(query.text), QUERY)
-
-
-def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
-    """Token ids, the characters [start, end) of each token, and which tokens are special.
+def _encode(
+    tokenizer: Any, task: Task, text: str
+) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
 
     Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
     previous token ended, so that the characters of " Positive" include the space.
@@ -140,8 +133,13 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
             f"a text holds {text[error.start]!r}, half of a surrogate pair, "
             f"after {text[max(0, error.start - 20) : error.start]!r}; remove it"
         ) from error
-    encoded = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
-    special = [bool(flag) for flag in encoded["special_tokens_mask"]]
+    encoded = tokenizer(
+        text,
+        add_special_tokens=task.adds_special_tokens,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+    )
+    special = [task.adds_special_tokens and bool(flag) for flag in encoded["special_tokens_mask"]]
     names = encoded.tokens()
     spans: list[tuple[int, int]] = []
     previous = 0
@@ -186,9 +184,9 @@ def _tokenize(
     ids: Int[Tensor, " class"],
     index: int,
 ) -> _Prompt:
-    pieces = list(_pieces(task, demos, query))
+    pieces = task.write(tokenizer, demos, query.text)
     text = "".join(piece.text for piece in pieces)
-    tokens, spans, special = _encode(tokenizer, text)
+    tokens, spans, special = _encode(tokenizer, task, text)
     # A token belongs to the piece of its last character: a space belongs to the word after it.
     group_of_character = [piece.group for piece in pieces for _ in piece.text]
     groups = [
@@ -211,17 +209,21 @@ def _tokenize(
                 )
             anchors.append((first, last, piece.label))
         position = stop
-    if not pieces[-1].text:
+    query_text = _query_text(pieces)
+    if not query_text:
         raise PromptError(
             f"query {index} is empty, and so is the template before {{label}}, so that there is no "
             "token at which the label is predicted; put a word before {label} or drop the query"
         )
-    query_text = len(text) - len(pieces[-1].text)
-    query_start = next((k for k, (_, end) in enumerate(spans) if end > query_text), None)
+    begin = len(text) - len(query_text)
+    query_start = next((k for k, (_, end) in enumerate(spans) if end > begin), None)
     if query_start is None:
         raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
     if tokens[-1] == getattr(tokenizer, "unk_token_id", None):
         _check_unknown_word(tokenizer, task, text, tokens, index)
+    begins_with_bos = special[0]
+    if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
+        begins_with_bos, groups[0] = True, OTHER
     groups[-1] = TARGET
     return _Prompt(
         tokens=tokens,
@@ -231,16 +233,21 @@ def _tokenize(
         gold=query.label,
         query_index=index,
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
-        begins_with_bos=special[0],
+        begins_with_bos=begins_with_bos,
     )
+
+
+def _query_text(pieces: Sequence[Piece]) -> str:
+    """The end of a prompt, which belongs to the query."""
+    return "".join(piece.text for piece in pieces if piece.group == QUERY)
 
 
 def _check_unknown_word(
     tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
 ) -> None:
     """Check that no label word becomes a part of an unknown word at the end of the query."""
-    for word in task.labels:
-        longer, _, _ = _encode(tokenizer, text + word)
+    for word in chain.from_iterable(task.written_words(tokenizer)):
+        longer, _, _ = _encode(tokenizer, task, text + word)
         if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
             raise PromptError(
                 f"query {index} ends in a word that the tokenizer does not know, and label word "
@@ -279,10 +286,10 @@ def _word(
     return first, last
 
 
-def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
+def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
     """First token of each label word after a query, where the model predicts it."""
-    ending = task.query("x")
-    plain, _, special = _encode(tokenizer, ending)
+    ending = _query_text(task.write(tokenizer, [], "x"))
+    plain, _, special = _encode(tokenizer, task, ending)
     if not plain:
         raise PromptError(
             f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
@@ -294,9 +301,9 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
             "where the label is predicted; switch that off (for example in its "
             "tokenizer_config.json, or in Python by add_eos_token=False)"
         )
-    ids: list[int] = []
-    for word in task.labels:
-        tokens, spans, _ = _encode(tokenizer, ending + word)
+    word_of: dict[int, str] = {}
+    for word in chain.from_iterable(task.written_words(tokenizer)):
+        tokens, spans, _ = _encode(tokenizer, task, ending + word)
         text = ending + word
         first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
         if tokens[:first] != plain:
@@ -305,14 +312,15 @@ def _label_token_ids(tokenizer: Any, task: Task) -> Int[Tensor, " class"]:
                 f"{ending!r}; end the template before {{label}} without a space, and begin the "
                 "label words with one"
             )
-        if tokens[first] in ids:
+        if tokens[first] in word_of:
             raise PromptError(
-                f"labels {task.labels[ids.index(tokens[first])]!r} and {word!r} have the same "
+                f"labels {word_of[tokens[first]]!r} and {word!r} have the same "
                 f"first token {tokenizer.convert_ids_to_tokens(tokens[first])!r}, so they cannot "
                 "be told apart at the target position; choose other label words"
             )
-        ids.append(tokens[first])
-    return torch.tensor(ids)
+        word_of[tokens[first]] = word
+    ids = iter(word_of)
+    return [[next(ids) for _ in words] for words in task.words]
 
 
 def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
@@ -333,7 +341,7 @@ def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int |
 
 
 def _pad(
-    prompts: Sequence[_Prompt], task: Task, ids: Int[Tensor, " class"], side: str, pad_token: int
+    prompts: Sequence[_Prompt], ids: Int[Tensor, " class"], side: str, pad_token: int
 ) -> PromptBatch:
     length = max(len(prompt.tokens) for prompt in prompts)
     shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
@@ -366,6 +374,5 @@ def _pad(
         query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
         demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
         index=torch.tensor([prompt.query_index for prompt in prompts]),
-        labels=tuple(task.labels),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )

@@ -29,25 +29,35 @@ def demonstrations_by_query(
             "for all, or one for each"
         )
     for demos in sets[:1] if shared else sets:
-        labels = [demo.label for demo in demos]
-        wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
-        if wrong:
+        check_labels(task, demos)
+        if missing := missing_labels(task, demos):
             raise PromptError(
-                f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
-            )
-        empty = [word for k, word in enumerate(task.labels) if k not in labels]
-        if empty:
-            raise PromptError(
-                f"no demonstration for the labels {empty}; give at least one of each class "
+                f"no demonstration for the labels {missing}; give at least one of each class "
                 "(in Python, sample_demonstrations does)"
             )
-        if len(labels) != len(sets[0]):
+        if len(demos) != len(sets[0]):
             raise PromptError(
                 "sets of demonstrations must have the same size; got "
-                f"{len(sets[0])} and {len(labels)}"
+                f"{len(sets[0])} and {len(demos)}"
             )
     return sets
+
+
+def check_labels(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Raise an error unless every demonstration has a class of the task."""
+    labels = [demo.label for demo in demonstrations]
+    wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
+    if wrong:
+        raise PromptError(
+            f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
+            f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
+        )
+
+
+def missing_labels(task: Task, demonstrations: Sequence[Example]) -> list[str]:
+    """The label words of the classes without a demonstration."""
+    labels = {demo.label for demo in demonstrations}
+    return [word for k, word in enumerate(task.first_words) if k not in labels]
 
 
 def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
@@ -67,7 +77,7 @@ def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
         if label is not None and not 0 <= label < len(task.labels):
             raise PromptError(
                 f"query {index} has the label {label}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.labels)})"
+                f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
             )
     known = {isinstance(query, str) or query.label is None for query in queries}
     if len(known) > 1:

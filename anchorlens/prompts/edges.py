@@ -15,7 +15,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import GROUPS, PromptBatch, check_inside
+from .batch import PromptBatch, check_inside
+from .groups import GROUPS
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]

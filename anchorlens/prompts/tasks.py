@@ -1,10 +1,23 @@
 """Tasks: how demonstrations and queries are written (template, label words, separator)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
+from ..system.names import name_of
+from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .scores import Score, mean
+
+
+class Piece(NamedTuple):
+    """Some characters of a prompt: their token group, and the class that they name, if any."""
+
+    text: str
+    group: int
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -15,13 +28,20 @@ class Task:
         template: One demonstration, with ``{text}`` and then ``{label}`` in it, each once. The
             query is the part before ``{label}``.
         labels: The label words, by class, exactly as they are written in the prompt. For most
-            tokenizers the space before a word must be a part of it: ``" Positive"``.
+            tokenizers the space before a word must be a part of it: ``" Positive"``. A class may
+            have several words: ``[[" good", " great"], [" bad"]]``. The first stands in the
+            demonstrations; all of them count for the prediction.
         separator: Characters between demonstrations.
         prefix: Instructions before the first demonstration.
+        score: How the words of a class give its score, if it has several: a function of their log
+            probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
+            the default), ``torch.sum`` and ``torch.amax`` are such functions, and
+            ``torch.logsumexp``, with which the probabilities of the words are added.
 
     Raises:
         PromptError: A part is not a string, the template lacks a field or has the fields in the
-            wrong order, there are fewer than two labels, or two labels are the same.
+            wrong order, there are fewer than two labels, two label words are the same, or
+            ``score`` does not give one number a prompt.
 
     Examples:
         >>> task = Task("Review: {text}\nSentiment:{label}", labels=[" Negative", " Positive"])
@@ -29,23 +49,31 @@ class Task:
         'Review: fun\nSentiment: Positive'
         >>> task.query("dull")
         'Review: dull\nSentiment:'
+        >>> several = Task("{text} It was{label}", labels=[[" bad", " awful"], [" good", " great"]])
+        >>> several.demonstration("fun", 1)
+        'fun It was good'
     """
 
     template: str
-    labels: Sequence[str]
+    labels: Sequence[str | Sequence[str]]
     separator: str = "\n"
     prefix: str = ""
+    score: Score = mean
+    adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("template", "separator", "prefix"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise PromptError(f"the {name} of a task must be a string; got {value!r}")
-        is_list = isinstance(self.labels, Sequence) and not isinstance(self.labels, str)
-        if not is_list or not all(isinstance(word, str) for word in self.labels):
+        if not _is_list(self.labels) or not all(
+            isinstance(words, str)
+            or (_is_list(words) and words and all(isinstance(word, str) for word in words))
+            for words in self.labels
+        ):
             raise PromptError(
-                "labels must be a list of words, such as [' Negative', ' Positive']; "
-                f"got {self.labels!r}"
+                "labels must be a list of words, such as [' Negative', ' Positive'], or of lists "
+                f"of words, such as [[' bad', ' awful'], [' good']]; got {self.labels!r}"
             )
         for field in ("{text}", "{label}"):
             if self.template.count(field) != 1:
@@ -59,13 +87,49 @@ class Task:
                 f"before {{label}}; got {self.template!r}"
             )
         if len(self.labels) < 2:
-            raise PromptError(f"a task needs at least two label words; got {list(self.labels)}")
-        blank = [word for word in self.labels if not word.strip()]
-        if blank or len(set(self.labels)) < len(self.labels):
+            raise PromptError(
+                f"a task has at least two classes, so at least two label words; got "
+                f"{list(self.labels)}"
+            )
+        every = [word for words in self.words for word in words]
+        if not all(word.strip() for word in every) or len(set(every)) < len(every):
             raise PromptError(
                 f"label words must be different and not blank; got {list(self.labels)}"
             )
-        object.__setattr__(self, "labels", tuple(self.labels))
+        if self.score is not mean:
+            from .verbalizer import check_score  # it imports PyTorch, which takes seconds
+
+            check_score(self.score)
+        # One word in a list is the same task as the word alone.
+        labels = tuple(words[0] if len(words) == 1 else words for words in self.words)
+        object.__setattr__(self, "labels", labels)
+
+    def __repr__(self) -> str:
+        values = {
+            field.name: repr(getattr(self, field.name)) for field in fields(self) if field.init
+        }
+        # By its name, because the repr of a function holds an address, which differs between
+        # processes.
+        values["score"] = name_of(self.score)
+        if self.has_one_word_a_class:
+            del values["score"]
+        written = [f"{name}={value}" for name, value in values.items()]
+        return f"{type(self).__name__}({', '.join(written)})"
+
+    @property
+    def words(self) -> tuple[tuple[str, ...], ...]:
+        """All label words of each class."""
+        return tuple((word,) if isinstance(word, str) else tuple(word) for word in self.labels)
+
+    @property
+    def first_words(self) -> tuple[str, ...]:
+        """The label word of each class that stands in the demonstrations."""
+        return tuple(words[0] for words in self.words)
+
+    @property
+    def has_one_word_a_class(self) -> bool:
+        """Whether the logit of one word is the score of a class."""
+        return self.score is mean and all(len(words) == 1 for words in self.words)
 
     @property
     def pieces(self) -> tuple[str, str, str]:
@@ -77,12 +141,35 @@ class Task:
     def demonstration(self, text: str, label: int) -> str:
         """The demonstration for a text of class ``label``."""
         before, between, after = self.pieces
-        return before + text + between + self.labels[label] + after
+        return before + text + between + self.first_words[label] + after
 
     def query(self, text: str) -> str:
         """The query for a text: the template up to the label."""
         before, between, _ = self.pieces
         return before + text + between
+
+    def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
+        """The pieces of a prompt; joined they are its text. The last belongs to the query."""
+        before, between, after = self.pieces
+        pieces = [Piece(self.prefix, OTHER)]
+        for demo in demonstrations:
+            assert demo.label is not None
+            pieces += [
+                Piece(before, FORMAT),
+                Piece(demo.text, TEXT),
+                Piece(between, FORMAT),
+                Piece(self.first_words[demo.label], LABEL, demo.label),
+                Piece(after + self.separator, FORMAT),
+            ]
+        return [*pieces, Piece(self.query(query), QUERY)]
+
+    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
+        """All label words of each class, as they are written in a prompt."""
+        return self.words
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 TASKS: MappingProxyType[str, Task] = MappingProxyType(

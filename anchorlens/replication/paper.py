@@ -4,13 +4,13 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import AnchorlensError, DataError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
@@ -25,6 +25,7 @@ from ..runs.store import Store, same_rows
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.renames import renamed_arguments
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
+from .passes_bar import PassesBar
 
 COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
 TRAINING = 4  # examples of each class for re-weighting
@@ -62,7 +63,7 @@ def paper(
         keep: Called with all numbers so far after each part, in the main process.
         folder: Where the numbers of each part of a task and seed are stored; after an
             interruption the same call goes on from there. Parts that failed are computed again.
-        progress: Show a progress bar.
+        progress: Show a progress bar of the passes. Their total is learned part by part.
 
     Returns:
         One row per number: task, seed, part, row, column, layer (-1 without a layer), value.
@@ -100,22 +101,27 @@ def paper(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
     )[0]
     outcomes = [None if rows is None else _Outcome.of(rows) for rows in stored]
-    bar = tqdm(todo, disable=not (progress and is_main()))
-    for k, (name, setting, part) in enumerate(bar):
-        title = f"{name}, seed {setting.seed}, {_name(part)}"
-        bar.set_description(title)
-        computed = outcomes[k] is None
-        outcomes[k] = outcome = outcomes[k] or _outcome(part, setting)
-        if outcome.warnings:
-            bar.clear()  # so that a warning begins on a new line
-        for warning in outcome.warnings:
-            warnings.warn(f"{title}: {warning}", stacklevel=4)  # paper has two decorators
-        with fails_together():
-            if is_main():
-                if store and computed and not outcome.failed:
-                    store.write(k, outcome.rows())
-                if computed or k == len(todo) - 1:
-                    keep(_frame(todo, outcomes))
+    names = [
+        _name(part) for (_, _, part), known in zip(todo, outcomes, strict=True) if known is None
+    ]
+    with closing(PassesBar(names, quiet=not (progress and is_main()))) as bar:
+        for k, (name, setting, part) in enumerate(todo):
+            title = f"{name}, seed {setting.seed}, {_name(part)}"
+            outcome, computed = outcomes[k], outcomes[k] is None
+            if outcome is None:
+                with bar.part(f"{title} ({k + 1} of {len(todo)} parts)"):
+                    outcome = _outcome(part, setting)
+                outcomes[k] = outcome
+            if outcome.warnings:
+                bar.clear()  # so that a warning begins on a new line
+            for warning in outcome.warnings:
+                warnings.warn(f"{title}: {warning}", stacklevel=4)  # paper has two decorators
+            with fails_together():
+                if is_main():
+                    if store and computed and not outcome.failed:
+                        store.write(k, outcome.rows())
+                    if computed or k == len(todo) - 1:
+                        keep(_frame(todo, outcomes))
     return _frame(todo, outcomes)
 
 
@@ -132,7 +138,7 @@ def _check_logits(store: Store, number: int, setting: Setting) -> None:
         logits = target_logits(setting.model, batches, progress=False)
     except PromptError:  # a prompt is too long; each part gives that as a warning
         return
-    rows = {"logits": logits[:, batches[0].label_token_ids]}
+    rows = {"logits": batches[0].label_scores(logits)}
     with fails_together():
         if is_main():
             stored = store.read(number)

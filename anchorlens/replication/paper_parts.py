@@ -35,6 +35,8 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
+from ..prompts.verbalizer import label_scores
+from ..results.results import Results
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
 
@@ -123,7 +125,7 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
         results = run(setting.model, batches, metrics, **QUIET)
     except RunError as error:  # some metrics have no result for these prompts; the others have
         warnings.warn(str(error), stacklevel=2)
-        results = dict(error.results)
+        results = Results(error.results)
     if "saliency_flows" in results:
         flows = results["saliency_flows"]
         for k, name in enumerate(("S_wp", "S_pq", "S_ww")):
@@ -137,8 +139,8 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
         diagnosis = diagnose(results["anchor_distances"])
         yield from _by_layer("Figure 6", "rank correlation", "rho", diagnosis.correlation)
         yield from _by_layer("Figure 6", "p-value", "share", diagnosis.p_value)
-        for a, first in enumerate(setting.task.labels):
-            for b, second in enumerate(setting.task.labels):
+        for a, first in enumerate(setting.task.first_words):
+            for b, second in enumerate(setting.task.first_words):
                 names = first.strip(), second.strip()
                 yield Number("Figure 6, predicted", *names, float(diagnosis.predicted[a, b]))
                 yield Number("Figure 6, actual", *names, float(diagnosis.actual[a, b]))
@@ -313,10 +315,10 @@ def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[N
     )
     whole = target_logits(setting.model, batches, progress=False)
     logits = target_logits(setting.model, textless, progress=False)
-    ids = textless[0].label_token_ids
-    record = loyalty(whole, logits, ids)
+    words = textless[0].verbalizer or textless[0].label_token_ids
+    record = loyalty(whole, logits, words)
     gold = torch.tensor([query.label for query in setting.queries])
-    accuracy = (predicted_class(logits, ids) == gold).double().mean()
+    accuracy = (predicted_class(label_scores(logits, words)) == gold).double().mean()
     yield from _row_2("Text_anchor", record.label_loyalty, record.word_loyalty, accuracy)
 
 

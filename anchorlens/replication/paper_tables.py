@@ -9,6 +9,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from ..prompts.examples import BUNDLED
+from ..results import captions
+from ..results.depth import shallow_and_deep
 from ..results.text_tables import TextTable, aligned, digits
 from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
 
@@ -107,9 +109,9 @@ def _sections(parts: Parts, seeds: int) -> Iterator[Section]:
 def _figure_3(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
         for task, name, quantity, values in _lines(parts["Figure 3"]):
-            third = len(values) // 3 or 1
+            shallow, deep = shallow_and_deep(len(values))
             average = median if quantity == "ratio" else fmean
-            for end, chosen in (("first", values[:third]), ("last", values[-third:])):
+            for end, chosen in (("first", values[shallow]), ("last", values[deep])):
                 row = f"{end} third of the layers"
                 value = nan if any(map(isnan, chosen)) else average(chosen)
                 yield Cell(task_name(task), row, name, value)
@@ -117,47 +119,38 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
     return Section(
         "Figure 3. Where information flows: shares of the mean saliencies",
         _spreads(_frame(cells()), 2, seeds),
-        "S_wp: from words to label words. S_pq: from label words to the target. S_ww: between all "
-        "others. In the paper S_wp is large in shallow layers, and S_pq in deep ones. S_pq / S_tq "
-        "(not in the paper): S_pq over the mean saliency from all other words to the target; about "
-        "1 says that label words are read no more than those. Median over layers.",
+        f"{captions.FLOWS} {captions.RATIO} Median over layers.",
     )
 
 
 def _figure_4(parts: Parts, seeds: int) -> Section:
     rows = parts["Figure 4"]
-    bos = " BOS edge kept: label words still attend to BOS, which the paper's prompts do not have."
     return Section(
         "Figure 4. Loyalty to the clean run with words isolated in some layers, %",
         _spreads(_group_per_task(rows, 100.0), 1, seeds),
-        "Label loyalty: share of predicted labels that stay. Word loyalty: overlap (Jaccard) of "
-        "the 5 likeliest next words. 100 says that isolation changes nothing. Random words: as "
-        "many, mean of the draws. In the paper label words in the first layers matter most."
-        + (bos if rows["row"].str.contains("BOS").any() else ""),
+        captions.ISOLATION
+        + (f" {captions.KEEP_BOS}" if rows["row"].str.contains("BOS").any() else ""),
     )
 
 
 def _figure_5(parts: Parts, seeds: int) -> Section:
     def cells() -> Iterator[Cell]:
         for task, name, _, values in _lines(parts["Figure 5"]):
-            third = len(values) // 3 or 1
+            shallow, deep = shallow_and_deep(len(values))
             chosen = {
-                "first third": fmean(values[:third]),
-                "last third": fmean(values[-third:]),
+                "first third": fmean(values[shallow]),
+                "last third": fmean(values[deep]),
             }
             if name == "R_l":  # a sum over the layers up to l
-                two_thirds = values[-third - 1] if len(values) > 1 else values[0]
-                chosen = {"after 1/3": values[third - 1], "after 2/3": two_thirds}
+                two_thirds = values[max(deep.start - 1, 0)]
+                chosen = {"after 1/3": values[shallow.stop - 1], "after 2/3": two_thirds}
             for where, value in chosen.items():
                 yield Cell("", task_name(task), f"{name}, {where}", value)
 
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
         _spreads(_frame(cells()), 2, seeds),
-        "AUCROC_l: how well the attention in layer l tells the predicted label, mean over a third "
-        "of the layers; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part that "
-        "the layers up to l have in the sum of AUCROC_l - 0.5 over all layers, after 1/3 and 2/3 "
-        "of them; there is none where the sum is not above 0.",
+        f"{captions.ATTENTION} AUCROC_l is the mean over a third of the layers.",
     )
 
 

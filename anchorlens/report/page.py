@@ -1,55 +1,109 @@
-"""Writes results into one HTML page that opens offline."""
+"""Writes results into one HTML page that opens offline: the answer first, then every number."""
 
-from collections.abc import Mapping, Sequence
-from html import escape
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from html import unescape
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
+import plotly.io
+from markupsafe import Markup
 
 from ..errors import AnchorlensError
-from ..results.record import Record
+from ..experiments.isolation import IsolationRecord, plot_isolation
+from ..prompts.prompt_html import PROMPT_CSS
+from ..results.record import Record, meaning_of
+from ..runs.fingerprint import versions
 from ..system.files import write_atomically
+from .answer import headline, sentences, surprises
+from .claims import Claim, claims
+from .prompt_flows import PromptFlows
+from .templates import json_in_script, static, template
 
-_STYLE = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1c2024; background: #fff;
-       max-width: 1080px; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.7rem; line-height: 1.25; margin-bottom: .2rem; }
-h2 { font-size: 1.25rem; margin-top: 2.6rem; border-top: 1px solid #d8dde2; padding-top: 1.2rem; }
-p, li { max-width: 46rem; }
-table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .22rem .8rem .22rem 0; text-align: left; border-bottom: 1px solid #eceff2;
-         vertical-align: top; }
-td.number, th.number { text-align: right; }
-pre { background: #f5f7f9; padding: .9rem 1.1rem; overflow: auto; font-size: .84rem; }
-details { margin: .8rem 0; } summary { cursor: pointer; color: #0b5cad; }
-.scroll { max-height: 26rem; overflow: auto; }
-"""
+Results = Mapping[str, Any]  # a Record or PromptFlows by name, or a mapping of several records
+
+_NUMERIC = ("value", "low", "high")
+_HEIGHT = 420  # pixels of a figure that names no height
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A heading with a figure, what it shows, and its numbers."""
+
+    id: str
+    heading: str
+    caption: str = ""
+    title: str = ""
+    figure: str = ""
+    height: int = _HEIGHT
+    fields: Sequence[tuple[str, str]] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    settings: Sequence[tuple[str, str]] = ()
+
+    @property
+    def alternative(self) -> str:
+        """What a reader who does not see the figure is told."""
+        return f"{self.title or self.heading}. {self.caption}".strip()
+
+    @property
+    def file(self) -> str:
+        return f"{self.id}.csv"
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    id: str
+    heading: str
+    html: Any
+
+
+@dataclass(frozen=True)
+class _Chapter:
+    """The results of one task."""
+
+    id: str
+    name: str = ""
+    claims: Sequence[Claim] = ()
+    headline: str = ""
+    sentences: Sequence[str] = ()
+    surprises: Sequence[str] = ()
+    prompts: Sequence[_Prompt] = ()
+    sections: Sequence[_Section] = field(default_factory=list)
 
 
 def write_report(
-    results: Mapping[str, Record],
+    results: Results | Mapping[str, Results],
     path: str | Path,
     *,
     title: str = "How the model learns from the examples in its prompt",
     settings: Mapping[str, Any] | None = None,
     figures: Mapping[str, go.Figure | None] | None = None,
     summary: str = "",
+    command: str = "",
 ) -> Path:
-    """Write results as one self-contained HTML page: figures, how to read them, all numbers.
+    """Write results as one HTML page: the answer first, one prompt, figures, and all numbers.
 
-    The plotting library is part of the page, so that it opens without a network. Texts are
-    escaped. Numbers of single prompts are not shown; the saved results hold them.
+    The page begins with what the numbers say in sentences, and with the claims of the paper, each
+    with the number of this model and a verdict (``claims``). It needs no other file and no
+    network. Texts are escaped. Numbers of single prompts are not shown; the saved results hold
+    them.
 
     Args:
-        results: Records by heading, as ``al.run`` returns them.
+        results: Records by heading, as ``al.run`` returns them; also what ``al.plot_prompt`` and
+            ``al.isolation_sweep`` return. Several tasks are a mapping of such results by task.
         path: The ``.html`` file to write.
         title: Heading of the page.
         settings: Settings of the run, such as task and seeds; the records hold model and versions.
         figures: Plotly figures by heading. A heading that names a record replaces the plot of that
             record (None for no plot); any other becomes a section at the end.
-        summary: Plain text for the top of the page.
+        summary: Plain text with further tables.
+        command: The command that makes the page again.
 
     Returns:
         The path.
@@ -59,32 +113,156 @@ def write_report(
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
-        >>> al.write_report(results, folder / "report.html").name
+        >>> prompt = al.plot_prompt(model, batches[0])
+        >>> al.write_report(results | {"one prompt": prompt}, folder / "report.html").name
         'report.html'
     """
     if not (results or figures or summary):
         raise AnchorlensError("there are no results to report")
-    drawn, extra = _Figures(), dict(figures or {})
-    infos = [record.info for record in results.values()]
-    common = {key: infos[0][key] for key in infos[0] if _agree(infos, key)} if infos else {}
-    parts = [f"<h1>{escape(title)}</h1>", _definition_table({**(settings or {}), **common})]
-    parts += [f"<pre>{escape(summary)}</pre>"] if summary else []
-    for name, record in results.items():
-        special = {key: value for key, value in record.info.items() if key not in common}
-        plot = extra.pop(name) if name in extra else _plot(record)
-        parts += [f"<h2>{escape(name.replace('_', ' '))}</h2>", _reading(record)]
-        parts += [_definition_table(special), drawn.html(plot), _numbers(record)]
-    for heading, figure in extra.items():
-        parts += [f"<h2>{escape(heading)}</h2>", drawn.html(figure)]
-    page = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f"</title>\n<style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+    by_task = _by_task(results)
+    every = [record for chapter in by_task.values() for record in _records(chapter).values()]
+    common = _common_info(every)
+    extra = dict(figures or {})
+    chapters = [
+        _chapter(_id("task", number, name), name, chapter, extra, common)
+        for number, (name, chapter) in enumerate(by_task.items())
+    ]
+    own = [
+        _figure_section(_id("figure", number, heading), heading, figure)
+        for number, (heading, figure) in enumerate(extra.items())
+    ]
+    chapters += [_Chapter("figures", sections=own)] if own else []
+    has_figures = any(section.figure for chapter in chapters for section in chapter.sections)
+    has_prompts = any(chapter.prompts for chapter in chapters)
+    page = template("report.html").render(
+        title=title,
+        subtitle=_subtitle(common, [name for name in by_task if name]),
+        style=static("page.css")
+        + static("report.css")
+        + (Markup(PROMPT_CSS) + static("prompt.css") if has_prompts else ""),
+        chapters=chapters,
+        summary=summary,
+        command=command,
+        settings=_pairs({**(settings or {}), **common}),
+        version=versions()["anchorlens"],
+        numeric=_NUMERIC,
+        has_figures=has_figures,
+        sortable=static("sortable.min.js"),
+        plotly=static("plotly-cartesian.min.js") if has_figures else "",
+        script=static("report.js") + (static("prompt.js") if has_prompts else ""),
     )
     path = Path(path)
     write_atomically(path, page.encode())
     return path
+
+
+def _by_task(results: Mapping[str, Any]) -> dict[str, Results]:
+    """Results by task; results of a single task have no name."""
+    if results and all(isinstance(value, Mapping) for value in results.values()):
+        return dict(results)
+    return {"": results} if results else {}
+
+
+def _records(results: Results) -> dict[str, Record]:
+    """All records of a task, also those of a sweep, which are a mapping among them."""
+    records: dict[str, Record] = {}
+    for name, value in results.items():
+        if isinstance(value, Record):
+            records[name] = value
+        elif isinstance(value, Mapping):
+            records.update(_records(value))
+    return records
+
+
+def _chapter(
+    chapter_id: str, name: str, results: Results, figures: dict[str, Any], common: Mapping[str, Any]
+) -> _Chapter:
+    """The chapter of a task; figures that replace plots are taken out of ``figures``."""
+    records = _records(results)
+    judged = claims(records)
+    prompts = [
+        _Prompt(_id(chapter_id, "prompt", number), _heading(heading), flows.fragment())
+        for number, (heading, flows) in enumerate(results.items())
+        if isinstance(flows, PromptFlows)
+    ]
+    return _Chapter(
+        chapter_id,
+        name,
+        judged,
+        headline(judged),
+        sentences(records),
+        surprises(records),
+        prompts,
+        [*_sections(chapter_id, records, figures, common)],
+    )
+
+
+def _sections(
+    chapter_id: str,
+    records: Mapping[str, Record],
+    figures: dict[str, Any],
+    common: Mapping[str, Any],
+) -> Iterator[_Section]:
+    """A section for each record; all isolations are one."""
+    isolations = {
+        name: record
+        for name, record in records.items()
+        if isinstance(record, IsolationRecord) and name not in figures
+    }
+    for number, (name, record) in enumerate(records.items()):
+        section_id = _id(chapter_id, number, name)
+        if name not in isolations:
+            figure = figures.pop(name) if name in figures else _plot(record)
+            yield _section(section_id, name, {"": record}, figure, common)
+        elif name == next(iter(isolations)):
+            heading = name if len(isolations) == 1 else "isolation"
+            yield _section(section_id, heading, isolations, plot_isolation(isolations), common)
+
+
+def _section(
+    section_id: str,
+    heading: str,
+    records: Mapping[str, Record],
+    figure: go.Figure | None,
+    common: Mapping[str, Any],
+) -> _Section:
+    """The section of a record, or of several records of one kind by name."""
+    record = next(iter(records.values()))
+    frame = pd.concat([_numbers(record, name) for name, record in records.items()])
+    texts = frame.map(_text)
+    special = {key: value for key, value in record.info.items() if key not in common}
+    drawn = _figure_section(section_id, _heading(heading), figure)
+    return _Section(
+        **{
+            **vars(drawn),
+            "caption": record.caption or meaning_of(type(record)),
+            "fields": _fields(record),
+            "columns": list(frame.columns),
+            "rows": texts.to_numpy().tolist(),
+            "settings": _pairs(special) if len(records) == 1 else (),
+        }
+    )
+
+
+def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> _Section:
+    """A section with a figure alone; its title becomes text, which wraps on a narrow screen."""
+    if figure is None:
+        return _Section(section_id, heading)
+    title = unescape(re.sub(r"<[^>]*>", " ", figure.layout.title.text or ""))
+    drawn = figure.to_plotly_json()
+    if figure.layout.template in (
+        plotly.io.templates["plotly_white"],
+        plotly.io.templates["plotly"],
+    ):
+        drawn["layout"].pop("template", None)  # 7 kB in each figure; the page has its own colours
+    drawn["layout"].pop("title", None)
+    return _Section(
+        section_id,
+        heading,
+        title=title,
+        figure=json_in_script(plotly.io.json.to_json_plotly(drawn)),
+        height=int(figure.layout.height or _HEIGHT),
+    )
 
 
 def _plot(record: Record) -> go.Figure | None:
@@ -92,30 +270,28 @@ def _plot(record: Record) -> go.Figure | None:
     return None if type(record).plot is Record.plot else record.plot()
 
 
-class _Figures:
-    """Figures as HTML; the first one carries the plotting library for all."""
-
-    def __init__(self) -> None:
-        self.first = True
-
-    def html(self, figure: go.Figure | None) -> str:
-        if figure is None:
-            return ""
-        text = figure.to_html(full_html=False, include_plotlyjs=self.first, auto_play=False)
-        self.first = False
-        return str(text)
+def _common_info(records: Sequence[Record]) -> dict[str, Any]:
+    """What all records say of their model and prompts."""
+    infos = [record.info for record in records]
+    if not infos:
+        return {}
+    return {
+        key: value
+        for key, value in infos[0].items()
+        if all(key in info and info[key] == value for info in infos)
+    }
 
 
-def _agree(infos: Sequence[Mapping[str, Any]], key: str) -> bool:
-    return all(key in info and info[key] == infos[0][key] for info in infos)
+def _subtitle(common: Mapping[str, Any], tasks: Sequence[str]) -> str:
+    """Model, tasks and date."""
+    today = date.today()
+    parts = [Path(str(common["model"])).name] if "model" in common else []
+    parts += [", ".join(tasks)] if tasks else []
+    return " · ".join([*parts, f"{today.day} {today:%B %Y}"])
 
 
-def _definition_table(info: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(key.replace('_', ' '))}</th><td>{escape(_plain(value))}</td></tr>"
-        for key, value in info.items()
-    )
-    return f"<table>{rows}</table>"
+def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(_words(key), _plain(value)) for key, value in info.items()]
 
 
 def _plain(value: Any) -> str:
@@ -126,15 +302,25 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _reading(record: Record) -> str:
-    """How to read the numbers: the docstring of the record's class."""
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _heading(name: str) -> str:
+    return _words(name[:1].upper() + name[1:])
+
+
+def _id(*parts: str | int) -> str:
+    """An id as it can stand in a link; numbers make it different from all others."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, parts)).lower()).strip("-")
+
+
+def _fields(record: Record) -> list[tuple[str, str]]:
+    """The meaning of each field: the docstring of the record's class."""
     # Python 3.13 strips the indentation of docstrings; cleandoc does so on every version.
-    text, _, attributes = cleandoc(type(record).__doc__ or "").partition("Attributes:")
-    items = "".join(f"<li>{escape(line)}</li>" for line in _entries(attributes))
-    return (
-        f"<p>{escape(' '.join(text.split()))}</p>"
-        f"<details><summary>how to read</summary><ul>{items}</ul></details>"
-    )
+    _, _, attributes = cleandoc(type(record).__doc__ or "").partition("Attributes:")
+    entries = (entry.partition(": ") for entry in _entries(attributes))
+    return [(name, meaning) for name, _, meaning in entries]
 
 
 def _entries(attributes: str) -> list[str]:
@@ -148,25 +334,16 @@ def _entries(attributes: str) -> list[str]:
     return entries
 
 
-def _numbers(record: Record) -> str:
+def _numbers(record: Record, name: str) -> pd.DataFrame:
+    """The numbers that do not belong to single prompts; a name becomes the first column."""
     frame = record.to_frame()
     if "prompt" in frame:
         frame = frame[frame["prompt"].isna()].drop(columns="prompt")
     frame = frame.dropna(axis=1, how="all")
-    numeric = [column in ("value", "low", "high") for column in frame.columns]
-    head = "".join(_cell("th", column, n) for column, n in zip(frame.columns, numeric, strict=True))
-    body = "".join(
-        "<tr>"
-        + "".join(_cell("td", value, n) for value, n in zip(row, numeric, strict=True))
-        + "</tr>"
-        for row in frame.itertuples(index=False)
-    )
-    return (
-        "<details><summary>all numbers (low, high: 95 % intervals)</summary>"
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div></details>'
-    )
+    if name:
+        frame.insert(0, "site", name)
+    return frame
 
 
-def _cell(tag: str, value: Any, numeric: bool) -> str:
-    text = f"{value:.4g}".replace("nan", "") if isinstance(value, float) else str(value)
-    return f"<{tag}{' class=number' if numeric else ''}>{escape(text)}</{tag}>"
+def _text(value: Any) -> str:
+    return f"{value:.4g}".replace("nan", "") if isinstance(value, float) else str(value)

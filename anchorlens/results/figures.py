@@ -132,6 +132,61 @@ def grouped_bars(
     return figure.update_xaxes(_name_ticks(groups)).update_yaxes(title=_literal(y_title))
 
 
+def bars_with_controls(
+    values: Float[Tensor, "panel group kind"],
+    panels: Sequence[str],
+    groups: Sequence[str],
+    kinds: Sequence[str],
+    *,
+    title: str,
+    low: Float[Tensor, "panel group kind"],
+    high: Float[Tensor, "panel group kind"],
+) -> go.Figure:
+    """Draw bars beside their controls, with a panel for each quantity (paper: Figure 4).
+
+    Args:
+        values: heights of the bars, from 0 to 1.
+        panels: a name for each quantity; its panel has it as the title of the y axis.
+        groups: a name for each group of bars, for the x axis; a group has a colour.
+        kinds: names of the bar and of its controls; controls are drawn in a tint of the colour.
+        title: text over the figure.
+        low: heights of the lower ends of the error bars.
+        high: heights of the upper ends.
+
+    Returns:
+        The figure, with a trace for each panel and kind.
+
+    Raises:
+        AnchorlensError: shapes or counts do not fit.
+
+    Examples:
+        >>> values = torch.tensor([[[0.25, 0.75], [1.0, 1.0]]])
+        >>> names = ["loyalty"], ["first layers", "last layers"], ["label words", "random words"]
+        >>> bars_with_controls(values, *names, title="", low=values, high=values).data[0].y
+        (0.25, 1.0)
+    """
+    shape = (len(panels), len(groups), len(kinds))
+    for tensor in (values, low, high):
+        _check_shape(tensor, shape, "pass one name per panel, group and kind")
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
+    colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
+    ends = torch.stack([low, high])
+    for row, column in product(range(len(panels)), range(len(kinds))):
+        heights = values[row, :, column]
+        bars = go.Bar(x=list(range(len(groups))), y=heights.tolist(), name=_literal(kinds[column]))
+        above = (high[row, :, column] - heights).tolist()
+        below = (heights - low[row, :, column]).tolist()
+        bars.update(error_y={"array": above, "arrayminus": below, "visible": True})
+        bars.update(customdata=ends[:, row, :, column].T.tolist(), hovertemplate=_hover(low))
+        bars.update(legendgroup=column, showlegend=row == 0)
+        bars.update(marker_color=[_tint(color) for color in colors] if column else colors)
+        figure.add_trace(bars, row + 1, 1)
+        figure.update_yaxes(title=_literal(panels[row]), range=[0, 1.02], row=row + 1)
+    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+    figure.update_layout(_layout(title, 80 + 230 * len(panels)), legend=legend, barmode="group")
+    return figure.update_xaxes(_name_ticks(groups))
+
+
 def confusion_pair(
     predicted: Float[Tensor, "class class"],
     actual: Float[Tensor, "class class"],
@@ -164,15 +219,16 @@ def confusion_pair(
         0.5
     """
     count, titles = len(class_names), [_literal(predicted_title), _literal(actual_title)]
-    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.22)
+    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.06)
     for column, matrix in enumerate((predicted, actual), start=1):
         _check_shape(matrix, (count, count), "pass one class name per row and column")
         cells = matrix.clone().fill_diagonal_(torch.nan).tolist()
-        heat = go.Heatmap(z=cells, zmin=0, zmax=1, colorscale="Cividis", xgap=2, ygap=2)
+        heat = go.Heatmap(z=cells, xgap=2, ygap=2)
         heat.update(texttemplate="%{z:.2f}")
         heat.update(hovertemplate="%{y} | %{x}: %{z:.3g}<extra></extra>", hoverongaps=False)
-        bar = {"title": {"text": "low = confused", "side": "right"}, "x": (0.39, 1.0)[column - 1]}
-        figure.add_trace(heat.update(colorbar=bar, colorbar_thickness=12), 1, column)
+        figure.add_trace(heat.update(coloraxis="coloraxis"), 1, column)
+    bar = {"title": {"text": "low = confused", "side": "right"}, "thickness": 12}
+    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(_layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
     axis = _name_ticks(class_names) | {"showgrid": False, "zeroline": False}
     figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
@@ -201,7 +257,7 @@ def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
     end = (below.height - below.margin.t - below.margin.b) / inner
     figure = go.Figure(upper).update_yaxes(domain=[start, 1])
     bar = {"len": 1 - start, "y": 1, "yanchor": "top"}
-    figure.update_traces(colorbar=bar, selector={"type": "heatmap"})
+    figure.update_coloraxes(colorbar=bar)
     figure.for_each_annotation(lambda note: note.update(y=start + (1 - start) * note.y))
     number = 1 + len([*upper.select_xaxes()])
     x, y = f"x{number}", f"y{number}"
@@ -336,6 +392,12 @@ def _arcs(
         y[slot] += [*(key + (query - key) * quarter / 4 for quarter in range(5)), None]
         text[slot] += [f"{texts[key]} ({key}) → {texts[query]} ({query}): {size:.3g}"] * 6
     return {"x": x, "y": y, "text": text}
+
+
+def _tint(color: str) -> str:
+    """The colour with the background shining through."""
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, 0.4)"
 
 
 def _name_ticks(names: Sequence[str]) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from torch import Tensor
 from ..errors import MetricError, StoreError
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from .html_tables import folded, note, table, titled
+from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
 Rows = Mapping[str, Tensor]
 IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
 _BOUNDS = "intervals."  # before the name of a field, in a file
+_LINE, _NAME = 200, 80  # characters of a repr, and of the name of a model in it
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +40,8 @@ class Record:
     intervals: Mapping[str, Tensor] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    # What the figure of the record shows, how to read it, and what the paper found.
+    caption: ClassVar[str] = ""
     # Names of the entries along an axis ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.
@@ -57,13 +62,40 @@ class Record:
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        """One line: the class, each tensor field with its axes, number of prompts and model."""
-        shown = [_field_repr(name, getattr(self, name), axes) for name, axes in self.axes().items()]
+        """One line: the class, fields with their axes, the number of prompts and the model."""
+        fields = [
+            _field_repr(name, getattr(self, name), axes) for name, axes in self.axes().items()
+        ]
+        for count in range(len(fields), -1, -1):
+            rest = [f"{len(fields) - count} more"] if count < len(fields) else []
+            parts = [", ".join(fields[:count] + rest), self._source()]
+            line = f"{type(self).__name__}({'; '.join(part for part in parts if part)})"
+            if len(line) <= _LINE:
+                break
+        return line
+
+    def _repr_html_(self) -> str:
+        """Each field in short, with its interval, and where the numbers come from."""
+        rows = [
+            _field_row(name, getattr(self, name), axes, self.intervals.get(name))
+            for name, axes in self.axes().items()
+        ]
+        source = self._source()
+        return titled(
+            f"{type(self).__name__}: {source}" if source else type(self).__name__,
+            note(meaning_of(type(self))),
+            table(["quantity", "axes", "values", "95 % interval"], rows),
+            folded("info", table(["name", "value"], [(k, str(v)) for k, v in self.info.items()])),
+            note("to_frame() has all numbers" + ", plot() draws them" * _has_plot(self)),
+        )
+
+    def _source(self) -> str:
+        """The number of prompts and the model, as far as they are known."""
         count, model = self.info.get("prompts"), self.info.get("model")
-        source = [] if count is None else [f"{count} prompt{'' if count == 1 else 's'}"]
-        source += [] if model is None else [str(model)]
-        parts = [", ".join(part) for part in (shown, source) if part]
-        return f"{type(self).__name__}({'; '.join(parts)})"
+        known = [] if count is None else [f"{count} prompt{'' if count == 1 else 's'}"]
+        # The end of a long name, because names of local models are paths.
+        known += [] if model is None else [" ".join(str(model).split())[-_NAME:]]
+        return ", ".join(known)
 
     @classmethod
     @cache
@@ -203,13 +235,14 @@ class Record:
         with jaxtyped("context"):  # so that an axis is as long in all fields
             for name, value in tensors.items():
                 if not isinstance(value, hints[name]):
-                    return f"{name} is {_shape(value)}, but expected {hints[name].__name__}"
+                    return f"{name} is {shape_in_short(value)}, but expected {hints[name].__name__}"
         for name, bounds in self.intervals.items():
             if name not in tensors:
                 return f"there is an interval of {name}, which is no field of numbers"
             expected = (2, *tensors[name].shape)
             if not bounds.is_floating_point() or tuple(bounds.shape) != expected:
-                return f"the interval of {name} is {_shape(bounds)}, but expected floats {expected}"
+                shape = shape_in_short(bounds)
+                return f"the interval of {name} is {shape}, but expected floats {expected}"
         return ""
 
 
@@ -264,17 +297,28 @@ def _record_classes(kind: type[Record]) -> Iterator[type[Record]]:
 
 def _field_repr(name: str, value: Any, axes: Sequence[str]) -> str:
     if not isinstance(value, Tensor) or value.ndim != len(axes):
-        return f"{name} {_shape(value)}"
-    if axes:
-        sizes = ", ".join(f"{axis} {size}" for axis, size in zip(axes, value.shape, strict=True))
-        return f"{name} [{sizes}]"
-    return f"{name} {value.item():.3g}" if value.is_floating_point() else f"{name} {value.item()}"
+        return f"{name} {shape_in_short(value)}"
+    return f"{name} [{axes_in_short(value, axes)}]" if axes else f"{name} {values_in_short(value)}"
 
 
-def _shape(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+def _field_row(
+    name: str, value: Any, axes: Sequence[str], bounds: Tensor | None
+) -> tuple[str, str, str, str]:
+    if not isinstance(value, Tensor) or value.ndim != len(axes):
+        return name, "", shape_in_short(value), ""
+    return name, axes_in_short(value, axes), values_in_short(value), interval_in_short(bounds)
+
+
+def meaning_of(kind: type[Record]) -> str:
+    """The first line of the docstring of a record's class; "" if it has none."""
+    doc = vars(kind).get("__doc__") or ""
+    # dataclass gives a class without a docstring its signature.
+    return "" if doc.startswith(f"{kind.__name__}(") else doc.strip().partition("\n")[0]
+
+
+def _has_plot(record: Record) -> bool:
+    """Whether the class of a record defines a plot."""
+    return type(record).plot is not Record.plot
 
 
 def rows_by_set(rows: Rows) -> list[dict[str, Tensor]]:

@@ -41,6 +41,8 @@ def fingerprint(
     prompts = hashlib.sha256()
     for batch in batches:
         for name, value in vars(batch).items():
+            if name == "verbalizer" and value is None:
+                continue  # so that folders of earlier versions, without this field, go on
             if isinstance(value, Tensor):
                 prompts.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                 prompts.update(value.cpu().numpy().tobytes())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 from threading import Event
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch, Passes, no_hooks
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
+from ..results.results import Results
 from ..system.processes import gather_from_processes
 from .checks import check_observation
 
@@ -49,6 +51,13 @@ class Plan:
     failures: dict[str, AnchorlensError] = field(default_factory=dict)
     trusted: Event = field(default_factory=Event)
     trusted_in_prefix: Event = field(default_factory=Event)
+
+    def __repr__(self) -> str:
+        """One line: what observes, whether hooks change the run, and how it is run."""
+        names = ", ".join(metric.name for metric in self.metrics) or "no metrics"
+        change = "none" if self.hooks is None else "some"
+        status = shorten(self.status, 80)
+        return f"Plan({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
 
     @property
     def status(self) -> str:
@@ -97,7 +106,7 @@ class Plan:
             gradient_checkpointing=self.gradient_checkpointing,
         )
         # By these a resumed run recognises other hooks, which rows of metrics may not show.
-        rows = {"/label_logits": logits[:, batch.label_token_ids].cpu()}
+        rows = {"/label_logits": batch.label_scores(logits).cpu()}
         for metric, before, after in zip(self.metrics, in_prefix, observations, strict=True):
             try:
                 of_metric = _rows_of(before, after, logits, clean)
@@ -115,7 +124,7 @@ class Plan:
         rows: Rows,
         record: Callable[[Callable[[Rows], Record], Rows], Record],
         known: Mapping[str, Record],
-    ) -> dict[str, Record]:
+    ) -> Results:
         """The record of every metric after the known records; see ``Study.results``.
 
         Args:
@@ -125,7 +134,7 @@ class Plan:
         """
         failures = {name: str(error) for name, error in self.failures.items()}
         reasons = _first_failures(gather_from_processes("failures", failures))
-        results = dict(known)
+        results = Results(known)
         cause: Exception | None = None
         for metric in self.metrics:
             start = f"{metric.name}/"

@@ -12,7 +12,7 @@ from ..models.hooked import HookedModel
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
-from ..results.record import Record
+from ..results.results import Results
 from ..system.renames import renamed_arguments
 from .study import Study
 
@@ -30,7 +30,7 @@ def run(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> dict[str, Record]:
+) -> Results:
     """Compute any number of metrics in one pass over all batches.
 
     Each batch needs one forward pass, and one backward pass if a metric needs it. Demonstrations
@@ -67,7 +67,7 @@ def run(
         progress: Show a progress bar.
 
     Returns:
-        The record of each metric under its name.
+        The record of each metric under its name, in a dict that a notebook shows as a table.
 
     Raises:
         AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
@@ -87,7 +87,15 @@ def run(
         "hooks": "none" if hooks is None else "some",
         "gradient_checkpointing": gradient_checkpointing,
     }
-    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title="metrics",
+    )
     with study:
         if not metrics:
             raise MetricError("there are no metrics to compute")
@@ -130,7 +138,7 @@ def target_logits(
     """
     settings = {"hooks": "none" if hooks is None else "some"}
     change = no_hooks if hooks is None else hooks
-    with Study(model, batches, settings, resamples=0, progress=progress) as study:
+    with Study(model, batches, settings, resamples=0, progress=progress, title="logits") as study:
         plan = study.plan(hooks=change)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:

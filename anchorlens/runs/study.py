@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
 from ..prompts.batch import PromptBatch, check_batch
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows
+from ..results.results import Results
 from ..system.processes import (
     batches_of_process,
     failed_elsewhere,
@@ -62,6 +64,7 @@ class Study:
             from there, and after ``forget_rows`` from the start.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
+        title: The name of the progress bar.
 
     Raises:
         AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
@@ -95,6 +98,7 @@ class Study:
         folder: str | Path | None = None,
         resamples: int = 200,
         progress: bool = True,
+        title: str = "batches",
     ) -> None:
         if not isinstance(settings, Mapping):
             raise PromptError(
@@ -106,6 +110,15 @@ class Study:
         self._has_collected = False
         self.settings = {str(name): _text(value) for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
+        self.title = title
+
+    def __repr__(self) -> str:
+        """One line: the model, the number of batches, the settings and the folder."""
+        settings = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
+        # Only checked batches and models have all attributes.
+        model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
+        parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
+        return f"Study({parts}{'' if self.folder is None else '; with a folder'})"
 
     def __enter__(self) -> "Study":
         with ExitStack() as stack:
@@ -217,7 +230,7 @@ class Study:
                 self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
             gather_from_processes("what is stored", None)
         quiet, is_single = not (self.progress and is_main()), is_single_process()
-        for number in tqdm(self._numbers(store), disable=quiet, desc="batches"):
+        for number in tqdm(self._numbers(store), disable=quiet, desc=self.title):
             if not is_single and failed_elsewhere():
                 break
             rows = None if store is None else store.complete(number, needed)
@@ -256,9 +269,7 @@ class Study:
             info=self.describe() | dict(info or {}),
         )
 
-    def results(
-        self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None
-    ) -> dict[str, Record]:
+    def results(self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
         Raises:
@@ -364,7 +375,8 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     for batch in batches:
         check_batch(batch)
         check_fits(model, batch)
-        if batch.label_token_ids.tolist() != batches[0].label_token_ids.tolist():
+        words = [(each.label_token_ids.tolist(), each.verbalizer) for each in (batch, batches[0])]
+        if words[0] != words[1]:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )

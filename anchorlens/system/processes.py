@@ -6,7 +6,6 @@ imported and the process runs alone.
 
 import atexit
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,9 @@ from torch import distributed
 
 from ..errors import ProcessError
 from .heartbeats import Heart
+from .process_state import is_main as is_main
+from .process_state import is_single_process as is_single_process
+from .process_state import process_state, was_launched
 
 T = TypeVar("T")
 
@@ -27,21 +29,9 @@ T = TypeVar("T")
 MOVING = timedelta(minutes=10)
 
 
-def is_single_process() -> bool:
-    """Whether this process runs alone."""
-    state = _state()
-    return state is None or state.num_processes == 1
-
-
-def is_main() -> bool:
-    """Whether this is the process that prints and writes."""
-    state = _state()
-    return state is None or bool(state.is_main_process)
-
-
 def process_device() -> torch.device | None:
     """The device that accelerate gave this process; None without accelerate."""
-    state = _state()
+    state = process_state()
     if not is_single_process():
         _connection()  # from now on the others see that this process lives
     return None if state is None else torch.device(state.device)
@@ -54,7 +44,7 @@ def batches_of_process(costs: Sequence[int]) -> list[int]:
     """
     if is_single_process():
         return list(range(len(costs)))
-    state, total, before, part = _state(), sum(costs) or 1, 0, []
+    state, total, before, part = process_state(), sum(costs) or 1, 0, []
     for number, cost in enumerate(costs):
         middle = (2 * before + cost) * state.num_processes // (2 * total)
         if min(middle, state.num_processes - 1) == state.process_index:
@@ -149,7 +139,7 @@ def main_first(make: Callable[[], T]) -> T:
 
 def join_launched() -> None:
     """Make the accelerate state of a process that `accelerate launch` or `torchrun` started."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ and "LOCAL_RANK" not in os.environ:
+    if not was_launched():
         return
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
@@ -208,7 +198,7 @@ def _connection() -> _Connection:
 
 @cache
 def _connection_of(world: Any) -> _Connection:
-    state = _state()
+    state = process_state()
     connection = _Connection(
         Heart(world.get_group_store(), state.process_index, state.num_processes)
     )
@@ -217,7 +207,7 @@ def _connection_of(world: Any) -> _Connection:
 
 
 def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
-    connection, state = _connection(), _state()
+    connection, state = _connection(), process_state()
     failure = None if error is None else f"{type(error).__name__}: {error}"
     answers: list[Any] = [None] * state.num_processes
     try:
@@ -253,14 +243,3 @@ def _lost_connection_reported() -> Iterator[None]:
             "the connection to another process is lost; see its own output for the reason "
             f"({closed})"
         ) from closed
-
-
-def _state() -> Any:
-    """The accelerate state of this process, or None if it was not made."""
-    module = sys.modules.get("accelerate.state")
-    if module is None:
-        return None
-    # PartialState() would make the state. An object made without __init__ only tells whether the
-    # state exists; tests/test_private_names.py verifies it.
-    made = module.PartialState.__new__(module.PartialState).initialized
-    return module.PartialState() if made else None

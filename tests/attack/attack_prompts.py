@@ -202,7 +202,7 @@ def check_first_tokens(
     tokenizer: Any, task: al.Task, whole: str, row: Row, label_token_ids: list[int]
 ) -> None:
     """Check the first token of each label word that is appended to the prompt."""
-    for word, token in zip(task.labels, label_token_ids, strict=True):
+    for word, token in zip(task.first_words, label_token_ids, strict=True):
         tokens = tokenizer(whole + word)["input_ids"]
         after = tokens[len(row.tokens) :]
         assert tokens[: len(row.tokens)] == row.tokens, f"{word!r} changes the end of the prompt"

@@ -1,7 +1,8 @@
-"""The table of architectures as markdown, from the results of tests: ``make architectures``.
+"""The table of architectures, from the results of tests: ``make architectures``.
 
 Reads the files that ``pytest tests/models/test_matrix.py --matrix-results FILE`` wrote for one or
-several lines of TransformerLens.
+several lines of TransformerLens. Writes ``anchorlens/data/architectures.json``, which
+``anchorlens models`` prints, and from it ``docs/architectures.md``.
 """
 
 import json
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 Case = dict[str, Any]
+Table = dict[str, Any]
+Cell = str | list[str]  # a reason, or the largest difference in each type
+
+ROOT = Path(__file__).parents[2]
 
 KINDS = {
     "bridge": "bridge",
@@ -48,46 +53,77 @@ This page is generated from the results of the tests by `make architectures`.
 """
 
 
-def page(cases: list[Case]) -> str:
+def table_of(cases: list[Case]) -> Table:
+    """What the tests measured: versions, a row for each architecture and for each quantity."""
     columns = sorted(
         {(case["line"], case["kind"]) for case in cases},
         key=lambda column: (-float(column[0]), list(KINDS).index(column[1])),
     )
-    quantities = list(dict.fromkeys(name for case in cases for name in case.get("differences", ())))
-    titles = [f"{line} {KINDS[kind]}" for line, kind in columns]
+    titles = {column: f"{column[0]} {KINDS[column[1]]}" for column in columns}
+
+    def in_column(cases: list[Case], column: tuple[str, str]) -> list[Case]:
+        return [case for case in cases if (case["line"], case["kind"]) == column]
+
     rows = []
     for name in dict.fromkeys(case["architecture"] for case in cases):
         of_name = [case for case in cases if case["architecture"] == name]
-        cells = [
-            cell([case for case in of_name if (case["line"], case["kind"]) == column])
-            for column in columns
-        ]
-        rows.append([f"**{name}**<br>{of_name[0]['special']}", *cells, hooks(of_name)])
-    by_quantity = [
-        [
-            quantity,
-            *(
-                worst(
-                    [case for case in cases if (case["line"], case["kind"]) == column], [quantity]
-                )
-                for column in columns
-            ),
-        ]
+        cells = {title: cell(in_column(of_name, column)) for column, title in titles.items()}
+        rows.append(
+            {
+                "name": name,
+                "special": of_name[0]["special"],
+                "cells": cells,
+                "hooks": hooks(of_name),
+            }
+        )
+    quantities = dict.fromkeys(name for case in cases for name in case.get("differences", ()))
+    by_quantity = {
+        quantity: {
+            title: worst(in_column(cases, column), [quantity]) for column, title in titles.items()
+        }
         for quantity in quantities
+    }
+    return {"versions": versions(cases), "architectures": rows, "quantities": by_quantity}
+
+
+def json_of(table: Table) -> str:
+    """The table as json, an architecture on each line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in table["architectures"])
+    quantities = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in table["quantities"].items()
+    )
+    return (
+        f'{{\n "versions": {json.dumps(table["versions"])},\n "architectures": [\n{lines}\n ],\n'
+        f' "quantities": {{\n{quantities}\n }}\n}}\n'
+    )
+
+
+def page(table: Table) -> str:
+    """The table as a page of the documentation."""
+    titles = list(table["architectures"][0]["cells"])
+    rows = [
+        [f"**{row['name']}**<br>{row['special']}", *map(shown, row["cells"].values()), row["hooks"]]
+        for row in table["architectures"]
     ]
+    by_quantity = [[name, *map(shown, row.values())] for name, row in table["quantities"].items()]
+    listed = [f"{name} {' and '.join(numbers)}" for name, numbers in table["versions"].items()]
     parts = [
-        INTRODUCTION.format(quantities=", ".join(quantities)),
-        versions(cases),
+        INTRODUCTION.format(quantities=", ".join(table["quantities"])),
+        f"Measured with {', '.join(listed)}.",
         "## By architecture",
-        table(["Architecture, what is special", *titles, "Hooks"], rows),
+        markdown(["Architecture, what is special", *titles, "Hooks"], rows),
         "## By quantity",
         "The largest difference over all architectures, in float32 and, below it, in float64.",
-        table(["Quantity", *titles], by_quantity),
+        markdown(["Quantity", *titles], by_quantity),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def cell(cases: list[Case]) -> str:
+def shown(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else "<br>".join(cell)
+
+
+def cell(cases: list[Case]) -> Cell:
     for word in ("refused", "wrong"):
         for case in cases:
             if word in case:
@@ -95,7 +131,7 @@ def cell(cases: list[Case]) -> str:
     return worst(cases) if cases else "none"
 
 
-def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> str:
+def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> list[str]:
     """The largest difference in float32 and in float64."""
     largest = []
     for dtype in DTYPES:
@@ -107,7 +143,7 @@ def worst(cases: list[Case], quantities: Iterable[str] | None = None) -> str:
             if quantities is None or name in quantities
         ]
         largest.append(number(max(values)) if values else "not run")
-    return "<br>".join(largest)
+    return largest
 
 
 def number(value: float) -> str:
@@ -123,20 +159,22 @@ def hooks(cases: list[Case]) -> str:
     return ", ".join(f"{word} ({line})" for line, word in words.items())
 
 
-def versions(cases: list[Case]) -> str:
+def versions(cases: list[Case]) -> dict[str, list[str]]:
+    """The versions of each package with which was measured."""
     by_package: dict[str, set[str]] = {}
     for case in cases:
         for package, version in case["versions"].items():
             by_package.setdefault(package, set()).add(version)
-    listed = [f"{name} {' and '.join(sorted(numbers))}" for name, numbers in by_package.items()]
-    return f"Measured with {', '.join(listed)}."
+    return {package: sorted(numbers) for package, numbers in by_package.items()}
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
+def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
     texts = [Path(name).read_text() for name in sys.argv[1:]]
-    print(page([json.loads(line) for text in texts for line in text.splitlines()]), end="")
+    measured = table_of([json.loads(line) for text in texts for line in text.splitlines()])
+    (ROOT / "anchorlens/data/architectures.json").write_text(json_of(measured))
+    (ROOT / "docs/architectures.md").write_text(page(measured))

@@ -47,7 +47,11 @@ def test_demo_writes_report_results_and_settings(
     page = (tmp_path / "report.html").read_text()
     printed = capsys.readouterr().out
     for task in ("questions", "sentiment"):
-        assert f"{task}: saliency flows" in page
+        assert f">{task}</h2>" in page
+        assert f"{task}, claims of the paper" in printed
+    for heading in ("One prompt", "Saliency flows", "Attention aucroc", "Isolation"):
+        assert page.count(f">{heading}</h3>") == 2
+    for task in ("questions", "sentiment"):
         assert task in printed
     assert "label words, first 2 layers" in printed
     settings = json.loads((tmp_path / "settings.json").read_text())
@@ -121,7 +125,7 @@ def test_out_of_memory_is_an_error_of_one_line(
     def raise_out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr("anchorlens.cli.commands.analyse", raise_out_of_memory)
+    monkeypatch.setattr("anchorlens.cli.work.analyse", raise_out_of_memory)
     arguments = ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)]
     assert call(monkeypatch, "run", *arguments) == 1
     error = capsys.readouterr().err.splitlines()[-1]

@@ -13,8 +13,9 @@ from test_cli import call, error_of
 from tiny_models import tiny_gpt2
 
 import anchorlens as al
-from anchorlens.cli import command_data, commands
+from anchorlens.cli import command_data, commands, work
 from anchorlens.errors import MetricError
+from anchorlens.prompts.examples import BUNDLED
 from anchorlens.replication.paper_parts import Number, Setting
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -49,8 +50,8 @@ def test_paper_writes_numbers_tables_and_report(
     page = (tmp_path / "report.html").read_text()
     for task in ("sentiment (as SST-2)", "emotions (as EmoC)"):
         for figure in (3, 4, 5, 6):
-            assert f"<h2>{task}: Figure {figure}</h2>" in page
-    assert "GPT2-XL in the paper" in page and "None" not in page.partition("<pre>")[0]
+            assert f">{task}: Figure {figure}</h3>" in page
+    assert "GPT2-XL in the paper" in page and "<td>None" not in page.partition("<pre>")[0]
 
 
 def one_number(setting: Setting) -> Iterator[Number]:
@@ -77,7 +78,7 @@ def test_an_interrupted_command_resumes(
         if calls.count("second") == 2:
             raise MetricError("not yet")
 
-    monkeypatch.setattr(commands, "PAPER_PARTS", (first, second))
+    monkeypatch.setattr(work, "PAPER_PARTS", (first, second))
     arguments = ["--model", str(model_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
     arguments += QUICK
     with pytest.warns(UserWarning, match="sentiment, seed 1, first: mind this"):
@@ -117,7 +118,7 @@ def test_emocontext_runs_only_if_it_is_named(
     monkeypatch: Any, model_folder: Path, tmp_path: Path
 ) -> None:
     tasks: list[list[str]] = []
-    bundled = {name: bundle for bundle, name in commands.BUNDLED.items()}
+    bundled = {name: bundle for bundle, name in BUNDLED.items()}
 
     def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
         tasks.append(list(examples))
@@ -127,7 +128,7 @@ def test_emocontext_runs_only_if_it_is_named(
     monkeypatch.setattr(
         command_data, "load_examples", lambda name, split: al.load_examples(bundled[name])
     )
-    monkeypatch.setattr(commands, "paper_numbers", numbers)
+    monkeypatch.setattr(work, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0
     assert call(monkeypatch, "paper", *arguments, "--tasks", "emo") == 0
@@ -147,7 +148,7 @@ def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Pa
         rows = [{"text": f"{split} {k}", "label": k % 2} for k in range(24)]
         (tmp_path / "sst2").mkdir(exist_ok=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(commands, "PAPER_PARTS", (record,))
+    monkeypatch.setattr(work, "PAPER_PARTS", (record,))
     arguments = ["--tasks", "sst2", "--data", str(tmp_path), "--out", str(tmp_path), *QUICK]
     assert call(monkeypatch, "paper", "--model", str(model_folder), *arguments) == 0
     assert {
@@ -160,10 +161,16 @@ def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Pa
     ("arguments", "words"),
     [
         (["--tasks", "trek,sst2"], "there is no task 'trek'; choose one of sst2, trec"),
-        (["--tasks", ","], "expected different words or numbers, separated by commas; got ','"),
-        (["--tasks", "news,news"], "expected different words or numbers"),
-        (["--tasks", "news", "--seeds", "1,x"], "--seeds are whole numbers, separated by commas"),
-        (["--tasks", "news", "--seeds", ""], "expected different words or numbers"),
+        (
+            ["--tasks", ","],
+            "--task takes different words, repeated or separated by commas; got ','",
+        ),
+        (["--tasks", "news,news"], "--task takes different words"),
+        (
+            ["--tasks", "news", "--seeds", "1,x"],
+            "--seed takes whole numbers, repeated or separated by commas; got '1,x'",
+        ),
+        (["--tasks", "news", "--seeds", ""], "--seed takes whole numbers"),
         (["--tasks", "news", "--seeds", "1,01"], "seeds must differ"),
         (["--tasks", "news", "--data", "nowhere"], "there is no file nowhere/news/train.jsonl"),
         (["--tasks", "news", "--queries", "999"], "news: 999 queries are asked for, but only"),

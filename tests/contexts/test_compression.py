@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.contexts import compression
 from anchorlens.errors import HookError, MetricError, ModelError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
-from anchorlens.prompts.batch import FORMAT, LABEL, OTHER, TEXT
+from anchorlens.prompts.groups import FORMAT, LABEL, OTHER, TEXT
 
 pytestmark = pytest.mark.without_jaxtyping
 

@@ -40,6 +40,7 @@ def record_of(distance: Tensor, confusion: Tensor, **options: Any) -> al.AnchorD
         correlation=torch.full((n_layers,), torch.nan, dtype=torch.double),
         position_correlation=torch.linspace(-1, 1, n_layers, dtype=torch.double),
         accuracy=torch.tensor(0.5),
+        queries_per_class=torch.ones(len(confusion), dtype=torch.long),
         default_layer=torch.tensor(2 * n_layers // 3),
         **options,
     )

@@ -50,6 +50,7 @@ def test_saliency_and_flows_equal_plain_transformers(
     starts = batch.attention_mask.long().argmax(1).tolist()
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1
     maps = al.saliency(model, batch)
+    of_heads = al.head_saliency(model, batch)
     metrics = [al.SaliencyFlows()]
     record = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
     metrics = [al.SaliencyFlows(absolute_per_head=True)]
@@ -59,10 +60,12 @@ def test_saliency_and_flows_equal_plain_transformers(
         products = plain_products(name, model, batch, n)
         merged = products.sum(1).abs()
         stop = start + merged.shape[-1]
-        assert difference(maps[n, :, start:stop, start:stop], merged) <= 1e-5
-        outside = maps[n].clone()
-        outside[:, start:stop, start:stop] = 0
-        assert not outside.any()
+        inside = (..., slice(start, stop), slice(start, stop))
+        assert difference(maps[n][inside], merged) <= 1e-5
+        assert difference(of_heads[n][inside], products) <= 1e-5  # with their signs
+        for outside in (maps[n].clone(), of_heads[n].clone()):
+            outside[inside] = 0
+            assert not outside.any()
         prompt, index = prompts[n], int(batch.index[n])
         slow = torch.tensor([flows_of(layer, prompt) for layer in merged])
         assert difference(record.per_prompt[index], slow.double()) <= 1e-5
@@ -78,6 +81,9 @@ def test_saliency_and_flows_equal_plain_transformers(
     means = torch.stack([maps[n][:, edges.tq(batch)[n]].mean(1) for n in range(3)]).mean(0)
     assert difference(record.tq, means.double()) <= 1e-5
     assert difference(record.pq_over_tq, record.flows[:, 1] / record.tq) <= 1e-12
+    # Three layers: the first is the first third, the last is the last third.
+    assert difference(record.share_change, share[2] - share[0]) <= 1e-12
+    assert difference(record.deep_pq_over_tq, record.pq_over_tq[2]) <= 1e-12
 
 
 def test_flows_equal_means_over_edges(gpt2: Any) -> None:
@@ -254,3 +260,20 @@ def test_shares_of_flows_are_averaged_over_sets_of_demonstrations(gpt2: Any) -> 
         record.pq_over_tq, (first[:, 1] / first[:, 3] + second[:, 1] / second[:, 3]) / 2
     )
     torch.testing.assert_close(record.per_prompt, flows[..., :3])
+
+
+def test_change_of_share_and_deep_ratio_by_hand() -> None:
+    """Seven layers: the first two are shallow, the last two are deep."""
+    sums = torch.tensor(
+        [[1.0, 3, 0, 1], [2, 2, 0, 1], *[[1, 1, 1, 1]] * 3, [0, 6, 2, 2], [0, 9, 3, 1]]
+    )
+    rows = {
+        "sums": sums[None],
+        "head_sums": sums[None, :, None],
+        "counts": torch.ones(1, 4),
+        "demonstrations_id": torch.zeros(1, dtype=torch.long),
+    }
+    record = al.SaliencyFlows().result(rows)
+    # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
+    torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])
+    assert float(record.deep_pq_over_tq) == 6  # the median of 6 / 2 and 9 / 1

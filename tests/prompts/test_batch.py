@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.prompts.batch import GROUPS, PADDING
+from anchorlens.prompts.groups import GROUPS, PADDING
 
 raises = partial(pytest.raises, PromptError)
 PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]

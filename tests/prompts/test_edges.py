@@ -10,7 +10,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.prompts import edges
-from anchorlens.prompts.batch import GROUPS
+from anchorlens.prompts.groups import GROUPS
 
 # A rule tells for (batch, row, query, key), with the key before the query, if it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]

@@ -112,7 +112,7 @@ def test_tokens_at_the_positions_spell_the_prompt(tokenizer: Any, case: Prompts)
             assert tokenizer.decode(row.tokens[first : last + 1]) == task.labels[label]
             assert row.tokens[first] == batches[0].label_token_ids[label]
             assert set(row.groups[first : last + 1]) == {"label"}
-            written += task.labels[label] + after + task.separator
+            written += task.first_words[label] + after + task.separator
         assert tokenizer.decode(without_bos) == written + task.query(query.text)
         inside = sum(last - first + 1 for first, last, _ in row.words)
         assert row.groups.count("label") == inside

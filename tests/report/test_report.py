@@ -3,8 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
+from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 from jaxtyping import Float
+from plotly.offline import get_plotlyjs_version
 from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
@@ -71,11 +75,12 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
-        self.open = tag in ("td", "th")
-        self.cells += [""] * self.open
+        starts = tag in ("td", "th")
+        self.cells += [""] * starts
+        self.open = starts or (self.open and tag == "button")
 
     def handle_endtag(self, tag: str) -> None:
-        self.open = False
+        self.open = self.open and tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
         if self.open:
@@ -98,19 +103,23 @@ def test_the_page_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -
         assert "src" not in attributes
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert "plotly.js v" in text[:100_000]
-    assert len(text) < 12_000_000  # the plotting library once
+    assert text.count("* plotly.js (cartesian - minified) v") == 1  # once for all figures
+    assert len(text) < 2_000_000
 
 
 def figures_of(text: str) -> int:
-    return text.count('class="plotly-graph-div"')
+    return text.count('class="figure-data"')
+
+
+def headings_of(text: str) -> list[str]:
+    """The headings of the figures' sections."""
+    return [unescape(heading) for heading in re.findall('-heading">(.*?)</h3>', text)]
 
 
 def test_every_record_has_a_figure(results: dict[str, Any], tmp_path: Path) -> None:
     text = write(tmp_path, results).read_text(encoding="utf-8")
     assert figures_of(text) == len(results)
-    headings = [name.replace("_", " ") for name in results]
-    assert re.findall("<h2>(.*?)</h2>", text) == headings
+    assert headings_of(text) == [name.replace("_", " ").capitalize() for name in results]
 
 
 def test_figures_of_the_user_replace_plots_or_come_last(
@@ -121,9 +130,9 @@ def test_figures_of_the_user_replace_plots_or_come_last(
     text = write(tmp_path, results, figures=figures).read_text(encoding="utf-8")
     assert figures_of(text) == len(results)  # one is added, one removed, one replaced
     assert "of my own" in text
-    assert "What isolation leaves" not in text
-    headings = [*(name.replace("_", " ") for name in results), "more"]
-    assert re.findall("<h2>(.*?)</h2>", text) == headings
+    assert "What stays as it was" not in text
+    names = [name.replace("_", " ").capitalize() for name in results]
+    assert headings_of(text) == [*names, "more"]
     assert len(figures) == 3
 
 
@@ -141,15 +150,17 @@ def test_all_numbers_are_on_the_page(results: dict[str, Any], tmp_path: Path) ->
     assert {"wp", "pq", "ww", "Abbreviation", "quantity", "low", "high"} <= set(cells)
 
 
-def test_settings_and_shared_info_come_first(tmp_path: Path) -> None:
+def test_settings_and_shared_info_come_last(tmp_path: Path) -> None:
     records = {"one": plain(model="tiny", prompts=3), "two": plain(model="tiny", prompts=4)}
     settings = {"task": "trec", "seeds": [1, 2], "model_file": {"a": 1, "b": 2}}
-    cells = Page(write(tmp_path, records, settings=settings)).cells
-    first = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2", "model", "tiny"]
-    assert cells[:10] == [*first, "prompts", "3"]
+    text = write(tmp_path, records, settings=settings).read_text(encoding="utf-8")
+    cells = Page(tmp_path / "report.html").cells
+    settings_of_run = ["task", "trec", "seeds", "1, 2", "model file", "a 1, b 2", "model", "tiny"]
+    assert cells[-8:] == settings_of_run
     assert cells.count("model") == 1
-    index = cells.index("prompts", 10)
-    assert cells[index + 1] == "4"
+    counts = [cells[k + 1] for k, text in enumerate(cells) if text == "prompts"]
+    assert counts == ["3", "4"]
+    assert f"tiny · {date.today().day} " in text  # the model and the date are below the title
 
 
 def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
@@ -174,12 +185,12 @@ def test_texts_are_escaped(results: dict[str, Any], tmp_path: Path) -> None:
 def test_a_record_without_a_figure_shows_its_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, {"my_numbers": plain(labels=["a", "b"])})
     text = path.read_text(encoding="utf-8")
-    assert "plotly" not in text
-    assert "<h2>my numbers</h2>" in text
-    assert "<li>value: First line, second line.</li>" in text
+    assert "plotly.js" not in text
+    assert headings_of(text) == ["My numbers"]
+    assert "<dt>value</dt><dd>First line, second line.</dd>" in text
     assert "0.1235" in Page(path).cells
     assert "987" not in text
-    assert "nan" not in text.lower()
+    assert "nan" not in "".join(Page(path).cells)
 
 
 def test_figures_without_results_give_a_page(tmp_path: Path) -> None:
@@ -200,3 +211,51 @@ def test_every_record_has_a_plot(results: dict[str, Any], with_intervals: bool) 
         assert isinstance(figure, go.Figure)
         assert figure.data
         assert figure.layout.title.text
+
+
+@pytest.fixture(scope="module")
+def prompt(byte_level: Any, hooked: Any) -> al.PromptFlows:
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    return al.plot_prompt(model, questions(model, count=3)[0], prompt=1)
+
+
+def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
+    results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
+) -> None:
+    sweep = {"first": results["isolation"], "last": results["isolation"]}
+    flows = results["saliency_flows"]
+    tasks = {"a & b": {"flows": flows, "sweep": sweep, "one": prompt}, "c": {"flows": flows}}
+    text = write(tmp_path, tasks, command="anchorlens run").read_text(encoding="utf-8")
+    assert re.findall(r'heading">(.*?)</h2>', text) == ["a &amp; b", "c"]
+    assert headings_of(text) == ["One", "Flows", "Isolation", "Flows"]
+    assert figures_of(text) == 3
+    cells = Page(tmp_path / "report.html").cells
+    fields = sum(values.numel() for values in results["isolation"].tensors().values())
+    assert cells.count("first") == cells.count("last") > fields // 10
+    assert text.count("Does the model use its label words as anchors?") == 2
+    assert '<pre tabindex="0">anchorlens run</pre>' in text
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert {link for link in re.findall(r'href="#([^"]*)"', text)} <= set(ids)
+
+
+def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
+    text = write(tmp_path, results).read_text(encoding="utf-8")
+    answer, figure = text.index("right class of"), text.index('class="figure"')
+    assert answer < text.index("Claims of the paper") < figure
+    for claim in al.claims(results):
+        assert claim.statement in unescape(text)
+        assert claim.reason in unescape(text)
+
+
+def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
+    """Its hash is published: the page runs what the makers of the library released."""
+    folder = Path(str(files("anchorlens"))) / "report" / "static"
+    for line in (folder / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    version = get_plotlyjs_version()
+    assert (
+        f"plotly.js (cartesian - minified) v{version}"
+        in ((folder / "plotly-cartesian.min.js").read_text(encoding="utf-8")[:200])
+    )

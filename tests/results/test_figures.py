@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anchorlens.errors import AnchorlensError
 from anchorlens.results.figures import (
+    bars_with_controls,
     confusion_pair,
     grouped_bars,
     lines_by_layer,
@@ -120,14 +121,35 @@ def test_bars_with_equal_or_numeric_names_stay_separate() -> None:
     assert figure.layout.xaxis.ticktext == ("2", "1", "1")
 
 
+def test_bars_with_controls_show_values_ends_and_tints() -> None:
+    values = torch.tensor([[[0.25, 0.75], [1.0, 0.5]], [[0.1, 0.2], [0.3, 0.4]]])
+    names = ["label", "word"], ["first", "last"], ["isolated", "random"]
+    figure = bars_with_controls(values, *names, title="x", low=values - 0.1, high=values + 0.2)
+    assert [(bars.name, bars.yaxis) for bars in figure.data] == [
+        *(("isolated", "y"), ("random", "y")),
+        *(("isolated", "y2"), ("random", "y2")),
+    ]
+    assert same(figure.data[1].y, [0.75, 0.5]) and same(figure.data[2].y, [0.1, 0.3])
+    assert same(figure.data[1].error_y.array, [0.2, 0.2])
+    assert same(figure.data[1].error_y.arrayminus, [0.1, 0.1])
+    assert same(figure.data[1].customdata, [[0.65, 0.95], [0.4, 0.7]])
+    assert figure.data[0].marker.color == ("#0072B2", "#D55E00")
+    assert figure.data[1].marker.color == ("rgba(0, 114, 178, 0.4)", "rgba(213, 94, 0, 0.4)")
+    assert [bars.showlegend for bars in figure.data] == [True, True, False, False]
+    assert figure.layout.xaxis2.ticktext == ("first", "last")
+    assert figure.layout.yaxis.title.text == "label"
+
+
 def test_confusion_shows_values_and_empty_diagonals() -> None:
     predicted = torch.tensor([[1.0, 0.5], [0.25, 1.0]])
     figure = confusion_pair(predicted, predicted / 2, ["a", "b"], **PANELS)
     left, right = figure.data
     assert same(left.z, [[math.nan, 0.5], [0.25, math.nan]])
     assert same(right.z, [[math.nan, 0.25], [0.125, math.nan]])
-    assert left.colorscale == right.colorscale
-    assert left.colorbar.title.text == "low = confused"
+    assert left.coloraxis == right.coloraxis == "coloraxis"
+    shared = figure.layout.coloraxis
+    assert (shared.cmin, shared.cmax) == (0, 1)
+    assert shared.colorbar.title.text == "low = confused"
     assert [note.text for note in figure.layout.annotations] == ["predicted", "actual"]
     assert figure.layout.yaxis.autorange == "reversed"
 
@@ -149,7 +171,7 @@ def test_stacked_figures_have_separate_axes() -> None:
     inner = layout.height - layout.margin.t - layout.margin.b
     pixels = [round(share * inner) for share in (*layout.yaxis3.domain, *layout.yaxis.domain)]
     assert pixels == [0, 300, 420, 690] and layout.yaxis2.domain == layout.yaxis.domain
-    assert figure.data[0].colorbar.len == pytest.approx(1 - layout.yaxis.domain[0])
+    assert layout.coloraxis.colorbar.len == pytest.approx(1 - layout.yaxis.domain[0])
     references = [(shape.xref, shape.yref) for shape in layout.shapes]
     assert references == [("x3 domain", "y3"), ("x3", "y3 domain")]
     notes = {note.text: (note.xref, note.yref) for note in layout.annotations}
@@ -298,6 +320,12 @@ WRONG_VALUES: Cases = [
     (lambda: lines_by_layer(ONES, ["a", "b"], dashed=["c"], **TITLES), "expected dashed among"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, **TITLES), "both low and high"),
     (lambda: grouped_bars(ONES, ["a", "b"], ["c"], **TITLES), r"expected shape \(2, 1\)"),
+    (
+        lambda: bars_with_controls(
+            ONES[None], ["a"], ["b", "c"], [*"de"], title="", low=ONES[None], high=ONES[None]
+        ),
+        r"expected shape \(1, 2, 2\), got shape \(1, 2, 3\)",
+    ),
     (lambda: grouped_bars(ONES, ["a", "b"], [*"cde"], high=ONES, **TITLES), "low and high"),
     (lambda: confusion_pair(torch.eye(2), torch.eye(2), ["a"], **PANELS), "one class name per row"),
     (lambda: token_arcs(TOKENS[:11], FLOWS, **PROMPT), r"expected shape \(1, 11, 11\)"),

@@ -14,7 +14,7 @@ from scipy.stats import binomtest, norm, t
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.cli.analysis import _value
+from anchorlens.cli.summary import number_with_interval, text_of
 from anchorlens.experiments.isolation import _record as isolation_record
 from anchorlens.results.bootstrap import (
     Population,
@@ -165,8 +165,8 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert record.intervals["word_loyalty"].isnan().all() and record.intervals["kl"].isnan().all()
     assert record.intervals["label_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
     assert record.plot().to_json() and len(record.to_frame())
-    assert _value(record, "word_loyalty") == "1.00"
-    assert _value(record, "label_loyalty") == "1.00 [0.21, 1.00]"
+    assert text_of(number_with_interval(record, "word_loyalty")) == "1.00"
+    assert text_of(number_with_interval(record, "label_loyalty")) == "1.00 [0.21, 1.00]"
 
 
 def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:

@@ -172,7 +172,7 @@ def test_a_repr_that_a_class_defines_is_used() -> None:
 
 
 def public_records() -> list[type[al.Record]]:
-    kinds = [value for value in vars(al).values() if isinstance(value, type)]
+    kinds = [value for name in dir(al) if isinstance(value := getattr(al, name), type)]
     return [kind for kind in kinds if issubclass(kind, al.Record) and kind is not al.Record]
 
 

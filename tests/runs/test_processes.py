@@ -206,7 +206,9 @@ def test_processes_get_contiguous_complete_and_even_parts(monkeypatch: Any) -> N
         divided = []
         for number in range(count):
             state = type("State", (), {"num_processes": count, "process_index": number})
-            monkeypatch.setattr("anchorlens.system.processes._state", lambda state=state: state)
+            for module in ("processes", "process_state"):
+                name = f"anchorlens.system.{module}.process_state"
+                monkeypatch.setattr(name, lambda state=state: state)
             divided.append(batches_of_process(costs))
         return divided
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 import anchorlens as al
-from anchorlens.prompts.batch import GROUPS, PADDING
+from anchorlens.prompts.groups import GROUPS, PADDING
 
 
 class Row(NamedTuple):
@@ -51,6 +51,6 @@ def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str
     for demo in demos:
         assert demo.label is not None
         parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
-        parts += [("label", task.labels[demo.label], demo.label)]
+        parts += [("label", task.first_words[demo.label], demo.label)]
         parts += [("format", after + task.separator, -1)]
     return [*parts, ("query", before + query + between, -1)]

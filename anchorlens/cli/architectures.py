@@ -1,0 +1,60 @@
+"""`anchorlens models`: the architectures that are tested against plain transformers.
+
+``make architectures`` writes the table, and the page of the documentation from it.
+"""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from ..errors import DataError
+from ..results.text_tables import TextTable
+from .output import Output, PrintedTable
+
+# The bridges of processed models and the quantities are in the documentation only.
+_COLUMNS = ("4.3 bridge", "3.9 bridge", "3.9 HookedTransformer")
+
+
+def table_of_architectures() -> dict[str, Any]:
+    """The whole table as it was measured."""
+    text = (files("anchorlens") / "data" / "architectures.json").read_text("utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def show_architectures(part: str, output: Output) -> None:
+    """Print the architectures whose name or speciality contains ``part``.
+
+    Raises:
+        DataError: There is none.
+    """
+    table = table_of_architectures()
+    found = [
+        row
+        for row in table["architectures"]
+        if part.lower() in f"{row['name']} {row['special']}".lower()
+    ]
+    if not found:
+        raise DataError(
+            f"no tested architecture has {part!r} in its name; a model that is not in the table "
+            "may work too: anchorlens check MODEL tries it"
+        )
+    versions = ", ".join(f"{name} {' and '.join(of)}" for name, of in table["versions"].items())
+    rows: TextTable = {
+        ("", row["name"]): {
+            **{column: _status(row["cells"].get(column, "none")) for column in _COLUMNS},
+            "hooks": row["hooks"],
+            "what is special": row["special"],
+        }
+        for row in found
+    }
+    output.tables([PrintedTable(rows, corner="architecture")])
+    output.document({"versions": table["versions"], "architectures": found})
+    output.note(
+        f"\nA number is the largest relative difference from plain transformers, in float32 and in "
+        f"float64 ({versions}).\nNext: anchorlens check MODEL"
+    )
+
+
+def _status(cell: str | list[str]) -> str:
+    return cell if isinstance(cell, str) else ", ".join(cell)

@@ -1,0 +1,59 @@
+"""What can be refused before weights are loaded: device, depth, and prompts by the tokenizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..errors import HookError
+from ..models.hooked import refuse_longer_than
+from ..models.load import refuse_encoder_decoder
+from ..models.weights import read_model_files, refuse_device
+from ..prompts.batch import PromptBatch
+
+BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
+
+
+def checked_tokenizer(
+    model: str, device: str | None, depth: int, build_prompts: BuildPrompts
+) -> Any:
+    """The tokenizer of a model, after everything was checked that needs no weights.
+
+    A .gguf file holds tokenizer and weights in one, and takes as long to read without the weights:
+    there the checks come after loading.
+
+    Args:
+        model: Hub name, local folder or .gguf file.
+        device: The device for the weights.
+        depth: Layers isolated at each end.
+        build_prompts: Function of a tokenizer to the prompts of the command.
+
+    Returns:
+        The tokenizer, or None for a .gguf file.
+
+    Raises:
+        AnchorlensError: The device cannot be used, the model has no configuration or tokenizer, or
+            too few layers, or the prompts cannot be built or are too long.
+    """
+    if device is not None:
+        refuse_device(device)
+    if model.endswith(".gguf"):
+        return None
+    config, tokenizer = read_model_files(model)
+    refuse_encoder_decoder(model, config)
+    text_config = config.get_text_config()
+    layers = getattr(text_config, "num_hidden_layers", None)
+    if layers is not None:
+        check_depth(depth, layers)
+    context = getattr(text_config, "max_position_embeddings", None)
+    for batch in build_prompts(tokenizer):
+        if context is not None:
+            refuse_longer_than(context, batch)
+    return tokenizer
+
+
+def check_depth(depth: int, layers: int) -> None:
+    """Raise an error if a model has fewer layers than ``--depth``."""
+    if depth > layers:
+        raise HookError(
+            f"--depth {depth} is more than the {layers} layers of the model; isolate fewer at each "
+            "end"
+        )

@@ -1,0 +1,236 @@
+"""What the commands do after their options were read; here PyTorch and the models are imported."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from pandas import DataFrame
+
+from ..models.load import load_model
+from ..models.quiet import quiet_libraries
+from ..prompts.batch import PromptBatch
+from ..prompts.build import build_prompts
+from ..prompts.examples import BUNDLED
+from ..prompts.tasks import TASKS
+from ..replication.paper import check_examples
+from ..replication.paper import paper as paper_numbers
+from ..replication.paper_figures import paper_figures
+from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
+from ..replication.paper_tables import paper_tables
+from ..report.page import write_report
+from ..runs.fingerprint import versions
+from ..runs.store import forget_rows
+from ..system.files import write_atomically
+from ..system.processes import fails_together, is_main
+from .analysis import Page, analyse, make_folder, rows_folder
+from .before_weights import check_depth, checked_tokenizer
+from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
+from .output import Output
+from .own_task import TaskOptions, task_with_examples
+
+
+@fails_together()
+@quiet_libraries()
+def demo(
+    *,
+    model: str,
+    tasks: Sequence[str],
+    seed: Sequence[int],
+    shots: int,
+    queries: int,
+    depth: int,
+    draws: int,
+    device: str | None,
+    out: Path,
+    fresh: bool,
+    output: Output,
+    settings: Mapping[str, Any],
+) -> None:
+    """Analyse a model on bundled tasks."""
+    draws_of_tasks = {
+        name: draws_of(TASKS[BUNDLED[name]], examples_of_task(name), shots, queries, seed)
+        for name in tasks
+    }
+    make_folder(out)
+
+    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
+        return {
+            name: _batches(tokenizer, drawn, batch_size=8) for name, drawn in draws_of_tasks.items()
+        }
+
+    tokenizer = checked_tokenizer(
+        model, device, depth, lambda tokenizer: chain.from_iterable(prompts(tokenizer).values())
+    )
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch.float32)
+    pages = {}
+    for task, batches in prompts(loaded.tokenizer).items():
+        _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
+        pages[task] = analyse(loaded, task, batches, out, depth, draws, output)
+    after = f"another task or your own: anchorlens run --model {model} --help"
+    _finish(pages, settings, out, output, after)
+
+
+@fails_together()
+@quiet_libraries()
+def run(
+    *,
+    model: str,
+    task: TaskOptions,
+    seed: Sequence[int],
+    shots: int,
+    queries: int,
+    depth: int,
+    draws: int,
+    batch_size: int,
+    device: str | None,
+    dtype: str | None,
+    gradient_checkpointing: bool,
+    out: Path,
+    fresh: bool,
+    output: Output,
+    settings: Mapping[str, Any],
+) -> None:
+    """Analyse a model on a task."""
+    chosen = task_with_examples(task)
+    drawn = draws_of(chosen.task, chosen.examples, shots, queries, seed)
+    make_folder(out)
+
+    def prompts(tokenizer: Any) -> list[PromptBatch]:
+        return _batches(tokenizer, drawn, batch_size)
+
+    tokenizer = checked_tokenizer(model, device, depth, prompts)
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
+    batches = prompts(loaded.tokenizer)
+    _prepare_rows(loaded, depth, rows_folder(out, chosen.name).glob("*") if fresh else ())
+    page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
+    after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
+    _finish({chosen.name: page}, settings, out, output, after)
+
+
+@fails_together()
+@quiet_libraries()
+def paper(
+    *,
+    model: str,
+    tasks: Sequence[str],
+    data: Path | None,
+    seeds: Sequence[int],
+    queries: int,
+    depth: int,
+    draws: int,
+    appendix: bool,
+    device: str | None,
+    dtype: str | None,
+    out: Path,
+    fresh: bool,
+    output: Output,
+    settings: Mapping[str, Any],
+) -> None:
+    """Print the paper's figures and tables for a model."""
+    for task in tasks:
+        check_task(task)
+    examples = {
+        task: examples_of_task(task) if data is None else examples_of_folder(data / task)
+        for task in tasks
+    }
+    check_examples(examples, queries, seeds)
+    make_folder(out)
+    # Prompts are built in the parts, where one that is too long is a warning.
+    tokenizer = checked_tokenizer(model, device, depth, lambda tokenizer: ())
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
+    _prepare_rows(loaded, depth, [out / "rows"] if fresh else ())
+
+    def save(numbers: DataFrame) -> None:
+        _save_settings(settings, out)
+        write_atomically(out / "numbers.csv", numbers.to_csv(index=False).encode())
+        write_atomically(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
+
+    numbers = paper_numbers(
+        loaded,
+        examples,
+        queries=queries,
+        seeds=seeds,
+        parts=PAPER_PARTS + (PAPER_APPENDIX if appendix else ()),
+        depth=depth,
+        draws=draws,
+        keep=save,
+        folder=out / "rows",
+        progress=not output.quiet,
+    )
+    summary = paper_tables(numbers)
+    output.text(summary)
+    saved = _save_settings(settings, out)
+    report = _report(
+        {},
+        out,
+        title=f"The figures and tables of 'Label Words are Anchors' for {model}",
+        settings=saved,
+        figures=paper_figures(numbers),
+        summary=summary,
+    )
+    output.document({"model": model, "numbers": numbers.to_dict("records"), "report": report})
+    after = f"a task of your own: anchorlens run --model {model} --help"
+    output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
+
+
+def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:
+    """Delete outdated rows, once the model and the prompts are there and the depth is possible."""
+    check_depth(depth, model.cfg.n_layers)
+    for folder in outdated:
+        forget_rows(folder)
+
+
+def torch_type(dtype: str | None) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype)
+
+
+def _batches(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
+    """Prompts of every seed."""
+    return [
+        batch for draw in draws for batch in build_prompts(tokenizer, *draw, batch_size=batch_size)
+    ]
+
+
+def _finish(
+    pages: Mapping[str, Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
+) -> None:
+    """Write the report, and print the results as json and what to try after this."""
+    saved = _save_settings(settings, out)
+    results = {task: page.results for task, page in pages.items()}
+    report = _report(results, out, settings=saved)
+    values = [page.summary.values for page in pages.values()]
+    output.document({"model": settings["model"], "tasks": values, "report": report})
+    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+
+
+def _report(
+    results: dict[str, Any], out: Path, *, settings: Mapping[str, Any], **page: Any
+) -> Path:
+    """Write the report in the main process; return its path."""
+    path = out / "report.html"
+    if is_main():
+        given = {name: value for name, value in settings.items() if _is_given(value)}
+        command = shlex.join(["anchorlens", *sys.argv[1:]])
+        write_report(results, path, settings=given, command=command, **page)
+    return path.resolve()
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != ()
+
+
+def _save_settings(settings: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """Save settings and versions beside the results."""
+    saved = {**settings, "versions": versions()}
+    if is_main():
+        text = json.dumps(saved, indent=1, default=str)  # a path as text
+        write_atomically(out / "settings.json", f"{text}\n".encode())
+    return saved

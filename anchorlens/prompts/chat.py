@@ -1,0 +1,274 @@
+"""Tasks for chat models: demonstrations are turns of a conversation, in the model's own format.
+
+A chat template is a program, so that where a turn ends up in its text is not known beforehand.
+It is therefore run twice: with marks in place of the turns, which gives the text around them, and
+with the turns. Both texts must agree to the last character.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, ClassVar, NamedTuple
+
+from jinja2 import TemplateError
+
+from ..errors import PromptError
+from .examples import Example
+from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .tasks import Piece, Task
+
+# What build_prompts itself passes to apply_chat_template, and what it has no use for.
+_NO_OPTIONS = frozenset(
+    [
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "sanitize_control_tokens",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
+
+@dataclass(frozen=True, repr=False)
+class ChatTask(Task):
+    r"""A task whose demonstrations are turns of user and assistant, by the tokenizer's template.
+
+    What stands before ``{label}`` is the user's turn, the label word is the assistant's answer, and
+    the query is the last turn of the user. The tokens are those of
+    ``tokenizer.apply_chat_template(..., add_generation_prompt=True)``, and ``build_prompts`` finds
+    the positions in them. A BOS is in the prompt if the template writes one.
+
+    Args:
+        template: As in ``Task``. The part before ``{label}`` is the user's turn; what follows
+            ``{label}`` belongs to the assistant's.
+        labels: As in ``Task``, but usually without a space before the word, because an answer
+            begins with it. Many templates remove spaces around a turn; the label words are then
+            those without spaces.
+        prefix: Instructions: the turn of the system, before all others. Without them there is no
+            such turn, and templates may write one of their own.
+        score: As in ``Task``.
+        options: Passed to ``apply_chat_template``: variables of the template, such as
+            ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``.
+
+    Raises:
+        PromptError: As for ``Task``, or the options are those that ``build_prompts`` sets. In
+            ``build_prompts``: the tokenizer has no chat template, the template raises an error (for
+            instance because it knows no system turn), or it changes the text of a turn.
+
+    Examples:
+        >>> task = ChatTask("Review: {text}{label}", labels=["negative", "positive"])
+        >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
+        >>> chat = al.ChatTask(task.template, task.labels, options={"chat_template": plain})
+        >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
+        >>> print("".join(piece.text for piece in chat.write(model.tokenizer, demos, "so so")))
+        <user> Review: dull
+        <assistant> negative
+        <user> Review: fun
+        <assistant> positive
+        <user> Review: so so
+        <assistant>
+    """
+
+    separator: str = field(default="", init=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    adds_special_tokens: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.options, Mapping) or not _NO_OPTIONS.isdisjoint(self.options):
+            raise PromptError(
+                "options of a chat task are {name: value} for the chat template, and none of "
+                f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
+            )
+        object.__setattr__(self, "options", dict(self.options))
+
+    def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
+        """The pieces of a prompt; joined they are the text that the chat template gives."""
+        answers = []
+        for demo in demonstrations:
+            assert demo.label is not None
+            answers.append((demo.text, self.first_words[demo.label], demo.label))
+        return self._conversation(tokenizer, answers, query)
+
+    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
+        """The label words as an answer of the assistant holds them."""
+        return tuple(
+            tuple(self._written(tokenizer, word, label) for word in words)
+            for label, words in enumerate(self.words)
+        )
+
+    def _written(self, tokenizer: Any, word: str, label: int) -> str:
+        pieces = self._conversation(tokenizer, [("x", word, label)], "x")
+        return next(piece.text for piece in pieces if piece.label is not None)
+
+    def _conversation(
+        self, tokenizer: Any, answers: Sequence[tuple[str, str, int]], query: str
+    ) -> list[Piece]:
+        """The pieces of a conversation with answers (text, label word, class) before the query."""
+        before, between, after = self.pieces
+        turns = [_Turn("system", [Piece(self.prefix, OTHER)])] if self.prefix else []
+        for text, word, label in answers:
+            user = [Piece(before, FORMAT), Piece(text, TEXT), Piece(between, FORMAT)]
+            turns.append(_Turn("user", user))
+            turns.append(_Turn("assistant", [Piece(word, LABEL, label), Piece(after, FORMAT)]))
+        turns.append(_Turn("user", [Piece(self.query(query), QUERY)]))
+        frame = _Frame.of(self._render, tokenizer, [turn.role for turn in turns])
+        text = self._render(tokenizer, turns, True)
+        return [piece for piece in frame.pieces(text, turns) if piece.text]
+
+    def _render(self, tokenizer: Any, turns: "Sequence[_Turn]", ask: bool) -> str:
+        """The text of a conversation; with ``ask`` it ends where the assistant answers."""
+        if tokenizer.chat_template is None and "chat_template" not in self.options:
+            raise PromptError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use al.Task, a "
+                "tokenizer of a chat model, or ChatTask(..., options={'chat_template': '...'})"
+            )
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=ask, **self.options
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            roles = " and ".join(dict.fromkeys(turn.role for turn in turns))
+            raise PromptError(
+                f"the chat template cannot write the turns of {roles}: {error}. If it knows no "
+                "turn of the system, write the instructions into the template of the task (before "
+                "{text}) and leave out prefix"
+            ) from error
+
+
+class _Turn(NamedTuple):
+    role: str
+    pieces: list[Piece]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+class _Frame(NamedTuple):
+    """What a chat template writes around the turns of a conversation.
+
+    Attributes:
+        around: The text before each turn, and after the last one.
+        end: What ends an answer of the assistant.
+        header: What begins a turn of the user after an answer; empty where there is none.
+    """
+
+    around: list[str]
+    end: str
+    header: str
+
+    @classmethod
+    def of(cls, render: Any, tokenizer: Any, roles: Sequence[str]) -> "_Frame":
+        """The frame of turns with these roles, the last of which is the query."""
+        # Marks of a private area of Unicode, which no template writes.
+        marks = [f"\ue000{number}\ue001" for number in range(len(roles))]
+        turns = [_Turn(role, [Piece(mark, OTHER)]) for role, mark in zip(roles, marks, strict=True)]
+        around = _around(render(tokenizer, turns, True), marks)
+        if "assistant" not in roles:
+            return cls(around, end="", header="")
+        after_answer = _around(render(tokenizer, turns[:-1], False), marks[:-1])[-1]
+        pairs = zip(around[-2], after_answer, strict=False)
+        end = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return cls(around, end, header=around[-2][len(end) :])
+
+    def pieces(self, text: str, turns: Sequence[_Turn]) -> list[Piece]:
+        """The pieces of a text that the template wrote for these turns."""
+        written = self._turns_in(text, turns)
+        answered = [k for k, turn in enumerate(turns) if turn.role == "assistant"]
+        asking = self.around[-1]
+        result: list[Piece] = []
+        for k, (before, turn) in enumerate(zip(self.around, written, strict=False)):
+            is_first = not answered or k < answered[0]
+            if turn.role == "assistant":
+                # White space that the template writes before an answer, and not where it asks for
+                # one, is a part of the label word, as it is for the model.
+                space = before[len(asking) :] if before.startswith(asking) else ""
+                space = "" if space.strip() else space
+                result.append(Piece(before.removesuffix(space), FORMAT))
+                first, *rest = turn.pieces
+                result += [first._replace(text=space + first.text), *rest]
+                continue
+            if is_first:
+                header = self.header if before.endswith(self.header) else ""
+                result.append(Piece(before.removesuffix(header), OTHER))
+                result.append(Piece(header, FORMAT if answered else OTHER))
+            else:
+                is_query = k == len(written) - 1
+                result.append(Piece(before[: len(self.end)], FORMAT))
+                result.append(Piece(before[len(self.end) :], QUERY if is_query else FORMAT))
+            result += turn.pieces
+        return [*result, Piece(asking, QUERY)]
+
+    def _turns_in(self, text: str, turns: Sequence[_Turn]) -> list[_Turn]:
+        """The turns as they stand in the text: a template may remove white space around them."""
+        found = []
+        position = len(self.around[0])
+        is_same = text.startswith(self.around[0])
+        for turn, after in zip(turns, self.around[1:], strict=True):
+            content = turn.text
+            kept = next(
+                (
+                    (content.index(variant) if variant else 0, len(variant))
+                    for variant in dict.fromkeys(
+                        [content, content.strip(), content.rstrip(), content.lstrip()]
+                    )
+                    if is_same and text.startswith(variant + after, position)
+                ),
+                None,
+            )
+            if kept is None:
+                raise PromptError(
+                    f"the chat template changes the text of the {turn.role}'s turn {content!r}, or "
+                    "what stands around it, by more than white space at its ends, so that "
+                    "positions in it are not certain; change the text, or give another template "
+                    "(options={'chat_template': '...'})"
+                )
+            start, length = kept
+            found.append(_Turn(turn.role, _cut(turn.pieces, start, start + length)))
+            position += length + len(after)
+        if position != len(text):
+            raise PromptError(
+                f"the chat template writes {text[position:]!r} after the turns of these "
+                "demonstrations, which it does not after others; give another template "
+                "(options={'chat_template': '...'})"
+            )
+        return found
+
+
+def _around(text: str, marks: Sequence[str]) -> list[str]:
+    """What stands before each mark, and after the last one."""
+    places = [text.find(mark) for mark in marks]
+    if places != sorted(places) or any(text.count(mark) != 1 for mark in marks):
+        raise PromptError(
+            "the chat template does not write each turn once and in the order of the turns, so "
+            "that positions are not certain; give another template "
+            "(options={'chat_template': '...'})"
+        )
+    around = []
+    for mark in marks:
+        before, _, text = text.partition(mark)
+        around.append(before)
+    return [*around, text]
+
+
+def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """The characters from ``start`` to ``stop`` of joined pieces."""
+    cut, position = [], 0
+    for piece in pieces:
+        inside = slice(max(0, start - position), max(0, stop - position))
+        cut.append(piece._replace(text=piece.text[inside]))
+        position += len(piece.text)
+    return cut

@@ -1,0 +1,128 @@
+"""A prompt as HTML: its tokens in the colours of their groups, as notebooks and the report show it.
+
+The colours are tints that let the background through, and texts inherit their colour, so that both
+light and dark pages are readable. Label words are also bold and underlined, the target is in a
+frame, and the query has a dotted underline. Without style sheets ``strong`` and ``mark`` remain.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ..errors import PromptError
+from .groups import FORMAT, GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
+
+PROMPT_CSS = """\
+.al-tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; }
+.al-text, .al-label, .al-format, .al-query, .al-target, .al-other
+{ color: inherit; border-radius: 2px; padding: 1px 0; }
+.al-text { background: rgb(86 180 233 / 24%); }
+.al-label { background: rgb(230 159 0 / 34%); font-weight: bold; text-decoration: underline; }
+.al-format { background: rgb(128 128 128 / 28%); }
+.al-query { background: rgb(0 158 115 / 24%); text-decoration: underline dotted; }
+.al-target { background: rgb(204 121 167 / 36%); font-weight: bold; outline: 2px solid;
+margin: 0 .15em; padding: 1px .2em; }
+.al-other { background: none; }
+.al-tokens [data-token]:hover::after { content: attr(data-token); position: absolute;
+font-size: .7em; font-weight: normal; padding: 0 .3em; background: Canvas; color: CanvasText; }
+"""
+"""Style of the elements that ``token_spans`` and ``prompt_legend`` make."""
+
+_MEANING = {
+    TEXT: "text",
+    LABEL: "label word",
+    FORMAT: "format",
+    QUERY: "query",
+    TARGET: "target",
+    OTHER: "other (BOS, instructions)",
+}
+_ELEMENT = {LABEL: "strong", TARGET: "mark"}
+_SIGN = {LABEL: "◆", TARGET: "■"}  # as in figures
+_PART = "\ufffd"  # a token that is only a part of a character
+_CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", 9: "⇥\t", 10: "↵<br>"}
+
+
+def token_spans(tokens: Sequence[str], groups: Sequence[int]) -> str:
+    """Tokens as HTML elements that show their group; ``PROMPT_CSS`` has their style.
+
+    Each element has the position of its token as ``data-token``. Tokens without a text of their
+    own (bytes of one character) are joined with the next token if it has the same group: their
+    element has the position of the first. Padding is left out.
+
+    Args:
+        tokens: Text of each token; all texts are escaped. A line break is shown by a mark and
+            breaks the line, other control characters are shown by their symbols.
+        groups: Group of each token, as in ``PromptBatch.groups``.
+
+    Raises:
+        PromptError: The numbers of tokens and groups differ, or a group does not exist.
+
+    Examples:
+        >>> token_spans(["dull", " Bad", "\\n"], [1, 2, 3])[:55]
+        '<span class="al-text" data-token="0">dull</span><strong'
+    """
+    return "".join(
+        _element(group, escape(text).translate(_CONTROL), f' data-token="{position}"')
+        for position, text, group in _joined(tokens, groups)
+    )
+
+
+def prompt_legend(groups: Iterable[int]) -> str:
+    """The groups that occur, each in its own colours, as HTML."""
+    present = set(groups)
+    return " ".join(_element(group, text) for group, text in _MEANING.items() if group in present)
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """A prompt that a notebook shows in the colours of its groups, and a terminal as plain text.
+
+    Attributes:
+        tokens: Text of each token.
+        groups: Group of each token, as in ``PromptBatch.groups``.
+        heading: What is above the prompt.
+    """
+
+    tokens: Sequence[str]
+    groups: Sequence[int]
+    heading: str = ""
+
+    def __repr__(self) -> str:
+        """The text of the prompt, with ◆ before each label word and ■ before the target."""
+        parts: list[str] = []
+        before: int | None = None
+        for _, text, group in _joined(self.tokens, self.groups):
+            parts += [_SIGN[group]] if group in _SIGN and group != before else []
+            parts, before = [*parts, text], group
+        return "".join(parts)
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<style>{PROMPT_CSS}</style><div><p>{escape(self.heading)}</p>"
+            f"<p>{prompt_legend(self.groups)}</p>"
+            f'<p class="al-tokens">{token_spans(self.tokens, self.groups)}</p></div>'
+        )
+
+
+def _joined(tokens: Sequence[str], groups: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+    """First position, text and group of each element."""
+    if len(tokens) != len(groups):
+        raise PromptError(f"each token has a group; got {len(tokens)} and {len(groups)} groups")
+    if wrong := [group for group in groups if not PADDING <= group < len(GROUPS)]:
+        raise PromptError(
+            f"groups are numbers from 0 to {len(GROUPS) - 1}, or {PADDING} for padding; "
+            f"got {wrong[0]}"
+        )
+    first = 0
+    for position, (text, group) in enumerate(zip(tokens, groups, strict=True)):
+        following = groups[position + 1 : position + 2]
+        if not text and list(following) == [group]:
+            continue
+        if group != PADDING:
+            yield first, text or _PART, group
+        first = position + 1
+
+
+def _element(group: int, html: str, attributes: str = "") -> str:
+    element = _ELEMENT.get(group, "span")
+    return f'<{element} class="al-{GROUPS[group]}"{attributes}>{html}</{element}>'

@@ -1,0 +1,235 @@
+"""Other labels for demonstrations: does the model learn from them, or remember the words?
+
+A relabeling is a function from a task and one set of demonstrations to a task and demonstrations.
+The functions of this file make some; your own function works too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import overload
+
+from ..errors import PromptError
+from .checks import check_labels, missing_labels
+from .examples import Example
+from .tasks import Task
+
+Demonstrations = Sequence[Example]
+Relabeling = Callable[[Task, Demonstrations], tuple[Task, Demonstrations]]
+
+
+@overload
+def relabel(
+    demonstrations: Sequence[Example], task: Task, how: Relabeling
+) -> tuple[Task, list[Example]]: ...
+
+
+@overload
+def relabel(
+    demonstrations: Sequence[Sequence[Example]], task: Task, how: Relabeling
+) -> tuple[Task, list[list[Example]]]: ...
+
+
+def relabel(
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
+    task: Task,
+    how: Relabeling,
+) -> tuple[Task, list[Example] | list[list[Example]]]:
+    """The task and the demonstrations with other labels, in the order of ``build_prompts``.
+
+    The true classes of the queries do not change. The accuracy therefore says whether the model
+    follows the demonstrations (it falls where they are flipped) or its memory (it stays).
+
+    Args:
+        demonstrations: One set, or one set for each query, as for ``build_prompts``.
+        task: The task of the demonstrations.
+        how: ``relabeling.gold``, ``relabeling.random(seed)``, ``relabeling.flipped(share, seed)``,
+            ``relabeling.symbols(words)``, or your own function: (task, demonstrations) to (task,
+            demonstrations), for one set.
+
+    Returns:
+        The task, whose label words ``symbols`` replaces, and new demonstrations.
+
+    Raises:
+        PromptError: A demonstration has no label or one that is not a class of the task, a class
+            has no demonstration any more, or ``how`` is no such function.
+
+    Examples:
+        >>> task, demos = al.TASKS["trec"], al.sample_demonstrations(al.load_examples("questions"))
+        >>> how = al.relabeling.flipped(share=1.0, seed=0)
+        >>> prompts = al.build_prompts(model.tokenizer, *al.relabel(demos, task, how), ["Who?"])
+        >>> flipped = al.relabel(demos, task, how)[1]
+        >>> any(one.label == other.label for one, other in zip(demos, flipped))
+        False
+        >>> al.relabel(flipped, task, how)[1] == demos
+        True
+    """
+    if not callable(how):
+        raise PromptError(
+            "how is a function of a task and its demonstrations, such as al.relabeling.random(0); "
+            f"got {how!r}"
+        )
+    if not demonstrations:
+        raise PromptError("there are no demonstrations to relabel")
+    if isinstance(demonstrations[0], Example):
+        return _relabel_set(demonstrations, task, how)  # type: ignore[arg-type]
+    new = [_relabel_set(demos, task, how) for demos in demonstrations]  # type: ignore[arg-type]
+    if any(changed != new[0][0] for changed, _ in new):
+        raise PromptError(
+            "how must give the same task for every set of demonstrations, because the prompts of "
+            f"one run have the same label words; got {new[0][0]!r} and others"
+        )
+    return new[0][0], [demos for _, demos in new]
+
+
+def gold(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
+    """The true labels: nothing changes."""
+    return task, demonstrations
+
+
+def random(seed: int = 0) -> Relabeling:
+    """The labels of the demonstrations in a random order.
+
+    Every class has as many demonstrations as before, but a text tells nothing about its label.
+    Some demonstrations get their own label again, one in the number of classes on average.
+
+    Args:
+        seed: Seeds a separate generator, with the texts: equal sets get equal labels.
+
+    Raises:
+        PromptError: The seed is not a whole number.
+
+    Examples:
+        >>> demos = [al.Example(text, k % 2) for k, text in enumerate("abcdef")]
+        >>> _, mixed = al.relabel(demos, al.TASKS["sst2"], al.relabeling.random(seed=1))
+        >>> sorted(demo.label for demo in mixed)
+        [0, 0, 0, 1, 1, 1]
+    """
+    _check_seed(seed)
+
+    def shuffle_labels(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
+        labels = [demo.label for demo in demonstrations]
+        _generator(seed, demonstrations).shuffle(labels)
+        return task, _with_labels(demonstrations, labels)
+
+    return shuffle_labels
+
+
+def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
+    """A share of the demonstrations gets another class, the same for all of one class.
+
+    The classes exchange their labels in pairs, so that flipping twice with one seed gives the true
+    labels. An odd number of classes cannot be divided into pairs: then three of them change in a
+    circle, and flipping six times gives the true labels.
+
+    Args:
+        share: Share of the demonstrations that change, from 0 to 1, rounded to a whole number of
+            demonstrations. Which of them is drawn from the seed and the texts.
+        seed: Seeds a separate generator, for the pairs of classes and the demonstrations.
+
+    Raises:
+        PromptError: The share is not a number from 0 to 1, or the seed not a whole number.
+
+    Examples:
+        >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
+        >>> _, wrong = al.relabel(demos, al.TASKS["sst2"], al.relabeling.flipped())
+        >>> [demo.label for demo in wrong]
+        [1, 0]
+    """
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not is_number or not 0 <= share <= 1:
+        raise PromptError(f"share must be a number from 0 to 1; got {share!r}")
+    _check_seed(seed)
+
+    def flip_labels(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
+        other = derangement(len(task.labels), seed)
+        count = round(share * len(demonstrations))
+        # Drawn without the labels, so that flipping again finds the same demonstrations.
+        chosen = _generator(seed, demonstrations).sample(range(len(demonstrations)), count)
+        labels = [demo.label for demo in demonstrations]
+        for k in chosen:
+            label = labels[k]
+            assert label is not None
+            labels[k] = other[label]
+        return task, _with_labels(demonstrations, labels)
+
+    return flip_labels
+
+
+def symbols(words: Sequence[str]) -> Relabeling:
+    """Other label words, which mean nothing; the classes of the demonstrations do not change.
+
+    Args:
+        words: A word for each class, in the order of the classes, written as label words are:
+            with the space before them (``[" A", " B"]``).
+
+    Raises:
+        PromptError: (When it is used) there is not a word for each class, or the words are no label
+            words; see ``Task``.
+
+    Examples:
+        >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
+        >>> task, _ = al.relabel(demos, al.TASKS["sst2"], al.relabeling.symbols([" A", " B"]))
+        >>> task.demonstration("fun", 1)
+        'Review: fun\\nSentiment: B'
+    """
+
+    def replace_words(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
+        changed = replace(task, labels=words)
+        if len(changed.labels) != len(task.labels):
+            raise PromptError(
+                f"symbols need a word for each of the {len(task.labels)} classes; got "
+                f"{list(words)!r}"
+            )
+        return changed, demonstrations
+
+    return replace_words
+
+
+def derangement(count: int, seed: int) -> list[int]:
+    """Another class for each class: pairs exchange, and three change in a circle if one is over."""
+    order = Random(seed).sample(range(count), count)
+    circle = order[-3:] if count % 2 else []
+    rest = order[: len(order) - len(circle)]
+    cycles = [rest[k : k + 2] for k in range(0, len(rest), 2)] + [circle]
+    other = [*range(count)]
+    for cycle in cycles:
+        for k, label in enumerate(cycle):
+            other[label] = cycle[(k + 1) % len(cycle)]
+    return other
+
+
+def _relabel_set(
+    demonstrations: Demonstrations, task: Task, how: Relabeling
+) -> tuple[Task, list[Example]]:
+    check_labels(task, demonstrations)
+    result = how(task, demonstrations)
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(task))
+    if not is_pair or len(result[1]) != len(demonstrations):
+        raise PromptError(
+            "how must return the task and as many demonstrations as it got, "
+            f"(task, demonstrations); got {result!r}"
+        )
+    changed, new = result[0], list(result[1])
+    check_labels(changed, new)
+    if missing := missing_labels(changed, new):
+        raise PromptError(
+            f"no demonstration has the labels {missing} after relabeling; give more demonstrations "
+            "of each class, or another seed or share"
+        )
+    return changed, new
+
+
+def _generator(seed: int, demonstrations: Demonstrations) -> Random:
+    """A generator for one set: it depends on the texts and not on the labels."""
+    return Random(f"{seed} {[demo.text for demo in demonstrations]}")
+
+
+def _with_labels(demonstrations: Demonstrations, labels: Sequence[int | None]) -> list[Example]:
+    pairs = zip(demonstrations, labels, strict=True)
+    return [replace(demo, label=label) for demo, label in pairs]
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PromptError(f"seed must be a whole number; got {seed!r}")

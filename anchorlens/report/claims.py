@@ -1,0 +1,246 @@
+"""The paper's claims against the numbers of a model, each with a verdict and its reason."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isnan, nan
+from typing import NamedTuple
+
+from ..experiments.isolation import IsolationRecord
+from ..metrics.aucroc import AttentionAUCROCRecord
+from ..metrics.distances import AnchorDistancesRecord
+from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
+from ..results.record import Record
+
+
+class Verdict(StrEnum):
+    """What a number and its interval say of a claim."""
+
+    AGREES = "agrees"
+    DOES_NOT_AGREE = "does not agree"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval; NaN where there is none."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
+        """For example ``0.42 [0.21, 0.60]``, or with a scale of 100 ``42 % [21, 60]``."""
+        if isnan(self.value):
+            return "no number"
+        value, low, high = (
+            f"{scale * number + 0.0:.{digits}f}" for number in (self.value, self.low, self.high)
+        )
+        known = not (isnan(self.low) or isnan(self.high))
+        return f"{value}{unit} [{low}, {high}]" if known else f"{value}{unit}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper against the number of a model.
+
+    Attributes:
+        statement: What the paper claims.
+        measure: What the number is.
+        estimate: The number and its interval.
+        limit: The claim agrees where the whole interval is above this number.
+        paper: What the paper found.
+        verdict: Whether the number agrees with the claim.
+        reason: Why it is this verdict.
+    """
+
+    statement: str
+    measure: str
+    estimate: Estimate
+    limit: float
+    paper: str
+    verdict: Verdict
+    reason: str
+
+    def __repr__(self) -> str:
+        return f"Claim({self.verdict}: {self.statement[:-1]}: {self.estimate.text()})"
+
+
+def claims(records: Mapping[str, Record]) -> list[Claim]:
+    """Compare the numbers of a model with the claims of the paper.
+
+    A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
+    if the whole interval is below it. In every other case one *cannot tell*: the interval includes
+    the limit, or there is no number or no interval.
+
+    One also cannot tell, whatever the numbers are, if the model does not do the task: if the 95 %
+    interval of its accuracy is not above the share of the commonest class. There is then no answer
+    that the demonstrations could explain, and numbers of a model with random weights can be far
+    from chance (docs/definitions.md, "Claims and verdicts").
+
+    Args:
+        records: Records of one task by name, as ``al.run`` and ``al.isolation_sweep`` return them.
+
+    Returns:
+        A claim for each of these that is among the records: flows (two claims), isolation in the
+        first layers, attention AUCROC and anchor distances.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
+        >>> [claim.verdict.value for claim in al.claims(results)]  # accuracy was not computed
+        ['cannot tell', 'cannot tell']
+    """
+    ability = _reason_against_ability(records.values())
+    return [_judged(measured, ability) for measured in _measured(records.values())]
+
+
+def estimate(record: Record, name: str, *index: int) -> Estimate:
+    """A number of a record with its interval."""
+    bounds = record.intervals.get(name)
+    low, high = (nan, nan) if bounds is None else (float(bound[index]) for bound in bounds)
+    return Estimate(float(getattr(record, name)[index]), low, high)
+
+
+def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
+    """The accuracy, and that of a model which always names the commonest class; None if unknown."""
+    for record in records:
+        if isinstance(record, AnchorDistancesRecord):
+            counts = record.queries_per_class
+            return estimate(record, "accuracy"), float(counts.max() / counts.sum())
+    return None
+
+
+def shallow_isolation(records: Iterable[Record]) -> IsolationRecord | None:
+    """The isolation in the first layers, at most half of them, in all heads and from BOS too."""
+    for record in records:
+        if isinstance(record, IsolationRecord):
+            layers, n_layers = record.info["layers"], record.info["n_layers"]
+            is_shallow = layers == list(range(len(layers))) and 2 * len(layers) <= n_layers
+            if is_shallow and record.info["heads"] is None and not record.info["keep_bos"]:
+                return record
+    return None
+
+
+def first_layers(record: IsolationRecord) -> str:
+    """The layers of a shallow isolation in words."""
+    count = len(record.info["layers"])
+    return "the first layer" if count == 1 else f"the first {count} layers"
+
+
+def _reason_against_ability(records: Iterable[Record]) -> str:
+    """Why the numbers say nothing of how the model answers; "" if it does the task."""
+    known = accuracy_of(records)
+    if known is None:
+        return (
+            "whether the model does the task is not known: run AnchorDistances, which also gives "
+            "the accuracy"
+        )
+    accuracy, commonest = known
+    if accuracy.low > commonest:
+        return ""
+    return (
+        f"the accuracy, {accuracy.text(100, 0, ' %')}, is not clearly above the "
+        f"{100 * commonest:.0f} % of a model that always names the commonest class, so that there "
+        "is no answer to explain: use more queries, or a task that the model can do"
+    )
+
+
+class _Measured(NamedTuple):
+    """A claim before its verdict, and the usual reason for which there is no number."""
+
+    statement: str
+    measure: str
+    estimate: Estimate
+    limit: float
+    paper: str
+    no_number: str = "there is no number"
+
+
+def _judged(measured: _Measured, ability: str) -> Claim:
+    """The claim with its verdict and the reason."""
+    number, limit = measured.estimate, measured.limit
+    if isnan(number.value):
+        verdict, reason = Verdict.CANNOT_TELL, measured.no_number
+    elif ability:
+        verdict, reason = Verdict.CANNOT_TELL, ability
+    elif isnan(number.low) or isnan(number.high):
+        verdict, reason = Verdict.CANNOT_TELL, "the number has no interval"
+    elif number.low > limit:
+        verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"
+    elif number.high < limit:
+        verdict, reason = Verdict.DOES_NOT_AGREE, f"the whole interval is below {limit:g}"
+    else:
+        verdict, reason = Verdict.CANNOT_TELL, f"the interval includes {limit:g}"
+    return Claim(*measured[:-1], verdict, reason)
+
+
+def _measured(records: Collection[Record]) -> Iterator[_Measured]:
+    for record in records:
+        if isinstance(record, SaliencyFlowsRecord):
+            yield from _of_flows(record)
+    if isolation := shallow_isolation(records):
+        yield _of_isolation(isolation)
+    for record in records:
+        if isinstance(record, AttentionAUCROCRecord):
+            yield _of_attention(record)
+    for record in records:
+        if isinstance(record, AnchorDistancesRecord):
+            yield _of_distances(record)
+
+
+def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
+    flows = tuple(record.axis_names("flow") or ())
+    if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
+        change = estimate(record, "share_change", flows.index("wp"))
+        yield _Measured(
+            "Label words gather the information of their demonstrations in shallow layers.",
+            "share of the flow from texts to label words (S_wp): mean of the first third of the "
+            "layers minus mean of the last third",
+            Estimate(-change.value, -change.high, -change.low),
+            limit=0.1,
+            paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
+        )
+    yield _Measured(
+        "In deep layers the answer is read off the label words.",
+        "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
+        "over the last third of the layers",
+        estimate(record, "deep_pq_over_tq"),
+        limit=2.0,
+        paper="S_pq is the largest flow in deep layers (Figure 3)",
+    )
+
+
+def _of_isolation(record: IsolationRecord) -> _Measured:
+    return _Measured(
+        "Predictions need what label words gather in shallow layers.",
+        f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
+        ", minus the share that stays with the label words isolated",
+        estimate(record, "label_gap"),
+        limit=0.0,
+        paper="far fewer labels stay than with random words (Figure 4)",
+    )
+
+
+def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
+    return _Measured(
+        "In deep layers the attention to the label words tells which label is predicted.",
+        "AUCROC of the attention from the target to the label words: mean over the last third of "
+        "the layers",
+        estimate(record, "deep_aucroc"),
+        limit=0.5,
+        paper="about 0.8 (Figure 5)",
+        no_number="the model predicts fewer than two classes",
+    )
+
+
+def _of_distances(record: AnchorDistancesRecord) -> _Measured:
+    layer = int(record.default_layer)
+    return _Measured(
+        "Classes whose label words have similar keys are confused.",
+        "rank correlation, over pairs of classes, of the distance of keys with how well the model "
+        f"tells the two classes apart, in layer {layer}",
+        estimate(record, "correlation", layer),
+        limit=0.0,
+        paper="the most confused pair of TREC is also the predicted one (Figure 6)",
+        no_number="there are fewer than three pairs of classes",
+    )

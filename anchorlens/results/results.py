@@ -1,0 +1,45 @@
+"""Several records by name, which a notebook shows as a table."""
+
+from .html_tables import note, table, titled
+from .in_short import interval_in_short, values_in_short
+from .record import Record, meaning_of
+
+_NUMBERS = 3  # numbers of a record that the table shows
+
+
+class Results(dict[str, Record]):
+    """Records by name, as ``al.run`` returns them: a dict that prints a line for each record.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.Accuracy()], progress=False)
+        >>> results
+        Results of 1 record
+          accuracy: AccuracyRecord(accuracy ...; 14 prompts, ...)
+    """
+
+    def __repr__(self) -> str:
+        return "\n".join([self._heading(), *(f"  {name}: {self[name]!r}" for name in self)])
+
+    def _repr_html_(self) -> str:
+        rows = [(name, meaning_of(type(self[name])), _main_numbers(self[name])) for name in self]
+        return titled(
+            self._heading(),
+            table(["name", "what it is", "main numbers, with 95 % intervals"], rows),
+            note("each record has to_frame() and plot()"),
+        )
+
+    def _heading(self) -> str:
+        return f"{type(self).__name__} of {len(self)} record{'' if len(self) == 1 else 's'}"
+
+
+def _main_numbers(record: Record) -> str:
+    """The first single numbers of a record; its first fields in short if it has none."""
+    tensors, intervals = record.tensors(), record.intervals
+    single = [
+        name for name, value in tensors.items() if not value.ndim and value.is_floating_point()
+    ]
+    texts = [
+        f"{name} {values_in_short(tensors[name])} {interval_in_short(intervals.get(name))}"
+        for name in (single or [*tensors])[:_NUMBERS]
+    ]
+    return "; ".join(text.strip() for text in texts)

@@ -1,0 +1,54 @@
+"""Public names of a package, each imported when it is first used."""
+
+import ast
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def imported_at_first_use(
+    package: str, source: str, new_names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
+
+    The imports under ``if TYPE_CHECKING`` in its ``__init__.py``, which type checkers and editors
+    read, are also the list of the public names.
+
+    Args:
+        package: Name of the package.
+        source: Path of its ``__init__.py``.
+        new_names: From each name of an earlier version to the present one.
+    """
+    origins = {
+        alias.asname or alias.name: (f"{package}.{node.module}", alias.name)
+        for node in ast.walk(ast.parse(Path(source).read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+        if node.col_offset  # under TYPE_CHECKING, not at the top of the file
+    }
+
+    def import_name(name: str) -> Any:
+        if name in origins:
+            value = _imported(*origins[name])
+        elif name in new_names:
+            raise AttributeError(f"{package}.{name} is now {package}.{new_names[name]}")
+        elif name.startswith("_") or find_spec(f"{package}.{name}") is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        else:
+            value = import_module(f"{package}.{name}")  # a folder, such as anchorlens.errors
+        setattr(sys.modules[package], name, value)  # found without this function from now on
+        return value
+
+    def all_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *origins})
+
+    return import_name, all_names, list(origins)
+
+
+def _imported(module: str, name: str) -> Any:
+    """What ``from module import name`` gives."""
+    found = import_module(module)
+    return getattr(found, name) if hasattr(found, name) else import_module(f"{module}.{name}")

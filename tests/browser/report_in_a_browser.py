@@ -1,0 +1,198 @@
+"""The report in a real browser: nothing fails, nothing is loaded, all of it can be used.
+
+`make test-browser` runs these; they need Chromium and Playwright.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from chromium import Visit, chromium
+from tiny_models import questions, tiny_gpt2
+
+import anchorlens as al
+
+WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two tasks, each with a prompt, all metrics and a sweep."""
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    batches = questions(model, count=12)
+    options: dict[str, Any] = {"progress": False, "resamples": 20}
+    metrics: list[al.Metric] = [
+        al.SaliencyFlows(),
+        al.AttentionAUCROC(),
+        al.AnchorDistances(directions=2),
+    ]
+    results: dict[str, Any] = dict(al.run(model, batches, metrics, **options))
+    sites = al.sites.first_and_last(model, [1])
+    results["isolation"] = al.isolation_sweep(model, batches, sites, draws=2, **options)
+    results["one_prompt"] = al.plot_prompt(model, batches[0])
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    settings = {"task": "questions", "a long path": "/a/very/long/path" * 9}
+    return al.write_report({"one": results, "two": results}, path, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(params=[WIDE, PHONE], ids=["wide", "phone"])
+def size(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_figures_are_drawn_without_errors_and_requests(
+    report: Path, browser: Any, size: Any, scheme: str
+) -> None:
+    with Visit(browser, report, size, scheme) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= size["width"], "the page is wider than the screen"
+        buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
+        assert {title.partition(" ")[0] for title in buttons} == {"Download", "Reset"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_violation_of_accessibility(
+    report: Path, browser: Any, size: Any, scheme: str
+) -> None:
+    with Visit(browser, report, size, scheme) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+        found = Axe().run(page).response["violations"]
+        serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+        assert not serious, [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious]
+
+
+def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE) as page:
+        links = page.locator("nav a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
+        assert len(links) == 2 * (1 + 1 + 1 + 4) + 1
+        for link in links:
+            page.locator(f"nav a[href='{link}']").focus()
+            page.keyboard.press("Enter")
+            assert page.evaluate("location.hash") == link
+            top = page.locator(link).evaluate("e => e.getBoundingClientRect().top")
+            assert top < WIDE["height"], link
+        reached = set()
+        page.locator("body").focus()
+        for _ in range(150):
+            page.keyboard.press("Tab")
+            name = page.evaluate("(document.activeElement.closest('section[id]') ?? {}).id")
+            reached.add(name)
+        sections = page.locator("section[id]").evaluate_all(
+            "all => all.filter(s => !s.querySelector('section')).map(s => s.id)"
+        )
+        assert set(sections) - {"how"} <= reached
+
+
+def test_a_token_shows_its_flows_by_pointer_and_by_keys(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE) as page:
+        prompt = page.locator(".prompt").first
+        tokens, detail = prompt.locator(".al-tokens [data-token]"), prompt.locator(".detail")
+        target = tokens.last
+        target.hover()
+        text = detail.inner_text()
+        assert re.search(r"reads from: “.*” \(\d+\) [\d.e-]+", text), text
+        assert prompt.locator(".from").count() == 3
+        first = tokens.first
+        first.focus()
+        assert "It is read by: “" in detail.inner_text()
+        page.keyboard.press("ArrowRight")
+        assert tokens.nth(1).evaluate("e => e === document.activeElement")
+        assert prompt.locator(".here").count() == 1
+        page.keyboard.press("End")
+        assert detail.inner_text() == text
+
+
+def test_layer_head_and_parts_change_the_arcs(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE) as page:
+        prompt = page.locator(".prompt").first
+        slider, heads = prompt.locator(".layer"), prompt.locator(".heads")
+
+        def arcs() -> str:
+            return str(prompt.locator(".arcs svg").inner_html())
+
+        shown = arcs()
+        assert shown.count("<path") > 3
+        slider.focus()
+        page.keyboard.press("Home")
+        at_first = arcs()
+        page.keyboard.press("ArrowRight")
+        assert prompt.locator("output").inner_text() == "1"
+        assert arcs() != at_first
+        before = arcs()
+        heads.select_option("1")
+        assert arcs() != before
+        assert "of this layer and head" in prompt.locator(".held").inner_text()
+        rows = prompt.locator(".rows li").count()
+        button = prompt.locator(".rows button").first
+        button.click()
+        assert prompt.locator(".rows li").count() > rows
+        assert prompt.locator(".rows button").first.get_attribute("aria-expanded") == "true"
+        prompt.locator(".rows button").first.click()
+        assert prompt.locator(".rows li").count() == rows
+        prompt.locator(".play").click()
+        page.wait_for_function(
+            "document.querySelector('.prompt output').textContent !== '1'", timeout=5000
+        )
+
+
+def test_numbers_are_sorted_and_downloaded(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE) as page:
+        details = page.locator("details.numbers").first
+        details.locator("summary").click()
+        heading = details.locator("th", has_text="value")
+        heading.locator("button").click()
+        page.wait_for_function("document.querySelector('th[aria-sort]') !== null")
+        column = heading.evaluate("th => th.cellIndex")
+        page.wait_for_timeout(100)
+        values = details.locator("tbody tr").evaluate_all(
+            f"rows => rows.map(row => Number(row.cells[{column}].textContent))"
+        )
+        assert values == sorted(values, reverse=True) or values == sorted(values)
+        with page.expect_download() as download:
+            details.locator("button.download").click()
+        lines = Path(download.value.path()).read_text().splitlines()
+        assert lines[0].startswith("quantity,") and len(lines) == len(values) + 1
+
+
+def test_print_leaves_out_what_cannot_be_used_on_paper(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE, "dark") as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        page.emulate_media(media="print")
+        for selector in ("nav", ".controls", "details"):
+            assert not page.locator(selector).first.is_visible()
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == "rgb(255, 255, 255)"
+        assert page.pdf().startswith(b"%PDF")
+
+
+def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -> None:
+    evil = "</script><script>throw new Error('run')</script><b>x</b>"
+    flows = al.PromptFlows(
+        tokens=[evil, " Yes", ":"],
+        groups=[1, 2, 5],
+        parts=[(0, 0, "text", evil), (1, 1, "label", "Yes"), (2, 2, "target", ":")],
+        layers=[[al.report.prompt_flows.Strongest([0], [1], [1.0], 1.0)] * 2],
+        start=0,
+        heading=evil,
+    )
+    path = al.write_report({evil: flows}, tmp_path / "report.html", title=evil)
+    with Visit(browser, path, WIDE) as page:
+        assert page.locator("b").count() == 0
+        assert page.locator("h1").inner_text() == evil
+        page.locator(".al-tokens [data-token]").last.hover()
+        assert page.locator(".rows li").first.inner_text() == evil
+    with Visit(browser, replace(flows, heading="x").save(tmp_path / "one.html"), PHONE) as page:
+        assert page.locator(".rows li").count() == 3

@@ -1,0 +1,129 @@
+"""`anchorlens models` prints the tested architectures; `anchorlens check` tries a model."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from test_cli import call, error_of
+from tiny_models import randomize
+
+from anchorlens.cli.architectures import table_of_architectures
+
+pytestmark = pytest.mark.without_jaxtyping
+
+ROOT = Path(__file__).parents[2]
+TABLES = runpy.run_path(str(ROOT / "tests/benchmarks/architecture_table.py"))
+
+
+def test_the_page_of_architectures_is_written_from_the_data_of_the_package() -> None:
+    table = table_of_architectures()
+    assert TABLES["page"](table) == (ROOT / "docs/architectures.md").read_text()
+    data = (ROOT / "anchorlens/data/architectures.json").read_text()
+    assert TABLES["json_of"](table) == data
+
+
+def test_the_table_holds_what_the_tests_measured() -> None:
+    case = {"architecture": "A", "special": "b", "line": "4.3", "kind": "bridge", "native": True}
+    case |= {"versions": {"torch": "2"}, "dtype": "float32", "differences": {"logits": 1.4e-6}}
+    exact = case | {"dtype": "float64", "differences": {"logits": 2e-15}}
+    refused = case | {"architecture": "B", "refused": "no mask"}
+    assert TABLES["table_of"]([case, exact, refused]) == {
+        "versions": {"torch": ["2"]},
+        "architectures": [
+            {
+                "name": "A",
+                "special": "b",
+                "cells": {"4.3 bridge": ["1e-6", "2e-15"]},
+                "hooks": "native",
+            },
+            {
+                "name": "B",
+                "special": "b",
+                "cells": {"4.3 bridge": "refused: no mask"},
+                "hooks": "native",
+            },
+        ],
+        "quantities": {"logits": {"4.3 bridge": ["1e-6", "2e-15"]}},
+    }
+
+
+def test_models_prints_the_architectures(monkeypatch: Any, capsys: Any) -> None:
+    assert call(monkeypatch, "models") == 0
+    printed = capsys.readouterr()
+    assert "GPT-J" in printed.out and "refused: cannot split its joint" in printed.out
+    assert "Next: anchorlens check MODEL" in printed.err
+    assert call(monkeypatch, "models", "gpt-j") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert call(monkeypatch, "models", "LLAMA", "--json") == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["architectures"]]
+    assert "Llama" in names and all("llama" in name.lower() for name in names)
+    assert call(monkeypatch, "models", "nothing") == 1
+    assert "no tested architecture has 'nothing' in its name" in error_of(capsys.readouterr())
+
+
+def test_check_says_what_works(monkeypatch: Any, model_folder: Path, capsys: Any) -> None:
+    assert call(monkeypatch, "check", str(model_folder), "--json", "--quiet") == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {"layers": 6, "heads": 2, "context": "512 tokens", "dtype": "float32"}
+    wanted |= {"attention_hooks": "verified in all 6 layers", "begins_with_BOS": False}
+    wanted |= {"saliency_flows": "yes", "attention_aucroc": "yes", "anchor_distances": "yes"}
+    wanted |= {"attention": "of TransformerLens", "attention_sinks": False}
+    wanted |= {"isolation": "yes, runs of the last layer skip 5 layers"}
+    assert found.items() >= wanted.items()
+    assert "tokens of each prompt, run once for all" in found["shared_demonstrations"]
+    assert found["compression"].startswith("yes, ")
+
+
+def saved(weights: Any, tokenizer: Any, folder: Path) -> str:
+    randomize(weights).save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_opt(vocab_size: int) -> Any:
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=vocab_size,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=16,
+            max_position_embeddings=64,
+            word_embed_proj_dim=16,
+        )
+    )
+
+
+def test_check_names_wrapped_attention_and_prompts_that_are_too_long(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    model = saved(tiny_opt(len(byte_level)), byte_level, tmp_path)
+    assert call(monkeypatch, "check", model) == 0
+    printed = capsys.readouterr().out
+    assert "of transformers, wrapped in 2 layers" in printed
+    assert "but the model's context is 64" in printed
+
+
+def test_check_refuses_a_model_with_dead_hooks(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
+    model = saved(tiny_opt(len(byte_level)), byte_level, tmp_path)
+    assert call(monkeypatch, "check", model) == 1
+    captured = capsys.readouterr()
+    assert "layers [0, 1]: an edit of the scores does not reach the pattern" in error_of(captured)
+    assert captured.out == ""
+
+
+def test_check_refuses_a_model_of_another_kind(
+    monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
+) -> None:
+    config = transformers.MambaConfig(
+        vocab_size=len(byte_level), hidden_size=16, num_hidden_layers=2
+    )
+    model = saved(transformers.MambaForCausalLM(config), byte_level, tmp_path)
+    assert call(monkeypatch, "check", model) == 1
+    assert "have no attention pattern to hook" in error_of(capsys.readouterr())

@@ -1,0 +1,118 @@
+"""Numbers go to the standard output, as tables or json; bars and notes to the standard error."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import QUICK, call
+
+import anchorlens as al
+from anchorlens.cli import work
+from anchorlens.cli.output import Output, PrintedTable
+from anchorlens.models.quiet import quiet_datasets, quiet_libraries
+from anchorlens.replication.paper_parts import Number, Setting
+
+pytestmark = pytest.mark.without_jaxtyping
+
+TABLE = PrintedTable(
+    {("", "accuracy"): {"value": "0.50", "[note]": ""}, ("", "AUC"): {"[note]": "rough"}},
+    title="questions",
+)
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs")
+def test_json_is_one_document_of_the_numbers_in_the_records(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "questions"]
+    assert call(monkeypatch, "run", *arguments, *QUICK, "--json") == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["model"] == str(model_folder)
+    assert document["report"] == str(tmp_path / "report.html")
+    (values,) = document["tasks"]
+    assert {claim["verdict"] for claim in values["claims"]} <= {*al.Verdict}
+    assert len(values["claims"]) == 5
+    flows = al.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
+    wanted = {"first_third": float(flows.share[:2, 1].mean())}
+    wanted["last_third"] = float(flows.share[-2:, 1].mean())
+    assert values["saliency_flows"]["S_pq_share"] == wanted
+    path = tmp_path / "questions/isolation_first_2_layers.safetensors"
+    isolation = al.IsolationRecord.load(path)
+    found = values["isolation"]["first 2 layers"]
+    assert found["label_words"]["word_loyalty"] == {
+        "value": float(isolation.word_loyalty),
+        "interval": isolation.intervals["word_loyalty"].tolist(),
+    }
+    assert found["random_words"]["label_loyalty"]["mean"] == pytest.approx(
+        float(isolation.random_label_loyalty.mean())
+    )
+    # The bars have names, and there are none of other libraries.
+    assert "metrics: 100%" in printed.err and "isolation: 100%" in printed.err
+    assert "Loading weights" not in printed.err
+    assert printed.err.count("%|") == printed.err.count("metrics:") + printed.err.count(
+        "isolation:"
+    )
+    last = printed.err.splitlines()[-1]
+    assert f"report: {tmp_path / 'report.html'}" in last and "Next: " in last
+
+    assert call(monkeypatch, "run", *arguments, *QUICK, "--quiet") == 0
+    printed = capsys.readouterr()
+    assert all(line.startswith("warning: ") for line in printed.err.splitlines())
+    assert printed.out.splitlines()[0] == "questions, claims of the paper"
+    assert f"report: {tmp_path / 'report.html'}" in printed.out.splitlines()[-1]
+
+
+def test_paper_prints_its_numbers_as_json(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def one_number(setting: Setting) -> Any:
+        yield Number("Mine", "a", "b", 0.5)
+        yield Number("Mine", "a", "c", float("nan"), layer=2)
+
+    monkeypatch.setattr(work, "PAPER_PARTS", (one_number,))
+    arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--json"]
+    arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1", "--quiet"]
+    assert call(monkeypatch, "paper", *arguments) == 0
+    numbers = json.loads(capsys.readouterr().out)["numbers"]
+    assert [number["value"] for number in numbers] == [0.5, None]
+    assert numbers[1]["task"] == "news" and numbers[1]["seed"] == 1 and numbers[1]["layer"] == 2
+
+
+def test_tables_are_drawn_on_a_terminal_and_plain_elsewhere(monkeypatch: Any, capsys: Any) -> None:
+    Output().tables([TABLE])
+    assert capsys.readouterr().out.splitlines() == [
+        "questions",
+        "            value  [note]",
+        "  accuracy  0.50",
+        "  AUC              rough",
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Output().tables([TABLE])
+    drawn = capsys.readouterr().out
+    assert "│ accuracy │ 0.50" in drawn and "[note]" in drawn
+    Output(as_json=True).tables([TABLE])
+    assert capsys.readouterr().out == ""
+
+
+def test_other_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
+    import datasets
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging as of_transformers
+
+    def state() -> list[Any]:
+        names = ("transformers", "datasets", "huggingface_hub")
+        levels = [logging.getLogger(name).level for name in names]
+        bars = [of_transformers.is_progress_bar_enabled(), are_progress_bars_disabled()]
+        return [*levels, *bars, datasets.are_progress_bars_disabled()]
+
+    before = state()
+    with quiet_libraries(), quiet_datasets():
+        assert state() == [logging.ERROR] * 3 + [False, are_progress_bars_disabled(), True]
+        assert are_progress_bars_disabled() == before[4]
+    assert state() == before
+    with pytest.raises(KeyError), quiet_libraries(), quiet_datasets():
+        raise KeyError
+    assert state() == before

@@ -1,0 +1,212 @@
+"""`anchorlens run` takes a task of one's own: by options, by a file, and from a csv or the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from test_cli import QUICK, call, error_of
+
+import anchorlens as al
+from anchorlens.cli.own_task import TaskOptions, task_with_examples
+from anchorlens.errors import DataError
+
+pytestmark = pytest.mark.without_jaxtyping
+
+TEMPLATE = r"Q: {text}\nA:{label}"
+COLUMNS = ["--text-column", "review", "--label-column", "verdict", "--classes", "neg,pos"]
+OWN = ["--template", TEMPLATE, "--labels", " no, yes"]
+TASK = al.Task("Q: {text}\nA:{label}", labels=[" no", " yes"])
+TASK_FILE = """
+template = "Q: {text}\\nA:{label}"
+labels = [" no", " yes"]
+data = "reviews.csv"
+text_column = "review"
+label_column = "verdict"
+classes = ["neg", "pos"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A csv file with its own column names, and a task file beside it."""
+    rows = [f'"film {k}, a film",{("neg", "pos")[k % 2]}' for k in range(40)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,verdict", *rows]))
+    (tmp_path / "film.toml").write_text(TASK_FILE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def chosen(**options: Any) -> Any:
+    return task_with_examples(TaskOptions(**options))
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_one_command_analyses_a_csv_file(
+    monkeypatch: Any, model_folder: Path, folder: Path
+) -> None:
+    arguments = [*OWN, "--data", "reviews.csv", *COLUMNS, "--out", "out", *QUICK]
+    arguments += ["--seed", "1,2", "--seed", "3"]
+    assert call(monkeypatch, "run", "--model", str(model_folder), *arguments) == 0
+    flows = al.SaliencyFlowsRecord.load(folder / "out/reviews/saliency_flows.safetensors")
+    assert flows.info["labels"] == ["no", "yes"] and flows.info["demonstration_sets"] == 3
+    settings = json.loads((folder / "out/settings.json").read_text())
+    assert settings["template"] == TEMPLATE and settings["seed"] == [1, 2, 3]
+
+
+def test_options_and_a_task_file_give_the_same_task(folder: Path) -> None:
+    by_file = chosen(task_file=folder / "film.toml")
+    by_options = chosen(
+        template=TEMPLATE,
+        labels=[" no", " yes"],
+        data=Path("reviews.csv"),
+        text_column="review",
+        label_column="verdict",
+        classes=["neg", "pos"],
+    )
+    assert by_file.task == by_options.task == TASK
+    assert by_file.examples == by_options.examples
+    assert by_file.examples.pool[1] == al.Example("film 1, a film", 1)
+    assert (by_file.name, by_options.name) == ("film", "reviews")
+
+
+def test_the_data_of_a_task_file_are_beside_the_file(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir("/")
+    assert len(chosen(task_file=folder / "film.toml").examples.pool) == 40
+
+
+def test_options_replace_entries_of_a_task_file_and_of_a_task(folder: Path) -> None:
+    replaced = chosen(task_file=folder / "film.toml", labels=[" bad, good"], separator=r"\n\n")
+    assert replaced.task.labels == (" bad", " good") and replaced.task.separator == "\n\n"
+    assert replaced.task.template == TASK.template
+    letters = chosen(task="sentiment", labels=[" A", " B"])
+    assert letters.task.template == al.TASKS["sst2"].template
+    assert letters.task.labels == (" A", " B") and letters.name == "sentiment"
+    assert letters.examples.pool == al.load_examples("sentiment")
+
+
+def test_the_space_before_a_label_word_is_a_part_of_it(folder: Path) -> None:
+    def labels(*values: str) -> Any:
+        return chosen(task_file=folder / "film.toml", labels=values).task.labels
+
+    assert labels(" yes, no") == labels(" yes", " no") == (" yes", " no")
+    assert labels("yes,no") == ("yes", "no")
+
+
+def test_a_backslash_and_n_are_a_line_break_in_options_only(folder: Path) -> None:
+    task = chosen(task_file=folder / "film.toml", prefix=r"a\tb\\n", template=r"{text}\n{label}")
+    assert task.task.prefix == "a\tb\\n" and task.task.template == "{text}\n{label}"
+    (folder / "raw.toml").write_text(
+        TASK_FILE.replace('"Q: {text}\\nA:{label}"', r"'{text}\n{label}'")
+    )
+    assert chosen(task_file=folder / "raw.toml").task.template == r"{text}\n{label}"
+
+
+def test_numbers_may_be_classes(tmp_path: Path) -> None:
+    (tmp_path / "stars.csv").write_text("text,label\na,1\nb,5\n")
+    examples = chosen(
+        template=TEMPLATE, labels=[" bad, good"], data=tmp_path / "stars.csv", classes=["1,5"]
+    ).examples
+    assert [example.label for example in examples.pool] == [0, 1]
+
+
+def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
+    def load_dataset(path: str, *, split: str, revision: str | None) -> Any:
+        assert path == "somebody/reviews" and revision is None
+        rows = {"review": [f"{split} 0", f"{split} 1"], "stars": [1, 0]}
+        return datasets.Dataset.from_dict(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    options: dict[str, Any] = {"template": TEMPLATE, "labels": [" no, yes"]}
+    options |= {"dataset": "somebody/reviews", "text_column": "review", "label_column": "stars"}
+    found = chosen(**options, split="validation", query_split="test")
+    assert found.name == "reviews"
+    assert found.examples.pool == [al.Example("validation 0", 1), al.Example("validation 1", 0)]
+    assert found.examples.tests == [al.Example("test 0", 1), al.Example("test 1", 0)]
+    by_default = chosen(**options).examples
+    assert by_default.pool == by_default.tests
+    assert by_default.pool[0].text == "train 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no task; give --task with a name, --task-file, or --template and --labels"),
+        (["--template", TEMPLATE], "needs --template and --labels, or --task-file; --labels is"),
+        (["--labels", " a, b"], "or --task-file; --template is missing"),
+        (OWN, "a task of your own needs examples: give a jsonl, csv or parquet file (--data)"),
+        (["--template", "{text}", "--labels", " a, b"], "--template, --labels: the template must"),
+        (["--template", TEMPLATE, "--labels", " a"], "so at least two label words"),
+        (
+            ["--task", "sst2", "--labels", " a"],
+            "--labels: a task has at least two classes, so at least two label words",
+        ),
+        ([*OWN, "--data", "reviews.csv"], "but not ['text', 'label']; name the right ones (--text"),
+        (
+            [*OWN, "--data", "reviews.csv", *COLUMNS[:4]],
+            "expected a text and a class (an integer from 0; list others with --classes); got",
+        ),
+        (
+            [*OWN, "--data", "reviews.csv", *COLUMNS[:4], "--classes", "neg,good"],
+            "or one of --classes ['neg', 'good']); got text 'film 1, a film' and label 'pos'",
+        ),
+        (
+            [*OWN, "--data", "reviews.csv", *COLUMNS[:4], "--classes", "a,b,c"],
+            "--classes lists 3 values of the label column, but the task has 2 classes ( no,  yes)",
+        ),
+        (["--task", "sst2", "--classes", "a,a"], "--classes takes different words, repeated or"),
+        ([*OWN, "--data", "a.csv", "--dataset", "b"], "--data and --dataset both name examples"),
+        ([*OWN, "--dataset", "reviews.csv"], "give the file reviews.csv by --data"),
+        ([*OWN, "--data", "reviews.csv", "--split", "a"], "--split came without --dataset"),
+        (["--task", "sst2", "--text-column", "a"], "--text-column came without --data or"),
+        (["--task", "sst2", "--task-file", "film.toml"], "--task and --task-file both name a task"),
+        (["--task-file", "none.toml"], "--task-file none.toml cannot be read: No such file"),
+        (["--task-file", "reviews.csv"], "--task-file reviews.csv is not toml"),
+        (["--task-file", "bad.toml"], "has the entries labelz; a task has template, labels"),
+        (["--task-file", "number.toml"], "data in --task-file number.toml must be a text in quo"),
+        (["--task-file", "empty.toml"], "--task-file empty.toml has no template and no labels"),
+        (["--task-file", "film.toml", "--shots", "99"], "99 of each class are asked for; lower --"),
+        (["--task-file", "film.toml", "--queries", "99"], "examples are left without the demonstr"),
+        (["--task-file", "film.toml", "--out", "/proc"], "--out /proc cannot be written into"),
+    ],
+)
+def test_mistakes_are_found_before_weights_are_loaded_and_named_by_option(
+    monkeypatch: Any, folder: Path, capsys: Any, arguments: list[str], words: str
+) -> None:
+    (folder / "bad.toml").write_text(TASK_FILE.replace("labels", "labelz"))
+    (folder / "number.toml").write_text(TASK_FILE.replace('"reviews.csv"', "3"))
+    (folder / "empty.toml").write_text("")
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    assert call(monkeypatch, "run", "--model", "x", *QUICK, *arguments) == 1
+    error = error_of(capsys.readouterr())
+    assert words in error and "Python" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "foo"], "device 'foo'"),
+        (["--depth", "9"], "--depth 9 is more than the 6 layers of the model"),
+        (["--shots", "14"], "tokens, but the model's context is 512; use fewer or shorter"),
+        (["--labels", " yes, yes please"], "so they cannot be told apart at the target position"),
+    ],
+)
+def test_prompts_depth_and_device_are_checked_before_weights_are_loaded(
+    monkeypatch: Any,
+    folder: Path,
+    model_folder: Path,
+    capsys: Any,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    arguments = ["--model", str(model_folder), "--task-file", "film.toml", *QUICK, *arguments]
+    assert call(monkeypatch, "run", *arguments) == 1
+    error = error_of(capsys.readouterr())
+    assert words in error and "Python" not in error
+
+
+def test_errors_of_the_library_name_python(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"in Python with text= and label="):
+        al.load_examples(folder / "reviews.csv")

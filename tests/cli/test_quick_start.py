@@ -1,0 +1,51 @@
+"""Help, version and completion need none of the packages that take seconds to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
+# Prints the heavy packages that main imported, to the standard error.
+CODE = """
+import sys
+from anchorlens.cli.commands import main
+sys.argv = ["anchorlens", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], "paper"),
+        (["--version"], "anchorlens 0."),
+        (["run", "--help"], "--task"),
+        (["paper", "--help"], "--task"),
+        (["demo", "--help"], "--model"),
+    ],
+)
+def test_help_and_version_import_no_heavy_package(arguments: list[str], words: str) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", CODE.format(heavy=HEAVY), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert words in completed.stdout
+    assert completed.stderr.strip() == "[]"
+
+
+def test_the_test_sees_a_heavy_package() -> None:
+    """A command that computes imports PyTorch before it finds that there is no such file."""
+    arguments = ["run", "--model", "x", "--task", "sentiment", "--data", "none.jsonl"]
+    completed = subprocess.run(
+        [sys.executable, "-c", CODE.format(heavy=("torch",)), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 1
+    assert completed.stderr.splitlines()[-1] == "['torch']"

@@ -1,0 +1,187 @@
+"""Every result reads labels by their scores: one word as ever, several words as by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+from sklearn.metrics import roc_auc_score
+
+import anchorlens as al
+from anchorlens.errors import MetricError, PromptError
+from anchorlens.passes.forward import run_pass
+from anchorlens.runs.fingerprint import fingerprint
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+TEMPLATE = al.TASKS["sst2"].template
+ONE = [" Negative", " Positive"]
+SEVERAL = [[" Negative", " Sad", " Angry"], [" Positive", " Happy"]]
+METRICS: list[al.Metric] = [
+    al.SaliencyFlows(),
+    al.AttentionAUCROC(),
+    al.AnchorDistances(directions=3),
+    al.Accuracy(),
+]
+EXAMPLES = al.load_examples("sentiment")
+DEMOS, QUERIES = EXAMPLES[:4], EXAMPLES[4:20]
+GOLD = np.array([query.label for query in QUERIES])
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning"),
+]
+
+
+def prompts(model: Any, labels: Any, **options: Any) -> list[al.PromptBatch]:
+    task = al.Task(TEMPLATE, labels, **options)
+    return al.build_prompts(model.tokenizer, task, DEMOS, QUERIES, batch_size=6)
+
+
+def hooks_of(model: Any) -> Any:
+    return lambda batch: al.isolate_labels(model, batch, range(2))
+
+
+def scores_by_hand(model: Any, batches: list[al.PromptBatch], hooks: Any = None) -> np.ndarray:
+    """The largest log probability of each class's words, in the order of the queries."""
+    words = [
+        [model.tokenizer(f":{word}", add_special_tokens=False)["input_ids"][1] for word in row]
+        for row in SEVERAL
+    ]
+    scores = np.empty((len(QUERIES), 2))
+    for batch in batches:
+        logits = run_pass(model, batch, hooks=[] if hooks is None else hooks(batch))
+        log_probs = log_softmax(logits.double().numpy(), axis=-1)
+        scores[batch.index] = [[row[ids].max() for ids in words] for row in log_probs]
+    return scores
+
+
+def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> None:
+    records = []
+    for labels in (ONE, [[word] for word in ONE]):
+        batches = prompts(gpt2, labels)
+        results: dict[str, Any] = dict(al.run(gpt2, batches, METRICS, **QUIET))
+        results |= al.run(gpt2, batches, [al.Loyalty()], hooks=hooks_of(gpt2), **QUIET)
+        results["isolation"] = al.isolation_loyalty(gpt2, batches, range(1), draws=2, **QUIET)
+        results["compression"] = al.compression_loyalty(gpt2, batches, draws=2, **QUIET)
+        results["beta"] = al.train_reweighting(gpt2, batches, epochs=2, progress=False)
+        records.append(results)
+    for name, record in records[0].items():
+        for field, values in record.tensors().items():
+            other = getattr(records[1][name], field)
+            assert torch.equal(values.nan_to_num(9), other.nan_to_num(9)), (name, field)
+
+
+def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
+    batches = prompts(gpt2, SEVERAL, score=torch.amax)
+    hooks = hooks_of(gpt2)
+    scores = scores_by_hand(gpt2, batches)
+    predicted = scores.argmax(1)
+    logits = al.target_logits(gpt2, batches, progress=False)
+    one_word = logits[:, batches[0].label_token_ids].argmax(1).numpy()
+    assert (predicted != one_word).any()  # so that the words beside the first count
+
+    results: Any = al.run(gpt2, batches, METRICS, **QUIET)
+    assert np.array_equal(results["accuracy"].correct, predicted == GOLD)
+    distances = results["anchor_distances"]
+    expected = roc_auc_score(GOLD == 0, scores[:, 0] - scores[:, 1])
+    assert float(distances.pair_auc[0, 1]) == pytest.approx(expected)
+    assert float(distances.accuracy) == (predicted == GOLD).mean()
+
+    changed = scores_by_hand(gpt2, batches, hooks).argmax(1)
+    loyalty: Any = al.run(gpt2, batches, [al.Loyalty()], hooks=hooks, **QUIET)["loyalty"]
+    assert np.array_equal(loyalty.label_kept, predicted == changed)
+    logits_of_hooks = al.target_logits(gpt2, batches, hooks=hooks, progress=False)
+    words = batches[0].verbalizer
+    assert words is not None
+    assert (
+        float(al.loyalty(logits, logits_of_hooks, words).label_loyalty)
+        == (predicted == changed).mean()
+    )
+    isolated: Any = al.isolation_loyalty(gpt2, batches, range(2), draws=1, **QUIET)
+    assert np.array_equal(isolated.label_kept, predicted == changed)
+
+
+def test_the_attention_predicts_the_prediction_of_all_words(gpt2: Any) -> None:
+    batches = prompts(gpt2, SEVERAL, score=torch.amax)
+    predicted = scores_by_hand(gpt2, batches).argmax(1)
+    assert 0 < predicted.sum() < len(predicted)
+    attention = np.empty(len(QUERIES))
+    for batch in batches:
+        _, cache = gpt2.run_with_cache(
+            batch.tokens, attention_mask=batch.attention_mask.long(), return_type="logits"
+        )
+        pattern = cache["blocks.1.attn.hook_pattern"].sum(1)
+        for n, target in enumerate(batch.target_positions.tolist()):
+            at = batch.label_positions[n][batch.label_classes[n] == 1]
+            attention[batch.index[n]] = float(pattern[n, target, at].sum())
+    record: Any = al.run(gpt2, batches, [al.AttentionAUCROC()], **QUIET)["attention_aucroc"]
+    assert float(record.aucroc[1]) == pytest.approx(roc_auc_score(predicted, attention))
+
+
+def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
+    batches = prompts(gpt2, SEVERAL, score=torch.amax)
+    scores = log_softmax(scores_by_hand(gpt2, batches), axis=1)
+    expected = -scores[np.arange(len(scores)), GOLD]
+    for batch in batches:
+        losses = al.label_cross_entropy(run_pass(gpt2, batch), batch)
+        np.testing.assert_allclose(losses, expected[batch.index], atol=1e-5)
+
+    def by_hand(logits: Any, batch: Any) -> Any:
+        words = [[int(t) for t in row] for row in batch.word_token_ids]
+        of_words = logits.softmax(-1)
+        best = torch.stack([of_words[:, row].amax(-1) for row in words], 1)
+        return -(best / best.sum(1, keepdim=True)).log().gather(1, batch.gold[:, None])[:, 0]
+
+    ours = al.saliency(gpt2, batches[0])
+    theirs = al.saliency(gpt2, batches[0], loss=by_hand)
+    plain = al.saliency(gpt2, prompts(gpt2, ONE)[0])
+    assert float((ours - theirs).abs().max()) <= 1e-4 * float(ours.max())
+    assert float((ours - plain).abs().max()) > 1e-2 * float(ours.max())
+
+
+def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
+    batches = prompts(gpt2, SEVERAL, score=torch.amax)
+    scores = scores_by_hand(gpt2, batches)
+    beta = al.train_reweighting(gpt2, batches, epochs=1, progress=False)
+    losses = -log_softmax(scores, axis=1)[np.arange(len(GOLD)), GOLD]
+    expected = np.mean([losses[batch.index].mean() for batch in batches])
+    assert float(beta.vanilla_loss) == pytest.approx(expected, abs=1e-5)
+    record = al.compression_loyalty(gpt2, batches, draws=1, **QUIET)
+    assert float(record.whole_accuracy) == (scores.argmax(1) == GOLD).mean()
+
+
+def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: Any) -> None:
+    prints = [
+        fingerprint(gpt2, batches, {})["prompts"]
+        for batches in (
+            prompts(gpt2, ONE),
+            prompts(gpt2, SEVERAL),
+            prompts(gpt2, SEVERAL, score=torch.amax),
+            prompts(gpt2, [SEVERAL[0], SEVERAL[1][:1]]),
+        )
+    ]
+    assert len(set(prints)) == 4
+    assert prints[0] == fingerprint(gpt2, prompts(gpt2, [[word] for word in ONE]), {})["prompts"]
+
+
+def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:
+    mixed = [prompts(gpt2, SEVERAL)[0], prompts(gpt2, SEVERAL, score=torch.amax)[0]]
+    with pytest.raises(PromptError, match="must have the same label words"):
+        al.run(gpt2, mixed, [al.Accuracy()], **QUIET)
+
+
+def test_words_beyond_the_vocabulary_raise_an_error(gpt2: Any) -> None:
+    batch = al.PromptBatch.from_positions(
+        torch.tensor([[5, 1, 6, 2, 7, 8]]),
+        label_positions=[[1, 3]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+        gold=[0],
+        verbalizer=al.Verbalizer([[1, 10**6], [2]]),
+    )
+    with pytest.raises(PromptError, match="token 1000000 is outside the model's vocabulary"):
+        al.run(gpt2, [batch], [al.Accuracy()], **QUIET)
+    logits = torch.zeros(2, 9)
+    with pytest.raises(MetricError, match=r"from 0 to 8, .*; got \[1, 1000000, 2\]"):
+        al.loyalty(logits, logits, al.Verbalizer([[1, 10**6], [2]]))

@@ -1,0 +1,304 @@
+"""Chat tasks: the tokens of the chat template, positions, and templates that cannot be used."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizers import CHATML, KINDS, TEMPLATES, chat_tokenizer, with_template
+from plain_prompts import rows
+from tiny_models import tiny_llama
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.prompts.batch import PromptBatch
+
+TEMPLATE = "Review: {text}\nSentiment:{label}"
+TASK = al.ChatTask(TEMPLATE, ["Negative", "Positive"])
+DEMOS = [
+    al.Example("  dull ", 0),
+    al.Example("fun <|im_end|> {{ messages }} {label}", 1),
+    al.Example("😀é\n\n", 1),
+    al.Example("[INST] no [/INST]", 0),
+]
+QUERIES = [al.Example("so so", 1), al.Example(" \n", 0), al.Example("x" * 40, 1)]
+TRIMMING = ("Llama 3", "Gemma 2", "Gemma 3", "Llama 2")
+WITH_BOS = TRIMMING
+CASES = [(name, "") for name in TEMPLATES]
+CASES += [(name, "Classify the reviews.") for name in TEMPLATES if name != "Gemma 2"]  # refuses it
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def conversation(task: al.ChatTask, query: str) -> list[dict[str, str]]:
+    """The turns of a prompt, written without the code under test."""
+    turns = [{"role": "system", "content": task.prefix}] if task.prefix else []
+    words = [words[0] for words in task.words]
+    for demo in DEMOS:
+        turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
+        turns.append({"role": "assistant", "content": words[int(demo.label or 0)]})
+    return [*turns, {"role": "user", "content": f"Review: {query}\nSentiment:"}]
+
+
+def ids_of(tokenizer: Any, turns: list[dict[str, str]], ask: bool = True) -> list[int]:
+    encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=ask, tokenize=True)
+    return list(encoded["input_ids"])
+
+
+def text_of(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+
+
+@pytest.mark.parametrize(("name", "prefix"), CASES)
+def test_tokens_and_positions_are_those_of_the_chat_template(
+    kind: str, name: str, prefix: str
+) -> None:
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    task = replace(TASK, prefix=prefix)
+    batches = al.build_prompts(tokenizer, task, DEMOS, QUERIES, batch_size=2)
+    for row, query in zip(rows(batches), QUERIES, strict=True):
+        turns = conversation(task, query.text)
+        assert row.tokens == ids_of(tokenizer, turns)
+        assert (row.target, row.gold) == (len(row.tokens) - 1, query.label)
+        answers = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+        for k, (first, last, label), demo in zip(answers, row.words, DEMOS, strict=True):
+            # A label word begins where the template asks for an answer after the turns before it.
+            assert first == len(ids_of(tokenizer, turns[:k]))
+            assert label == demo.label
+            word = tokenizer.decode(row.tokens[first : last + 1])
+            assert word.strip() == turns[k]["content"]
+            assert set(row.groups[first : last + 1]) == {"label"}
+            assert row.tokens[first] == int(batches[0].label_token_ids[label])
+        assert row.groups.count("label") == sum(last - first + 1 for first, last, _ in row.words)
+        assert row.query_start == len(ids_of(tokenizer, turns[:-1], ask=False))
+        assert set(row.groups[row.query_start : -1]) == {"query"}
+        assert "query" not in row.groups[: row.query_start]
+        assert (row.groups.count("target"), row.groups[-1]) == (1, "target")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_groups_are_those_of_the_characters(name: str) -> None:
+    """Texts, instructions and formats, read from the tokens of each group."""
+    tokenizer = with_template(chat_tokenizer("byte-level"), name)
+    task = replace(TASK, prefix="" if name == "Gemma 2" else "Classify.")
+    (row,) = rows(al.build_prompts(tokenizer, task, DEMOS, ["so so"]))
+    spelled: dict[str, str] = {}
+    for token, group in zip(row.tokens, row.groups, strict=True):
+        spelled[group] = spelled.get(group, "") + tokenizer.decode([token])
+    texts = "".join(demo.text for demo in DEMOS).replace("😀é", "")
+    decoded = spelled["text"].replace("\ufffd", "")
+    assert decoded.replace(" ", "").replace("\n", "") == texts.replace(" ", "").replace("\n", "")
+    assert spelled["format"].count("Review:") == spelled["format"].count("Sentiment:") == 4
+    assert "Review: so so\nSentiment:" in spelled["query"]
+    assert "Review" not in spelled["other"] if "other" in spelled else name in ("ChatML", "Zephyr")
+    if task.prefix:
+        assert "Classify." in spelled["other"]
+    if name == "Qwen":
+        (plain,) = rows(al.build_prompts(tokenizer, TASK, DEMOS, ["so so"]))
+        stop = plain.groups.index("format")
+        assert set(plain.groups[:stop]) == {"other"}
+        assert tokenizer.decode(plain.tokens[:stop]).endswith("assistant.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_label_tokens_are_those_after_the_generation_prompt(kind: str, name: str) -> None:
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    task = al.ChatTask(TEMPLATE, [["Negative", "Sad"], ["Positive", "Happy"]], score=torch.amax)
+    (batch,) = al.build_prompts(tokenizer, task, DEMOS, ["so so"])
+    asking = text_of(tokenizer, conversation(task, "so so"))
+    count = len(tokenizer(asking, add_special_tokens=False)["input_ids"])
+    assert batch.tokens.shape[1] == count
+    space = " " if name == "Llama 2" else ""  # its answers begin with a space
+    expected = [
+        [
+            tokenizer(asking + space + word, add_special_tokens=False)["input_ids"][count]
+            for word in w
+        ]
+        for w in task.words
+    ]
+    assert [list(row) for row in batch.word_token_ids] == expected
+    assert batch.labels == ("Negative", "Positive")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    spaced = replace(TASK, labels=[" Negative", " Positive"])
+    (with_space,) = al.build_prompts(tokenizer, spaced, DEMOS, ["so so"])
+    (without,) = al.build_prompts(tokenizer, TASK, DEMOS, ["so so"])
+    assert torch.equal(with_space.tokens, without.tokens) == (name in TRIMMING)
+    words = [tokenizer.decode([token]) for token in with_space.label_token_ids.tolist()]
+    if kind == "byte-level":
+        has_space = name not in TRIMMING or name == "Llama 2"
+        assert words == ([" Negative", " Positive"] if has_space else words)
+        assert all(word.startswith(" ") == has_space for word in words)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> None:
+    """The sentencepiece-like tokenizer adds one to plain prompts."""
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS[:1] + DEMOS[2:3], ["so so"])
+    (row,) = rows([batch])
+    assert batch.begins_with_bos == (name in WITH_BOS)
+    assert (row.tokens[0] == tokenizer.bos_token_id) == (name in WITH_BOS)
+    # Llama 2 writes one before every question.
+    count = {True: 3 if name == "Llama 2" else 1, False: 0}[name in WITH_BOS]
+    assert row.tokens.count(tokenizer.bos_token_id) == count
+    assert (row.groups[0] == "other") == (name in (*WITH_BOS, "Qwen"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    alone = rows(al.build_prompts(tokenizer, TASK, DEMOS, QUERIES, batch_size=1))
+    for side in ("left", "right"):
+        options: Any = {"padding_side": side, "batch_size": 2}
+        assert rows(al.build_prompts(tokenizer, TASK, DEMOS, QUERIES, **options)) == alone
+    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS, QUERIES)
+    assert batch.shared_prefix >= alone[0].query_start
+    assert len(batch.demonstrations_id.unique()) == 1
+
+
+def test_options_go_to_the_template() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
+    quick = replace(TASK, options={"enable_thinking": False})
+    (row,) = rows(al.build_prompts(tokenizer, quick, DEMOS, ["so so"]))
+    turns = conversation(TASK, "so so")
+    expected = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, enable_thinking=False
+    )
+    assert row.tokens == expected["input_ids"]
+    assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert set(row.groups[row.query_start : -1]) == {"query"}
+
+
+def test_another_template_may_be_given() -> None:
+    plain = chat_tokenizer("byte-level")
+    assert plain.chat_template is None
+    given = replace(TASK, options={"chat_template": CHATML})
+    ours = rows(al.build_prompts(plain, given, DEMOS, ["x"]))
+    assert ours == rows(al.build_prompts(with_template(plain, "ChatML"), TASK, DEMOS, ["x"]))
+
+
+def test_chat_tasks_are_tasks() -> None:
+    how = al.relabeling.symbols(["A", "B"])
+    task, demos = al.relabel(DEMOS, TASK, how)
+    assert task == al.ChatTask(TEMPLATE, ["A", "B"])
+    assert isinstance(task, al.ChatTask)
+    assert demos == DEMOS
+    assert repr(TASK) == (
+        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), prefix='', options={{}})"
+    )
+    assert hash(TASK) == hash(replace(TASK))
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
+    (bare,) = al.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
+    (row,) = rows([bare])
+    assert "text" not in row.groups
+    assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
+    assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
+
+
+def test_the_tokenizer_stays_as_it_was() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 3")
+    before = copy.deepcopy(vars(tokenizer)), tokenizer.backend_tokenizer.to_str()
+    al.build_prompts(tokenizer, replace(TASK, prefix="Classify."), DEMOS, QUERIES)
+    assert tokenizer.backend_tokenizer.to_str() == before[1]
+    assert tokenizer.chat_template == before[0]["chat_template"]
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning")
+def test_a_model_runs_chat_prompts(hooked: Any) -> None:
+    """Shared tokens run once, or whole prompts run: the numbers are the same."""
+    tokenizer = with_template(chat_tokenizer("sentencepiece-like"), "Gemma 3")
+    model = hooked(tiny_llama(len(tokenizer)), tokenizer)
+    demos, queries = DEMOS[:2], [al.Example(f"film {k}", k % 2) for k in range(6)]
+    batches = al.build_prompts(tokenizer, TASK, demos, queries)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]
+    shared, whole = (
+        al.run(model, batches, metrics, resamples=0, progress=False, share_prefix=share)
+        for share in (True, False)
+    )
+    for name, record in shared.items():
+        for field, values in record.tensors().items():
+            torch.testing.assert_close(values, getattr(whole[name], field), equal_nan=True)
+    context = al.compress(model, batches[0])
+    assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
+
+
+TURN = "{{ '<' + m['role'] + '>' + m['content'] }}"
+EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review: x\\nS"),
+        (EACH.replace("m['content']", "m['content'].split('d')[0]"), "changes the text of the use"),
+        (EACH.replace("m['content']", "m['content'] * 2"), "each turn once and in the order"),
+        (EACH.replace("messages", "messages[::-1]"), "each turn once and in the order"),
+        (EACH.replace("messages", "messages[1:]"), "each turn once and in the order"),
+        (
+            EACH + "{% if 'so so' in messages[-1]['content'] %}!{% endif %}",
+            r"writes '!' after the turns of these demonstrations",
+        ),
+        ("{{ raise_exception('no!') }}", r"cannot write the turns of user.*: no!"),
+        ("{% for m in messages %}", r"cannot write the turns of"),
+        ("{{ messages[0]['content'] + 1 }}", r"cannot write the turns of"),
+    ],
+)
+def test_templates_that_hide_positions_raise_an_error(template: str, message: str) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
+    tokenizer.chat_template = template
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(tokenizer, TASK, DEMOS, ["so so"])
+
+
+def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    task = replace(TASK, prefix="Classify.")
+    message = r"turns of system and user.*: System role not supported. .*leave out prefix"
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(tokenizer, task, DEMOS, ["x"])
+
+
+def test_a_tokenizer_without_a_template_raises_an_error() -> None:
+    with pytest.raises(PromptError, match=r"has no chat template; use al.Task, a tokenizer of a c"):
+        al.build_prompts(chat_tokenizer("byte-level"), TASK, DEMOS, ["x"])
+
+
+def test_label_words_with_one_first_token_raise_an_error(kind: str) -> None:
+    tokenizer = with_template(chat_tokenizer(kind), "Llama 3")
+    for words in (["Ab", "Ac"], [" Ab", "  Ab"]):  # the spaces of the second pair are trimmed
+        with pytest.raises(PromptError, match="have the same first token"):
+            al.build_prompts(tokenizer, replace(TASK, labels=words), DEMOS, ["x"])
+
+
+def test_label_words_that_merge_with_the_end_of_their_turn_raise_an_error(kind: str) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer(kind))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}:"
+    message = "merges with what stands (before|after) it"
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(tokenizer, TASK, DEMOS, ["x"])
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("options", [{"tokenize": True}, {"tools": []}, ["enable_thinking"], None])
+def test_wrong_options_raise_an_error(options: Any) -> None:
+    with pytest.raises(PromptError, match=r"options of a chat task are \{name: value\}"):
+        al.ChatTask(TEMPLATE, ["a", "b"], options=options)
+
+
+def test_a_separator_is_no_part_of_a_chat_task() -> None:
+    with pytest.raises(TypeError, match="separator"):
+        al.ChatTask(TEMPLATE, ["a", "b"], separator="\n")  # type: ignore[call-arg]
+
+
+def test_batches_of_chat_tasks_are_batches() -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Zephyr")
+    assert all(type(b) is PromptBatch for b in al.build_prompts(tokenizer, TASK, DEMOS, ["x"]))

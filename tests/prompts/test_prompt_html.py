@@ -1,0 +1,186 @@
+"""Prompts as HTML: every token in the colours of its group, escaped, and as people read it."""
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from html_checks import Parsed
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.prompts.groups import FORMAT, GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
+from anchorlens.prompts.prompt_html import PROMPT_CSS, PromptView, prompt_legend, token_spans
+from anchorlens.prompts.token_texts import token_texts
+
+HOSTILE = '<script>alert("x")</script> & \' \x00'
+TASK = al.Task("In: {text}\n\nOut:{label}", labels=("<script>", "&amp;"))
+DEMOS = [al.Example("dull <b>day</b>", 0), al.Example("Ünï 日本語 \U0001f600\tfun", 1)]
+
+
+def batch_of(tokenizer: Any) -> al.PromptBatch:
+    queries = ["good", "a longer query\r\nof two lines"]
+    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS, queries, padding_side="left")
+    return batch
+
+
+def tokenizers(request: pytest.FixtureRequest) -> list[Any]:
+    return [request.getfixturevalue(name) for name in ("byte_level", "sentencepiece_like")]
+
+
+def test_each_token_is_an_element_of_its_group() -> None:
+    tokens = ["<s>", "dull", ":", " Bad", "!", ":"]
+    groups = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+    parsed = Parsed(token_spans(tokens, groups))
+    assert parsed.text == "".join(tokens)
+    assert [tag for tag, _ in parsed.elements] == ["span", "span", "span", "strong", "span", "mark"]
+    assert [attributes for _, attributes in parsed.elements] == [
+        {"class": f"al-{GROUPS[group]}", "data-token": str(position)}
+        for position, group in enumerate(groups)
+    ]
+
+
+def test_every_text_is_escaped() -> None:
+    view = PromptView([HOSTILE, HOSTILE], [LABEL, TARGET], HOSTILE)
+    parsed = Parsed(view._repr_html_())
+    assert parsed.tags == {"style", "div", "p", "strong", "mark"}
+    assert parsed.text.count('<script>alert("x")</script> & \' ') == 3
+    assert "␀" in parsed.text
+
+
+def test_a_line_break_is_shown_and_breaks_the_line() -> None:
+    assert ">a↵<br>␍↵<br>⇥\tb<" in token_spans(["a\n\r\n\tb"], [TEXT])
+
+
+def test_parts_of_a_character_are_joined_within_their_group() -> None:
+    parsed = Parsed(token_spans(["a", "", "", "é", "", " x", ""], [1, 1, 1, 1, 2, 3, 3]))
+    assert parsed.text == "aé\ufffd x\ufffd"
+    positions = [attributes["data-token"] for _, attributes in parsed.elements]
+    assert positions == ["0", "1", "4", "5", "6"]
+
+
+def test_padding_is_left_out() -> None:
+    parsed = Parsed(token_spans(["", "", "a", "x"], [PADDING, PADDING, TEXT, PADDING]))
+    assert (parsed.text, len(parsed.elements)) == ("a", 1)
+    assert parsed.elements[0][1]["data-token"] == "2"
+
+
+def test_wrong_groups_raise_an_error() -> None:
+    with pytest.raises(PromptError, match=r"each token has a group; got 2 and 1 groups"):
+        token_spans(["a", "b"], [TEXT])
+    with pytest.raises(PromptError, match=r"groups are numbers from 0 to 5.*got 6"):
+        token_spans(["a"], [6])
+
+
+def test_the_legend_names_the_groups_that_occur() -> None:
+    assert Parsed(prompt_legend([TEXT, LABEL, TARGET, PADDING])).text == "text label word target"
+    assert len(Parsed(prompt_legend(range(len(GROUPS)))).elements) == len(GROUPS)
+    assert all(f".al-{name} {{" in PROMPT_CSS for name in GROUPS)
+
+
+def relative_luminance(color: list[float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def over(color: list[float], opacity: float, below: list[float]) -> list[float]:
+    return [opacity * c + (1 - opacity) * b for c, b in zip(color, below, strict=True)]
+
+
+# The background of a page, and its text: JupyterLab light and dark, VS Code dark.
+PAGES = {"light": (1.0, 0.0, 0.87), "dark": (0.067, 1.0, 0.87), "code": (0.118, 0.8, 1.0)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_contrast_is_that_of_wcag_aa(page: str) -> None:
+    background, text, opacity = PAGES[page]
+    tints = re.findall(r"rgb\((\d+) (\d+) (\d+) / (\d+)%\)", PROMPT_CSS)
+    assert len(tints) == 5
+    for *color, percent in tints:
+        tint = over([int(c) / 255 for c in color], int(percent) / 100, [background] * 3)
+        levels = sorted(map(relative_luminance, (tint, over([text] * 3, opacity, tint))))
+        assert (levels[1] + 0.05) / (levels[0] + 0.05) >= 4.5, color
+
+
+def test_texts_of_tokens_join_to_the_prompt(request: pytest.FixtureRequest) -> None:
+    for tokenizer, prompt in product(tokenizers(request), (0, 1)):
+        batch = batch_of(tokenizer)
+        view = batch.show(tokenizer, prompt)
+        ids = batch.tokens[prompt][batch.attention_mask[prompt]].tolist()
+        assert "".join(view.tokens) == tokenizer.decode(ids)
+        assert [*view.groups] == batch.groups[prompt][batch.attention_mask[prompt]].tolist()
+        demonstration = TASK.demonstration(DEMOS[1].text, 1)
+        assert demonstration in "".join(view.tokens)
+        assert view.heading == f"Prompt {prompt} of 2, {len(ids)} tokens"
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_last(byte_level: Any) -> None:
+    ids = byte_level("a日b")["input_ids"]
+    assert token_texts(byte_level, ids) == ["a", "", "", "日", "b"]
+    assert token_texts(byte_level, ids[:2]) == ["a", "\ufffd"]  # the rest of it is missing
+    assert token_texts(byte_level, []) == []
+
+
+def test_spaces_stay_with_a_tokenizer_that_strips_the_first_one(sentencepiece_like: Any) -> None:
+    core = Tokenizer.from_str(sentencepiece_like.backend_tokenizer.to_str())
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])  # as that of Llama
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    ids = tokenizer("the cat is good")["input_ids"][1:]
+    assert "".join(tokenizer.decode([token]) for token in ids) == "thecatisgood"
+    assert "".join(token_texts(tokenizer, ids)) == "the cat is good"
+
+
+def test_the_shown_prompt_is_escaped_html_and_plain_text(request: pytest.FixtureRequest) -> None:
+    for tokenizer in tokenizers(request):
+        view = batch_of(tokenizer).show(tokenizer, 1)
+        parsed = Parsed(view._repr_html_())
+        assert parsed.tags == {"style", "div", "p", "span", "strong", "mark", "br"}
+        assert "dull <b>day</b>" in parsed.text
+        assert "Out:◆<script>\n" in repr(view) and repr(view).endswith("Out■:")
+
+
+def test_wrong_arguments_of_show_raise_an_error(byte_level: Any, sentencepiece_like: Any) -> None:
+    batch = batch_of(sentencepiece_like)
+    with pytest.raises(PromptError, match=r"the prompts 0 to 1; got 2"):
+        batch.show(sentencepiece_like, 2)
+    with pytest.raises(PromptError, match=r"expected the tokenizer .*; got a str"):
+        batch.show("gpt2")
+    larger = al.PromptBatch.from_positions(
+        torch.tensor([[5, 1, len(byte_level)]]),
+        label_positions=[[1]],
+        label_classes=[[0]],
+        label_token_ids=[1],
+    )
+    with pytest.raises(PromptError, match=r"this tokenizer has 700 tokens, but .* token 700; pass"):
+        larger.show(byte_level)
+
+
+def long_batch(length: int) -> al.PromptBatch:
+    return al.PromptBatch.from_positions(
+        torch.arange(100_000, 100_000 + length)[None],
+        label_positions=[[1, length - 9]],
+        label_classes=[[0, 1]],
+        label_token_ids=[1, 2],
+    )
+
+
+def test_a_batch_shows_token_ids_without_a_tokenizer() -> None:
+    parsed = Parsed(long_batch(40)._repr_html_())
+    assert " ".join(map(str, range(100_000, 100_040))) in parsed.text
+    marked = [
+        attributes.get("data-token") for tag, attributes in parsed.elements if tag == "strong"
+    ]
+    assert marked == [None, "1", "31"]  # the legend has no position
+
+
+def test_the_middle_of_a_long_prompt_is_left_out() -> None:
+    html = long_batch(5000)._repr_html_()
+    parsed = Parsed(html)
+    assert len(html) < 20_000
+    assert "4700 of its 5000 tokens are left out" in parsed.text
+    assert "100149 … 104850 " in parsed.text
+    assert parsed.elements[-1][1]["data-token"] == "4999"

@@ -1,0 +1,186 @@
+"""Demonstrations with other labels: what changes, what stays, and what is an error."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.prompts.relabeling import derangement
+
+SST2, TREC = al.TASKS["sst2"], al.TASKS["trec"]
+QUESTIONS = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=4)
+REVIEWS = al.sample_demonstrations(al.load_examples("sentiment"), shots=10, seed=4)
+SHARES = (0.0, 0.1, 0.3, 0.5, 1.0)
+
+
+def labels(demos: Any) -> list[int]:
+    return [demo.label for demo in demos]
+
+
+def tokens(tokenizer: Any, task: al.Task, demos: Any) -> torch.Tensor:
+    return al.build_prompts(tokenizer, task, demos, ["What is it?"])[0].tokens
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+@pytest.mark.parametrize("seed", range(5))
+def test_a_derangement_gives_every_class_another_one(count: int, seed: int) -> None:
+    other = derangement(count, seed)
+    assert sorted(other) == [*range(count)]
+    assert all(k != label for k, label in enumerate(other))
+    moved = [k for k, label in enumerate(other) if other[label] != k]
+    assert len(moved) == (3 if count % 2 else 0)
+    assert all(other[other[other[k]]] == k for k in moved)
+
+
+def test_seeds_give_different_derangements() -> None:
+    assert len({tuple(derangement(6, seed)) for seed in range(60)}) == 15  # all pairings of six
+    assert len({tuple(derangement(3, seed)) for seed in range(20)}) == 2
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_flipping_twice_gives_the_true_labels(share: float, seed: int) -> None:
+    how = al.relabeling.flipped(share, seed)
+    for task, demos in ((SST2, REVIEWS), (TREC, QUESTIONS)):
+        same_task, once = al.relabel(demos, task, how)
+        assert same_task is task
+        changed = sum(a != b for a, b in zip(labels(demos), labels(once), strict=True))
+        assert changed == round(share * len(demos))
+        assert [demo.text for demo in once] == [demo.text for demo in demos]
+        assert al.relabel(once, task, how) == (task, demos)
+
+
+def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> None:
+    task = al.Task("{text}:{label}", [" a", " b", " c", " d", " e"])
+    demos = [al.Example(f"text {k}", k % 5) for k in range(10)]
+    how = al.relabeling.flipped(1.0, seed=3)
+    history = [demos]
+    for _ in range(6):
+        history.append(al.relabel(history[-1], task, how)[1])
+    assert history[6] == demos
+    assert history[2] != demos
+    for before, after in pairwise(history):
+        assert all(a != b for a, b in zip(labels(before), labels(after), strict=True))
+
+
+def test_one_class_is_flipped_to_one_other_class() -> None:
+    _, once = al.relabel(QUESTIONS, TREC, al.relabeling.flipped(1.0, seed=2))
+    pairs = set(zip(labels(QUESTIONS), labels(once), strict=True))
+    assert len(pairs) == 6
+
+
+def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
+    plain = tokens(byte_level, SST2, REVIEWS)
+    for how in (al.relabeling.gold, al.relabeling.flipped(0.0, seed=5)):
+        assert torch.equal(tokens(byte_level, *al.relabel(REVIEWS, SST2, how)), plain)
+    flipped = tokens(byte_level, *al.relabel(REVIEWS, SST2, al.relabeling.flipped(0.1)))
+    assert not torch.equal(flipped, plain)
+
+
+def test_random_labels_are_those_of_the_demonstrations_in_another_order() -> None:
+    drawn = [
+        labels(al.relabel(QUESTIONS, TREC, al.relabeling.random(seed))[1]) for seed in range(300)
+    ]
+    assert all(Counter(row) == Counter(labels(QUESTIONS)) for row in drawn)
+    assert len({tuple(row) for row in drawn}) == 300
+    true = torch.tensor(labels(QUESTIONS))
+    same = (torch.tensor(drawn) == true).double().mean()
+    assert abs(float(same) - 1 / 6) < 4 * (1 / 6 * 5 / 6 / (300 * 18)) ** 0.5  # four deviations
+
+
+def test_symbols_change_the_words_and_not_the_classes(byte_level: Any) -> None:
+    how = al.relabeling.symbols([" A", " B"])
+    task, demos = al.relabel(REVIEWS, SST2, how)
+    assert (task.labels, demos) == ((" A", " B"), REVIEWS)
+    assert task.template == SST2.template
+    by_hand = al.Task(SST2.template, [" A", " B"])
+    assert torch.equal(tokens(byte_level, task, demos), tokens(byte_level, by_hand, REVIEWS))
+
+
+def test_equal_sets_get_equal_labels_and_other_sets_others() -> None:
+    other = al.sample_demonstrations(al.load_examples("questions"), shots=3, seed=5)
+    for how in (al.relabeling.random(1), al.relabeling.flipped(0.5, seed=1)):
+        _, sets = al.relabel([QUESTIONS, other, QUESTIONS], TREC, how)
+        assert sets[0] == sets[2]
+        assert [sets[0], sets[1]] == [
+            al.relabel(demos, TREC, how)[1] for demos in (QUESTIONS, other)
+        ]
+    changed = [
+        [a != b.label for a, b in zip(labels(demos), new, strict=True)]
+        for demos, new in zip([QUESTIONS, other], sets, strict=False)
+    ]
+    assert changed[0] != changed[1]
+
+
+def test_an_own_function_relabels() -> None:
+    def first_class_twice(task: Any, demos: Any) -> Any:
+        return task, [*demos[:-1], al.Example("more", 0)]
+
+    _, demos = al.relabel(REVIEWS, SST2, first_class_twice)
+    assert demos[-1] == al.Example("more", 0)
+
+
+@pytest.mark.without_jaxtyping
+def test_relabeling_leaves_its_inputs_and_the_random_state() -> None:
+    before = [*REVIEWS], random.getstate(), torch.get_rng_state()
+    for how in (al.relabeling.random(3), al.relabeling.flipped(0.5)):
+        al.relabel(REVIEWS, SST2, how)
+    assert before[0] == REVIEWS
+    assert random.getstate() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
+anything: Any = None
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "1", True, None])
+def test_wrong_shares_raise_an_error(share: Any) -> None:
+    with pytest.raises(PromptError, match=r"share must be a number from 0 to 1; got "):
+        al.relabeling.flipped(share)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("seed", [0.5, "0", None, True])
+def test_wrong_seeds_raise_an_error(seed: Any) -> None:
+    for make in (al.relabeling.random, lambda seed: al.relabeling.flipped(1, seed)):
+        with pytest.raises(PromptError, match=r"seed must be a whole number; got "):
+            make(seed)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("demos", "how", "message"),
+    [
+        ([], al.relabeling.gold, "there are no demonstrations to relabel"),
+        ([BAD, GOOD], "flipped", r"such as al.relabeling.random\(0\); got 'flipped'"),
+        ([BAD, GOOD], lambda task, demos: demos, r"as many demonstrations as it got.*got \[Exa"),
+        ([BAD, GOOD], lambda task, demos: (task, demos[:1]), "as many demonstrations as it got"),
+        ([al.Example("x"), GOOD], al.relabeling.gold, r"have the labels \[None\], but"),
+        ([BAD, al.Example("x", 2)], al.relabeling.random(0), r"have the labels \[2\], but"),
+        ([BAD, GOOD], al.relabeling.flipped(0.5), r"has the labels \[' (Pos|Neg).*more demon"),
+        ([BAD, GOOD], al.relabeling.symbols([" A"]), "at least two label words"),
+        ([BAD, GOOD], al.relabeling.symbols([" A", " B", " C"]), "each of the 2 classes; got"),
+        ([BAD, GOOD], al.relabeling.symbols([" A", " A"]), "different and not blank"),
+        ([BAD, GOOD], al.relabeling.symbols(anything), "must be a list of words"),
+    ],
+)
+def test_wrong_relabelings_raise_an_error(demos: Any, how: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.relabel(demos, SST2, how)
+
+
+def test_sets_with_different_tasks_raise_an_error() -> None:
+    words = iter([[" A", " B"], [" C", " D"]])
+
+    def other_words(task: Any, demos: Any) -> Any:
+        return al.relabeling.symbols(next(words))(task, demos)
+
+    with pytest.raises(PromptError, match="the same task for every set"):
+        al.relabel([[BAD, GOOD], [GOOD, BAD]], SST2, other_words)

@@ -1,0 +1,202 @@
+"""Several label words for a class: tasks, tokens, scores by hand, and errors."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax, logsumexp
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.prompts.batch import check_batch
+
+TEMPLATE = al.TASKS["sst2"].template
+WORDS = [[" Negative", " Sad", " Angry"], [" Positive", " Happy"]]
+DEMOS = [al.Example("dull", 0), al.Example("fun", 1)]
+IDS = [[4, 1, 7], [2], [0, 5]]
+BY_HAND: dict[Any, Any] = {
+    torch.mean: np.mean,
+    torch.sum: np.sum,
+    torch.amax: np.max,
+    torch.logsumexp: logsumexp,
+}
+
+
+@pytest.fixture(params=["byte_level", "sentencepiece_like"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
+    first = al.Task(TEMPLATE, [" Negative", " Positive"])
+    (one,) = al.build_prompts(tokenizer, first, DEMOS, ["x", "y z"])
+    for words in (WORDS, [WORDS[0][::-1], WORDS[1]]):
+        task = al.Task(TEMPLATE, words)
+        (batch,) = al.build_prompts(tokenizer, task, DEMOS, ["x", "y z"])
+        assert batch.labels == task.first_words == (words[0][0], words[1][0])
+        by_word = [
+            [tokenizer(f"Sentiment:{word}", add_special_tokens=False)["input_ids"] for word in row]
+            for row in words
+        ]
+        before = len(tokenizer("Sentiment:", add_special_tokens=False)["input_ids"])
+        expected = tuple(tuple(ids[before] for ids in row) for row in by_word)
+        assert batch.verbalizer == al.Verbalizer(expected)
+        assert batch.label_token_ids.tolist() == [row[0] for row in expected]
+        assert torch.equal(one.tokens, batch.tokens) == (words is WORDS)
+
+
+def test_one_word_in_a_list_is_the_word() -> None:
+    listed = al.Task(TEMPLATE, [[" a"], (" b",)])
+    alone = al.Task(TEMPLATE, [" a", " b"])
+    assert (listed, hash(listed), repr(listed)) == (alone, hash(alone), repr(alone))
+    assert listed.words == ((" a",), (" b",))
+    assert "score" not in repr(alone)
+    several = al.Task(TEMPLATE, [[" a", " c"], " b"], score=torch.amax)
+    assert several.labels == ((" a", " c"), " b")
+    assert repr(several).endswith("score=amax)")
+    assert replace(several, separator=" ").words == several.words
+
+
+@pytest.mark.parametrize("score", BY_HAND, ids=lambda score: score.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_equal_those_by_hand(score: Any, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(1)).mul(4).to(dtype)
+    log_probs = log_softmax(logits.double().numpy(), axis=-1)
+    expected = [[BY_HAND[score](row[ids]) for ids in IDS] for row in log_probs]
+    scores = al.Verbalizer(IDS, score).scores(logits)
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    np.testing.assert_allclose(scores.double(), expected, atol=tolerance)
+
+
+def test_scores_have_a_gradient() -> None:
+    logits = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    for score in BY_HAND:
+        assert torch.autograd.gradcheck(al.Verbalizer(IDS, score).scores, logits)
+
+
+def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
+    (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
+    assert batch.verbalizer is None
+    logits = torch.randn(1, len(byte_level))
+    assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
+
+
+def test_your_own_score_counts_for_single_words_too(byte_level: Any) -> None:
+    def halved(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
+        return log_probs.sum(axis) / 2
+
+    task = al.Task(TEMPLATE, [" Negative", " Positive"], score=halved)
+    (batch,) = al.build_prompts(byte_level, task, DEMOS, ["x"])
+    logits = torch.randn(1, len(byte_level))
+    expected = logits.log_softmax(-1)[:, batch.label_token_ids] / 2
+    torch.testing.assert_close(batch.label_scores(logits), expected)
+    assert "halved" in repr(batch.verbalizer)
+    assert " at 0x" not in repr(batch.verbalizer)
+
+
+def test_batches_from_positions_take_several_words() -> None:
+    words = al.Verbalizer([[1, 3], [2]])
+    arguments: dict[str, Any] = {
+        "label_positions": [[1, 3]],
+        "label_classes": [[0, 1]],
+        "label_token_ids": [1, 2],
+    }
+    tokens = torch.tensor([[5, 1, 6, 2, 7, 8]])
+    batch = al.PromptBatch.from_positions(tokens, verbalizer=words, **arguments)
+    check_batch(batch)
+    logits = torch.arange(9.0)[None]
+    expected = log_softmax(np.arange(9.0))
+    np.testing.assert_allclose(
+        batch.prompt(0).to("cpu").label_scores(logits)[0],
+        [(expected[1] + expected[3]) / 2, expected[2]],
+        rtol=1e-6,
+    )
+    with pytest.raises(
+        PromptError, match=r"must be label_token_ids, .*\(\(2,\), \(1, 3\)\).* \[1,"
+    ):
+        al.PromptBatch.from_positions(tokens, verbalizer=al.Verbalizer([[2], [1, 3]]), **arguments)
+    with pytest.raises(PromptError, match=r"must be label_token_ids, .*and \[1, 2\]"):
+        check_batch(replace(batch, verbalizer=al.Verbalizer([[1], [2], [3]])))
+
+
+@pytest.mark.without_jaxtyping
+def test_a_wrong_verbalizer_of_a_batch_raises_an_error() -> None:
+    with pytest.raises(PromptError, match=r"is an al.Verbalizer; got \[\[1\], \[2\]\]"):
+        al.PromptBatch.from_positions(
+            torch.tensor([[5, 1, 6, 2, 7, 8]]),
+            label_positions=[[1, 3]],
+            label_classes=[[0, 1]],
+            label_token_ids=[1, 2],
+            verbalizer=[[1], [2]],  # type: ignore[arg-type]
+        )
+
+
+def test_words_with_one_first_token_raise_an_error(tokenizer: Any) -> None:
+    for words in ([[" Ab", " A"], [" Positive"]], [[" Ab"], [" Positive", " A"]]):
+        with pytest.raises(PromptError, match=r"' Ab' and ' A' have the same first token '.A'"):
+            al.build_prompts(tokenizer, al.Task("{text}:{label}", words), DEMOS, ["x"])
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[" a", " a"], [" b"]], "different and not blank"),
+        ([[" a", " b"], [" b"]], "different and not blank"),
+        ([[" a", " "], [" b"]], "different and not blank"),
+        ([[" a", " b"], []], r"or of lists of words, .*; got \[\[' a', ' b'\], \[\]\]"),
+        ([[" a", 3], [" b"]], "or of lists of words"),
+        ([[" a", [" c"]], [" b"]], "or of lists of words"),
+        ([[" a", " b"]], "at least two classes"),
+    ],
+)
+def test_wrong_words_raise_an_error(labels: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.Task(TEMPLATE, labels)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        ("mean", r"a function of \(log probabilities, axis\) .*; got 'mean'"),
+        (torch.max, r"score max must give one number a prompt: .*got max; .*amax \(not max\)|got "),
+        (lambda log_probs: log_probs.mean(-1), r"must take \(log probabilities, axis\)"),
+        (lambda log_probs, axis: log_probs.mean(), r"the shape \(2,\); got \(\)"),
+        (lambda log_probs, axis: log_probs, r"shape \(2, 1\) and axis -1 the .*; got \(2, 1\)"),
+        (lambda log_probs, axis: 0.5, "got float"),
+    ],
+)
+def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
+    for make in (lambda: al.Task(TEMPLATE, WORDS, score=score), lambda: al.Verbalizer(IDS, score)):
+        with pytest.raises(PromptError, match=message):
+            make()
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "lists of whole numbers from 0"),
+        ([1, 2], "lists of whole numbers from 0"),
+        ([[1], [-2]], "lists of whole numbers from 0"),
+        ([[1], [2.0]], "lists of whole numbers from 0"),
+        (None, "lists of whole numbers from 0"),
+        ([[1], []], "at least one for each class"),
+        ([[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
+    ],
+)
+def test_wrong_tokens_raise_an_error(ids: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.Verbalizer(ids)
+
+
+def test_a_score_that_is_no_number_raises_an_error() -> None:
+    def logarithm(log_probs: torch.Tensor, axis: int) -> torch.Tensor:
+        return (log_probs + 2).log().sum(axis)
+
+    with pytest.raises(PromptError, match=r"score logarithm gives NaN for the words .*\(4, 1, 7\)"):
+        al.Verbalizer(IDS, logarithm).scores(torch.zeros(1, 900))

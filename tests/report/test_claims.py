@@ -1,0 +1,159 @@
+"""Verdicts follow from numbers, intervals and ability; models of random weights never agree."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.report.answer import headline, sentences, surprises
+from anchorlens.report.claims import Verdict
+
+AGREES, DISAGREES, CANNOT_TELL = Verdict.AGREES, Verdict.DOES_NOT_AGREE, Verdict.CANNOT_TELL
+
+
+def distances(accuracy_low: float = 0.6, correlation: float = 0.5, spread: float = 0.2) -> Any:
+    """A model with accuracy 0.7 on 20 prompts, of which half are of one class."""
+    return al.AnchorDistancesRecord(
+        anchor_distance=torch.zeros(3, 3, 3),
+        pair_auc=torch.zeros(3, 3),
+        correlation=torch.tensor([0.9, 0.9, correlation]),
+        position_correlation=torch.zeros(3),
+        accuracy=torch.tensor(0.7),
+        queries_per_class=torch.tensor([5, 10, 5]),
+        default_layer=torch.tensor(2),
+        intervals={
+            "accuracy": torch.tensor([accuracy_low, 0.8]),
+            "correlation": torch.tensor([[0.8, 0.8, correlation - spread]] * 2)
+            + torch.tensor([[0.0] * 3, [0.0, 0.0, 2 * spread]]),
+        },
+    )
+
+
+def flows(fall: float = 0.4, ratio: float = 3.0, spread: float = 0.1) -> Any:
+    """A model whose S_wp share falls by ``fall``, with a deep S_pq / S_tq of ``ratio``."""
+    change = torch.tensor([-fall, fall, 0.0])
+    share = torch.tensor([[0.5, 0.3, 0.2], [0.3, 0.5, 0.2], [0.5 - fall, 0.3 + fall, 0.2]])
+    return al.SaliencyFlowsRecord(
+        flows=share,
+        share=share,
+        tq=torch.ones(3),
+        pq_over_tq=torch.ones(3),
+        share_change=change,
+        deep_pq_over_tq=torch.tensor(ratio),
+        per_head=torch.zeros(3, 1, 3),
+        per_prompt=torch.zeros(20, 3, 3),
+        intervals={
+            "share_change": torch.stack([change - spread, change + 2 * spread]),
+            "deep_pq_over_tq": torch.tensor([ratio - spread, ratio + spread]),
+        },
+    )
+
+
+def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
+    return al.AttentionAUCROCRecord(
+        aucroc=torch.full((3,), value),
+        r=torch.ones(3),
+        deep_aucroc=torch.tensor(value),
+        per_head=torch.full((3, 1), value),
+        intervals={"deep_aucroc": torch.tensor([low, high])},
+    )
+
+
+def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any) -> Any:
+    one = torch.tensor(1.0)
+    return al.IsolationRecord(
+        label_loyalty=one - gap,
+        word_loyalty=one,
+        kl=one,
+        random_label_loyalty=torch.ones(2),
+        random_word_loyalty=torch.ones(2),
+        random_kl=torch.ones(2),
+        control_label_loyalty=one,
+        control_word_loyalty=one,
+        label_gap=torch.tensor(gap),
+        word_gap=one,
+        label_kept=torch.ones(20),
+        word_overlap=torch.ones(20),
+        random_label_kept=torch.ones(20, 2),
+        random_word_overlap=torch.ones(20, 2),
+        intervals={"label_gap": torch.tensor([low, high])},
+        info={"layers": [0, 1], "n_layers": 6, "heads": None, "keep_bos": False} | info,
+    )
+
+
+def verdicts(*records: Any) -> list[Verdict]:
+    return [claim.verdict for claim in al.claims(dict(enumerate(records)))]  # type: ignore[arg-type]
+
+
+def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
+    judged = al.claims({"a": distances(), "b": attention(), "c": isolation(), "d": flows()})
+    assert [claim.verdict for claim in judged] == [AGREES] * 5
+    assert [claim.limit for claim in judged] == [0.1, 2, 0, 0.5, 0]
+    fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
+    assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.4, 0.2, 0.5]
+    assert judged[2].estimate.text() == "0.50 [0.20, 0.70]"
+    assert headline(judged) == "Yes: all claims of the paper agree."
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (flows(fall=-0.4), [DISAGREES, AGREES]),
+        (flows(fall=0.15), [CANNOT_TELL, AGREES]),
+        (flows(ratio=1.0), [AGREES, DISAGREES]),
+        (flows(ratio=2.05), [AGREES, CANNOT_TELL]),
+        (replace(flows(), intervals={}), [CANNOT_TELL] * 2),
+        (replace(flows(), info={"flows": ("first", "pq", "ww")}), [AGREES]),
+        (isolation(-0.3, -0.4, -0.1), [DISAGREES]),
+        (isolation(0.1, -0.1, 0.3), [CANNOT_TELL]),
+        (isolation(layers=[0, 1, 2, 3]), []),
+        (isolation(layers=[1, 2]), []),
+        (isolation(heads=[0]), []),
+        (isolation(keep_bos=True), []),
+        (attention(0.3, 0.2, 0.4), [DISAGREES]),
+        (attention(0.6, 0.4, 0.7), [CANNOT_TELL]),
+        (attention(torch.nan, torch.nan, torch.nan), [CANNOT_TELL]),
+    ],
+)
+def test_a_verdict_follows_from_the_interval(record: Any, expected: list[Verdict]) -> None:
+    *judged, last = verdicts(record, distances())
+    assert judged == expected
+    assert last == AGREES
+
+
+def test_without_ability_nothing_can_be_told() -> None:
+    unable = distances(accuracy_low=0.45)  # half of the queries are of one class
+    judged = al.claims({"a": unable, "b": attention(), "c": isolation(), "d": flows()})
+    assert {claim.verdict for claim in judged} == {CANNOT_TELL}
+    assert "70 % [45, 80], is not clearly above the 50 % of a model" in judged[0].reason
+    assert headline(judged).startswith("These prompts cannot tell")
+    (unknown,) = al.claims({"a": attention()})
+    assert unknown.verdict == CANNOT_TELL and "run AnchorDistances" in unknown.reason
+
+
+def test_two_classes_have_no_correlation_to_judge() -> None:
+    record = replace(distances(), correlation=torch.full((3,), torch.nan))
+    (claim,) = al.claims({"a": record})
+    assert claim.verdict == CANNOT_TELL
+    assert claim.reason == "there are fewer than three pairs of classes"
+    assert claim.estimate.text() == "no number"
+
+
+def test_the_answer_says_the_numbers_in_words() -> None:
+    records = {"a": distances(correlation=-0.4), "b": isolation(), "c": flows(), "d": attention()}
+    text = " ".join(sentences(records))
+    assert "right class of 70 % [60, 80] of the queries" in text
+    assert "commonest class would be right for 50 %" in text
+    assert "in the first 2 layers keeps 50 % of the predicted labels" in text
+    assert "50 % of the flow goes from texts to label words" in text
+    assert "3.0 [2.9, 3.1] times as much as any other word" in text
+    assert "AUCROC of 0.80 [0.70, 0.90]" in text
+    assert surprises(records) == [
+        "In layer 2 the rank correlation of key distances with confusions is below 0: "
+        "-0.40 [-0.60, -0.20]."
+    ]
+    assert "In the deep layer 2 more flows into the label words" in surprises({"c": flows(-0.3)})[0]
+    judged = headline(al.claims(records))
+    assert judged == "In part: 4 of 5 claims of the paper agree; 1 does not."

@@ -1,0 +1,95 @@
+"""Colours by numbers: contrast of texts (WCAG), and what colour-blind readers can tell apart."""
+
+import re
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anchorlens.results.figures import PALETTE
+
+STATIC = Path(str(files("anchorlens"))) / "report" / "static"
+TEXTS = ("text", "soft", "link", "good", "bad", "open")
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+BLIND = {
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def linear(color: str) -> np.ndarray:
+    """Linear RGB of ``#rgb`` or ``#rrggbb``."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    values = np.array([int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast ratio of WCAG 2, from 1 to 21."""
+    high, low = sorted((linear(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b)), reverse=True)
+    return float((high + 0.05) / (low + 0.05))
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear RGB."""
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    ratio = to_xyz @ rgb.clip(0, 1) / [0.9505, 1.0, 1.089]
+    f = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def variables(name: str) -> list[dict[str, str]]:
+    """The colours of a style sheet, for light pages and for dark ones."""
+    text = (STATIC / name).read_text()
+    light, dark = text.split("prefers-color-scheme: dark")
+    return [dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})", part)) for part in (light, dark)]
+
+
+def test_known_contrasts() -> None:
+    assert contrast("#000", "#fff") == pytest.approx(21)
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_texts_have_enough_contrast(scheme: int) -> None:
+    page, prompt = (variables(name)[scheme] for name in ("page.css", "prompt.css"))
+    for name in TEXTS:
+        for ground in ("back", "panel"):
+            assert contrast(page[name], page[ground]) >= 4.5, (name, ground)
+    for name in ("into", "out"):  # names of rows, too
+        assert contrast(prompt[name], page["back"]) >= 4.5, name
+    assert contrast(prompt["other"], page["back"]) >= 3
+
+
+@pytest.mark.parametrize("kind", BLIND)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_kinds_of_arcs_and_lines_differ_for_colour_blind_readers(kind: str, scheme: int) -> None:
+    prompt = variables("prompt.css")[scheme]
+    of_arcs = [prompt[name] for name in ("into", "out", "other")]
+    of_lines = PALETTE[:4]
+    for colors in (of_arcs, of_lines):
+        seen = [lab(np.array(BLIND[kind]) @ linear(color)) for color in colors]
+        for (a, first), (b, second) in combinations(zip(colors, seen, strict=True), 2):
+            assert np.linalg.norm(first - second) >= 12, (kind, a, b)  # 2.3 is just noticeable
+
+
+@pytest.mark.parametrize("color", PALETTE[:4])
+def test_lines_are_seen_on_light_and_dark_pages(color: str) -> None:
+    for page in variables("page.css"):
+        assert contrast(color, page["back"]) >= 3

@@ -1,0 +1,63 @@
+"""A headless Chromium, and visits of pages in which an error or a request fails the test."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """The browser of the system."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    assert path is not None, "there is no Chromium; install it: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Visit:
+    """A page in a window of its own; leaving it checks for errors and requests."""
+
+    def __init__(
+        self, browser: Any, path: Path, size: Mapping[str, int], scheme: str = "light"
+    ) -> None:
+        self.context = browser.new_context(
+            viewport=size, color_scheme=scheme, reduced_motion="reduce", accept_downloads=True
+        )
+        self.path, self.problems = path, list[str]()
+
+    def __enter__(self) -> Any:
+        page = self.context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda message: self._note(message.type == "error", message.text))
+        page.on("pageerror", lambda error: self._note(True, str(error)))
+        page.on("request", lambda request: self._note(not _is_local(request.url), request.url))
+        page.goto(self.path.resolve().as_uri())
+        return page
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.context.close()
+        if kind is None:
+            assert not self.problems, self.problems
+
+    def _note(self, is_problem: bool, text: str) -> None:
+        if is_problem:
+            self.problems.append(text)
+
+
+def _is_local(url: str) -> bool:
+    return url.startswith(("file:", "data:", "blob:"))

@@ -1,0 +1,204 @@
+"""What a person sees of every public object: one line, and small HTML in a notebook."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol, get_type_hints
+
+import pytest
+import torch
+from html_checks import Parsed
+from tiny_models import questions
+
+import anchorlens as al
+from anchorlens.results.in_short import interval_in_short, values_in_short
+
+HOSTILE = '<script>alert("x")</script>\n& more'
+SIZES = {"layer": 48, "head": 25, "prompt": 200, "draw": 10, "class": 6}
+
+
+def public_classes() -> set[type]:
+    """Classes of which people have instances; protocols and errors are not."""
+    kinds = {value for name in dir(al) if isinstance(value := getattr(al, name), type)}
+    protocols = {kind for kind in kinds if Protocol in kind.__bases__}
+    return {kind for kind in kinds - protocols if not issubclass(kind, Exception)} - {al.Record}
+
+
+def record_of(kind: type[al.Record], **changes: Any) -> al.Record:
+    """A record as large as that of a large model."""
+    axes, hints = kind.axes(), get_type_hints(kind)
+    values: dict[str, Any] = {
+        name: torch.zeros(
+            [SIZES.get(axis, 3) for axis in axes[name]],
+            dtype=torch.long if hints[name].__name__.startswith("Int") else torch.double,
+        )
+        for name in axes
+    }
+    intervals = {name: torch.zeros(2, *value.shape) for name, value in values.items()}
+    info = {"model": "gpt2", "prompts": 200, "labels": ["bad", "good"], "versions": {"torch": "2"}}
+    values |= {"intervals": intervals, "info": info}
+    return kind(**(values | changes))
+
+
+def all_records(**changes: Any) -> list[al.Record]:
+    kinds = [kind for kind in public_classes() if issubclass(kind, al.Record)]
+    return [record_of(kind, **changes) for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+
+
+def instances(model: Any) -> Iterator[Any]:
+    batch = questions(model, 2)[0]
+    yield from all_records()
+    yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
+    yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
+    yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
+    yield al.Verbalizer([[1, 2], [5]])
+    yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
+    yield from (batch, batch.before(9), al.compress(model, batch))
+    yield al.Accuracy().observe(model, batch)
+    with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
+        yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
+    yield al.Study(model, [batch], {}, folder="rows")
+    yield al.isolate_labels(model, batch, range(3))
+    flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
+    yield from (*al.claims(flows), al.Verdict.AGREES)
+    yield al.plot_prompt(model, batch)
+    yield al.Verbalizer([[1, 2], [5]])
+    yield al.Results()
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
+    shown = list(instances(gpt2))
+    for instance in shown:
+        line = repr(instance)
+        assert len(line) <= 200 and "\n" not in line and "tensor(" not in line, line
+        assert line.lstrip("<")[:5] != "ancho", f"the default repr says nothing: {line}"
+    of_several_lines = {al.SweepResults}
+    assert {type(instance) for instance in shown} >= public_classes() - of_several_lines
+
+
+def test_lines_stay_short_with_long_names(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    labels = tuple(f"{number}\n" * 40 for number in range(6))
+    many = replace(batch, labels=labels, first_query=9)
+    context = al.compress(gpt2, batch)
+    long_info: dict[str, Any] = {
+        name: str(value) * 99 for name, value in context.info.items() if value
+    } | {"selected": {}}
+    for instance in (many, replace(context, info=long_info), *all_records(info={"model": labels})):
+        assert len(repr(instance)) <= 200 and "\n" not in repr(instance)
+
+
+def displays(model: Any) -> list[Any]:
+    """Objects with HTML, in which every text of a user is hostile."""
+    info = {"model": HOSTILE, "prompts": HOSTILE, "labels": [HOSTILE], HOSTILE: HOSTILE * 999}
+    records = all_records(info=info)
+    batch = replace(questions(model, 2)[0], labels=(HOSTILE, HOSTILE))
+    context = replace(al.compress(model, batch), info={"model": HOSTILE, "positions": HOSTILE})
+    named = {f"{HOSTILE}{number}": record for number, record in enumerate(records)}
+    return [*records, batch, batch.show(model.tokenizer), context, al.Results(named)]
+
+
+def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:
+    for instance in displays(gpt2):
+        html = instance._repr_html_()
+        parsed = Parsed(html)
+        assert "script" not in parsed.tags, html
+        assert len(html) < 20_000, f"{type(instance).__name__}: {len(html)}"
+        assert not parsed.tags & {"img", "link", "iframe"} and "url(" not in html
+        assert type(instance).__name__ == "PromptView" or "<scr" in parsed.text
+
+
+def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:
+    for instance in displays(gpt2):
+        html = instance._repr_html_()
+        colours = re.findall(r"(?<![-\w])(?:color|background): ([^;}]+)", html)
+        fixed = [value for value in colours if not value.endswith("%)")]
+        assert set(fixed) <= {"inherit", "none", "Canvas", "CanvasText"}
+
+
+def test_a_record_shows_its_numbers_with_their_intervals() -> None:
+    accuracy = al.AccuracyRecord(
+        accuracy=torch.tensor(0.75),
+        correct=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        intervals={"accuracy": torch.tensor([0.5, 0.9])},
+        info={"prompts": 4, "model": "gpt2"},
+    )
+    text = Parsed(accuracy._repr_html_()).text
+    assert text.startswith("AccuracyRecord: 4 prompts, gpt2Accuracy of the model's")
+    assert "accuracy0.75[0.5, 0.9]correctprompt 41, 0, 1, 1" in text
+    assert "plot() draws them" in text
+    results = al.Results(accuracy=accuracy)
+    assert "accuracy 0.75 [0.5, 0.9]" in Parsed(results._repr_html_()).text
+
+
+def test_a_record_of_ones_own_needs_no_docstring_and_no_plot() -> None:
+    record = type("Own", (al.Record,), {"__doc__": None})()
+    text = Parsed(record._repr_html_()).text
+    assert text.startswith("Ownquantity") and "plot" not in text
+
+
+def test_values_are_shown_in_short() -> None:
+    nan = torch.nan
+    assert values_in_short(torch.tensor(0.12345)) == "0.123"
+    assert values_in_short(torch.tensor(123456)) == "123456"
+    assert values_in_short(torch.tensor([1.0, nan, 3.0, 4.0])) == "1, nan, 3, 4"
+    assert values_in_short(torch.arange(5.0)) == "0, 1, 2, …, 4"
+    assert values_in_short(torch.full((3, 2), nan)) == "nan"
+    assert values_in_short(torch.tensor([[-1.5, nan], [2.0, 0.0]])) == "-1.5 to 2"
+    assert values_in_short(torch.ones(3, 2)) == "all 1"
+    assert values_in_short(torch.zeros(0, 2)) == "none"
+    assert interval_in_short(torch.tensor([0.25, 0.5])) == "[0.25, 0.5]"
+    assert interval_in_short(torch.zeros(2, 3)) == interval_in_short(None) == ""
+
+
+def test_results_are_a_dict_that_prints_a_line_for_each_record() -> None:
+    records: dict[str, Any] = {"b": record_of(al.Beta), "a": record_of(al.LoyaltyRecord)}
+    results = al.Results(records)
+    assert results == records and {**results} == records and list(results) == ["b", "a"]
+    assert isinstance(results, dict) and results | {"c": 1} == records | {"c": 1}
+    title, *lines = repr(results).splitlines()
+    assert title == "Results of 2 records"
+    assert lines == [f"  b: {records['b']!r}", f"  a: {records['a']!r}"]
+
+
+def test_a_run_returns_results_and_a_sweep_can_be_drawn(gpt2: Any) -> None:
+    batches, sites = questions(gpt2, 2), al.sites.windows(gpt2, 2)
+    options: dict[str, Any] = {"progress": False, "resamples": 0}
+    assert type(al.run(gpt2, batches, [al.Accuracy()], **options)) is al.Results
+    sweep = al.isolation_sweep(gpt2, batches, sites, metrics=[al.Accuracy()], draws=1, **options)
+    assert list(sweep) == [*sites, "accuracy"]
+    assert sweep.plot() == al.plot_isolation(sweep)
+    assert len(sweep.plot().data) == 2 * len(sites)
+
+
+def test_a_context_shows_the_groups_of_its_tokens(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    context = al.compress(gpt2, batch, keep=al.selection.label_words)
+    assert context.info["selected"] == {"label": len(batch.label_positions[0])}
+    assert f"positions 6 of {len(context.kept)}; groups label 6; cached these" in repr(context)
+    both = al.compress(gpt2, batch)
+    counted = {
+        name: int((batch.groups[0, : len(both.kept)] == number)[both.kept].sum())
+        for number, name in enumerate(("other", "text", "label", "format", "query", "target"))
+    }
+    assert both.info["selected"] == {name: count for name, count in counted.items() if count}
+
+
+def test_hooks_are_plain_pairs_in_a_list_that_prints_its_ends(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    cut = al.isolate_labels(gpt2, batch, range(3))
+    name = "blocks.{}.attn.hook_attn_scores".format
+    assert isinstance(cut, list) and all(type(pair) is tuple for pair in cut)
+    assert repr(cut) == f"<3 hooks: {name(0)}, …, {name(2)}>"
+    mine = [("blocks.1.hook_resid_post", lambda resid, hook: None)]
+    assert repr(cut + mine) == f"<4 hooks: {name(0)}, …, blocks.1.hook_resid_post>"
+    assert repr(mine + cut) == f"<4 hooks: blocks.1.hook_resid_post, …, {name(2)}>"
+    assert (cut + mine)[:3] == cut and (mine + cut)[1:] == cut and len(cut) == 3
+    cut += al.isolate(gpt2, batch.label_positions, 0)
+    assert repr(cut) == f"<4 hooks: {name(0)}, …, {name(0)}>"
+    wrong: Any = [7]
+    assert repr(al.block_edges(gpt2, al.edges.pq(batch), 0) + wrong).endswith(", a int>")
+    with torch.no_grad():
+        logits = gpt2.run_with_hooks(batch.tokens, fwd_hooks=cut)
+        assert not torch.equal(logits, gpt2(batch.tokens))

@@ -1,0 +1,47 @@
+"""The public names of the package are there, and each is imported when it is first used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import anchorlens as al
+
+
+def python(code: str) -> str:
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return completed.stdout.strip()
+
+
+def test_importing_the_package_imports_no_heavy_package() -> None:
+    heavy = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets")
+    code = (
+        "import sys, anchorlens as al; names = dir(al); task = al.TASKS['sst2'];"
+        f"print([name for name in {heavy} if name in sys.modules]);"
+        "al.run; print('torch' in sys.modules)"
+    )
+    assert python(code).split("\n") == ["[]", "True"]
+
+
+def test_every_public_name_is_listed_and_can_be_imported() -> None:
+    tree = ast.parse(Path(al.__file__).read_text("utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = [alias.name for node in block.body for alias in getattr(node, "names", ())]
+    assert len(imported) > 60 and imported == al.__all__
+    assert set(imported) <= set(dir(al))
+    assert all(hasattr(al, name) for name in imported)
+
+
+def test_a_name_is_the_one_of_its_module() -> None:
+    from anchorlens.prompts import edges
+    from anchorlens.runs.run import run
+
+    assert al.run is run and al.edges is edges
+    assert vars(al)["run"] is run  # the second use does not look for it again
+    assert python("from anchorlens import *; print(Task.__module__)") == "anchorlens.prompts.tasks"
+
+
+def test_folders_and_files_of_the_package_are_attributes() -> None:
+    assert python("import anchorlens as al; print(al.errors.DataError.__name__)") == "DataError"
