@@ -154,13 +154,13 @@ def test_recipes_are_short() -> None:
 
 def public_names() -> dict[str, str]:
     """Each public name, and the folder of the package that defines it."""
-    nodes = ast.walk(ast.parse((ROOT / "anchorlens" / "__init__.py").read_text()))
+    tree = ast.parse((ROOT / "anchorlens" / "__init__.py").read_text())
     return {
         alias.asname: node.module.split(".")[0]
-        for node in nodes
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
-        if alias.asname
+        if alias.asname in al.__all__
     }
 
 

@@ -14,7 +14,7 @@ from latex2mathml.converter import convert
 PACKAGE = Path(__file__).parents[2] / "anchorlens" / "__init__.py"
 PUBLIC = {
     alias.asname
-    for node in ast.parse(PACKAGE.read_text()).body
+    for node in ast.walk(ast.parse(PACKAGE.read_text()))
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
