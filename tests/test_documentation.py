@@ -51,7 +51,7 @@ def name_of(page: Path) -> str:
 
 
 def with_code(language: str) -> list[Any]:
-    """The pages with blocks of this language; tests/test_other_tools.py runs that of other tools."""
+    """The pages with blocks of this language; another file runs those of other tools."""
     pages = [page for page in PAGES if blocks_of(page, language)]
     if language == "python":
         pages = [page for page in pages if page.name != "other_tools.md"]
