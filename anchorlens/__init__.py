@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
+    from .prompts.groups import GROUPS as GROUPS
     from .prompts.relabeling import relabel as relabel
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task

@@ -124,7 +124,7 @@ def isolate(
         positions: Positions to isolate, in each prompt.
         layers: Layers to act in; negative numbers count from the end.
         heads: Heads to act in; all by default.
-        renormalize: See :func:`block_edges`. If True an isolated position attends only to itself,
+        renormalize: See ``block_edges``. If True an isolated position attends only to itself,
             and to the attention sinks of models that have them.
         first_query: Position of the first query row; above 0 after a cached prefix.
 
@@ -184,7 +184,7 @@ def isolate_labels(
             first, as in the published code.
         keep_bos: Do not cut the edge to BOS. The paper's prompts have no BOS. In prompts with a
             BOS the cut of that edge alone explains much of the effect, so report both.
-        renormalize: See :func:`block_edges`.
+        renormalize: See ``block_edges``.
 
     Returns:
         Hooks for ``run_with_hooks``.
@@ -213,7 +213,7 @@ def isolate_random(
     keep_bos: bool = False,
     renormalize: bool = True,
 ) -> list[Hook]:
-    """The control of :func:`isolate_labels`: it isolates as many random other positions.
+    """The control of ``isolate_labels``: it isolates as many random other positions.
 
     Positions are drawn from the demonstrations. The draw depends on ``seed`` and the demonstrations
     alone: it is the same in all layers, and for every batch, process and padding side. The first
@@ -227,8 +227,8 @@ def isolate_random(
         seed: Number of the draw. A single draw is not a control: use about 10.
         whole_words: Draw as many positions as the label words have tokens, as a control of
             ``isolate_labels(whole_words=True)``.
-        keep_bos: See :func:`isolate_labels`.
-        renormalize: See :func:`block_edges`.
+        keep_bos: See ``isolate_labels``.
+        renormalize: See ``block_edges``.
 
     Returns:
         Hooks for ``run_with_hooks``.

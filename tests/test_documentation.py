@@ -1,5 +1,6 @@
 """The code of the README and of the documentation runs as printed, on a tiny model."""
 
+import ast
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -146,3 +147,40 @@ def test_recipes_are_short() -> None:
         for block in blocks_of(page, "python")[1:]:
             lines = [line for line in block.code.splitlines() if line.strip()]
             assert len(lines) <= 15, f"line {block.line} of {page.name}"
+
+
+def public_names() -> dict[str, str]:
+    """Each public name, and the folder of the package that defines it."""
+    nodes = ast.parse((ROOT / "anchorlens" / "__init__.py").read_text()).body
+    return {
+        alias.asname: node.module.split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "system.renames"
+        for alias in node.names
+        if alias.asname
+    }
+
+
+def test_each_public_name_is_on_the_reference_page_of_its_folder() -> None:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    on_pages = [
+        (name, page.stem)
+        for page in pages
+        for name in re.findall(r"^::: anchorlens\.(\w+)$", page.read_text(), re.MULTILINE)
+    ]
+    # All errors are on one page, most of them as members of their module.
+    on_pages.remove(("errors", "errors"))
+    assert sorted(on_pages) == sorted(public_names().items())
+
+
+def test_the_first_reference_page_links_the_others() -> None:
+    folder = ROOT / "docs" / "reference"
+    links = re.findall(r"\]\((\w+\.md)\)", (folder / "index.md").read_text())
+    assert sorted(links) == sorted({page.name for page in folder.glob("*.md")} - {"index.md"})
+
+
+def test_docstrings_have_no_roles_of_another_tool() -> None:
+    """They would be shown as they are, and read badly in ``help``."""
+    files = sorted((ROOT / "anchorlens").rglob("*.py"))
+    roles = [path.name for path in files if re.search(r":\w+:`", path.read_text())]
+    assert files and not roles

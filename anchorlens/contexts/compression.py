@@ -49,7 +49,7 @@ def compress(
             model takes them: a function of ``al.placement``, or your own.
 
     Returns:
-        The context, which answers queries with :meth:`CompressedContext.logits`.
+        The context, which answers queries with ``CompressedContext.logits``.
 
     Raises:
         PromptError: The prompts have several sets of demonstrations, their texts are not known,

@@ -31,7 +31,7 @@ class CompressedContext:
     """Keys and values of selected tokens of the demonstrations, from which queries are answered.
 
     Attributes:
-        prefix: Keys and values of the selected tokens, or of all tokens if :attr:`is_cut` is False.
+        prefix: Keys and values of the selected tokens, or of all tokens if ``is_cut`` is False.
         tokens: The demonstrations, up to the first token of the query.
         kept: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
@@ -108,7 +108,7 @@ class CompressedContext:
     def logits_unchecked(
         self, model: HookedModel, batch: PromptBatch
     ) -> Float[Tensor, "batch vocab"]:
-        """The same as :meth:`logits`, but without a check of the model and its weights.
+        """The same as ``logits``, but without a check of the model and its weights.
 
         A comparison of all weights takes about as long as the answers to a few queries.
         """
@@ -118,7 +118,7 @@ class CompressedContext:
             return self.answer(model, after_prefix)
 
     def answer(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
-        """The same as :meth:`logits`, for a checked model and checked prompts on its device."""
+        """The same as ``logits``, for a checked model and checked prompts on its device."""
         prefix = self.prefix.to(batch.tokens.device)
         if not self.is_cut:
             hooks = _block_dropped(model, batch, self.kept)
@@ -145,7 +145,7 @@ class CompressedContext:
 
     @classmethod
     def load(cls, path: str | Path) -> "CompressedContext":
-        """Read a context that :meth:`save` wrote.
+        """Read a context that ``save`` wrote.
 
         Raises:
             StoreError: The file cannot be read, is damaged, does not hold a context, or was saved

@@ -43,7 +43,7 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
 
 
 def random_and_format(seed: int) -> Keep:
-    """The control of :func:`anchors_and_format` (Hidden_random).
+    """The control of ``anchors_and_format`` (Hidden_random).
 
     It selects, in place of each label word, as many random text tokens of the same demonstration
     as the word has tokens. The draw depends on ``seed`` and the demonstrations alone.

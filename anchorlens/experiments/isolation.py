@@ -111,7 +111,7 @@ def isolation_loyalty(
         batches: Prompts from ``build_prompts``.
         layers: Layers to isolate in: ``range(5)`` are the first five, ``range(-5, 0)`` the last.
         keep_bos: See ``isolate_labels``; report both values where prompts begin with BOS.
-        draws: Number of random controls; see :func:`isolation_sweep`.
+        draws: Number of random controls; see ``isolation_sweep``.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
         renormalize: See ``block_edges``.
@@ -192,8 +192,8 @@ def isolation_sweep(
         dict whose ``plot()`` draws all sites.
 
     Raises:
-        ModelError: As in :func:`isolation_loyalty`.
-        HookError: As in :func:`isolation_loyalty`, or there is no site, or a site and a metric have
+        ModelError: As in ``isolation_loyalty``.
+        HookError: As in ``isolation_loyalty``, or there is no site, or a site and a metric have
             the same name.
         MetricError: A metric needs a gradient, or the prompts do not fit it.
         RunError: A metric has no result for these rows; its ``results`` has all other records.

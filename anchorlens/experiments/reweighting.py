@@ -197,7 +197,7 @@ def reweighting_accuracy(
     Args:
         model: A hooked model.
         batches: Test prompts with the demonstrations that ``beta`` was learned for.
-        beta: From :func:`train_reweighting`.
+        beta: From ``train_reweighting``.
         more_shots: The same queries after those demonstrations and the training examples.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.

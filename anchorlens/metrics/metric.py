@@ -1,7 +1,7 @@
 """The protocol of a metric: what each prompt contributes, and a pure function of all rows.
 
-A metric needs :class:`Metric`. It may also have the methods of :class:`ChecksBatches`, to raise
-errors before any model runs, and of :class:`ObservesPrefix`, so that the tokens that prompts share
+A metric needs ``Metric``. It may also have the methods of ``ChecksBatches``, to raise
+errors before any model runs, and of ``ObservesPrefix``, so that the tokens that prompts share
 are run once for all of them.
 """
 
@@ -75,7 +75,7 @@ class Metric(Protocol):
 
         Patterns have the query rows ``batch.query_rows`` over all keys, and the target's row is
         ``batch.target_rows``. For whole prompts (``batch.is_whole``) these are all rows and
-        ``batch.target_positions``. Other batches come only to an :class:`ObservesPrefix`.
+        ``batch.target_positions``. Other batches come only to an ``ObservesPrefix``.
         """
         ...
 
@@ -103,7 +103,7 @@ class ChecksBatches(Protocol):
 class ObservesPrefix(Protocol):
     """A metric that can observe the tokens that prompts share once for all of them. Optional.
 
-    Without it whole prompts are run. Write :meth:`observe_prefix` in the class that has
+    Without it whole prompts are run. Write ``observe_prefix`` in the class that has
     ``observe``: a subclass that overrides only one of the two also runs whole prompts.
     """
 

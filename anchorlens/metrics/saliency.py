@@ -222,8 +222,8 @@ def saliency(
         model: A prepared model.
         batch: Prompts; they are moved to the model's device.
         loss: Function of (logits, batch) that returns a number for each prompt.
-        absolute_per_head: See :class:`SaliencyFlows`.
-        gradient_checkpointing: For long prompts; see :func:`run`.
+        absolute_per_head: See ``SaliencyFlows``.
+        gradient_checkpointing: For long prompts; see ``run``.
 
     Returns:
         Saliency on the CPU; memory grows with layers times positions squared.
@@ -265,13 +265,13 @@ def head_saliency(
 
     The first-order change of the loss, in nats, if the attention from query to key became zero,
     with the opposite sign: below 0 means that this attention lowers the loss, so that it helps the
-    answer. The absolute value of the sum over heads is :func:`saliency`.
+    answer. The absolute value of the sum over heads is ``saliency``.
 
     Args:
         model: A prepared model.
         batch: Prompts; they are moved to the model's device.
         loss: Function of (logits, batch) that returns a number for each prompt.
-        gradient_checkpointing: For long prompts; see :func:`run`.
+        gradient_checkpointing: For long prompts; see ``run``.
 
     Returns:
         Products on the CPU; memory grows with layers times heads times positions squared.

@@ -104,7 +104,7 @@ def prepare_model(model: Model) -> Model:
     plain ``run_with_hooks``, also in hooks that you write. Each hook is called once a pass. Where a
     ``TransformerBridge`` runs the attention of transformers and would call the hooks too late
     (GPT-J, GPT-Neo, OPT and rarer architectures), the ``forward`` of that module is replaced.
-    Nothing else in the model is changed, and :func:`restore_model` undoes it.
+    Nothing else in the model is changed, and ``restore_model`` undoes it.
 
     One forward and backward over three tokens verifies for every layer that an edit of the scores
     reaches the pattern; that the pattern has the shape [batch, head, query, key], entries from 0 to
@@ -154,7 +154,7 @@ def prepare_model(model: Model) -> Model:
 
 
 def restore_model(model: Model) -> Model:
-    """Undo :func:`prepare_model`: every module has its own ``forward`` again.
+    """Undo ``prepare_model``: every module has its own ``forward`` again.
 
     Args:
         model: A model, prepared or not.

@@ -80,7 +80,7 @@ def unwrap(attention: Any) -> None:
 
 
 def is_native(attention: Any) -> bool:
-    """Whether transformers computes the attention, and :func:`wrap_attention` wrapped it."""
+    """Whether transformers computes the attention, and ``wrap_attention`` wrapped it."""
     return _replacement(attention) is _run_native
 
 
@@ -147,7 +147,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     Args:
         attention: The bridge's module.
-        shape: See :func:`_shape_of_rows`.
+        shape: See ``_shape_of_rows``.
         depth: The number of modules between the ``with`` statement and the attention's own calls.
     """
 

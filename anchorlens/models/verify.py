@@ -34,7 +34,7 @@ class _Layer:
 
 
 def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """Run one forward and backward over :func:`n_tokens_of` tokens.
+    """Run one forward and backward over ``n_tokens_of`` tokens.
 
     Returns:
         The layers whose score or pattern hooks fail, each with the reason; and the hook points of

@@ -32,7 +32,7 @@ _after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=l
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass, described and checked before it runs; see :func:`run_pass` for the fields."""
+    """One pass, described and checked before it runs; see ``run_pass`` for the fields."""
 
     model: HookedModel
     batch: PromptBatch
@@ -143,7 +143,7 @@ def run_pass(
 
 @contextmanager
 def after_each_pass(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call`` is called after each :func:`run_pass`, to show progress."""
+    """Inside, ``call`` is called after each ``run_pass``, to show progress."""
     token = _after_pass.set(call)
     try:
         yield

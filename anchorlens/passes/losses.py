@@ -19,7 +19,7 @@ def label_cross_entropy(
 
     ``-log softmax(logits[label_token_ids])[gold]``, the L of the paper's equation 1. From 0 up;
     high means that the model prefers another label. Where a class has several label words, its
-    score takes the place of the logit (:meth:`PromptBatch.label_scores`).
+    score takes the place of the logit (``PromptBatch.label_scores``).
 
     Args:
         logits: Next-token logits at the target positions.

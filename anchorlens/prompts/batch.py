@@ -27,7 +27,7 @@ class PromptBatch:
     """Prompts of one batch, with the positions that the analyses need.
 
     Positions count from 0 in the padded rows. Build a batch with ``build_prompts``, or from your
-    own tokens with :meth:`from_positions`.
+    own tokens with ``from_positions``.
 
     Attributes:
         tokens: Token ids.
@@ -40,17 +40,17 @@ class PromptBatch:
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word, the first word if it has several.
         gold: True class of each query, or None.
-        groups: Group of each token, an index into ``GROUPS``; -1 for padding.
+        groups: Group of each token, an index into ``al.GROUPS``; -1 for padding.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
         index: Index of each prompt's query in the list of queries, because batches are ordered by
             length.
         labels: The label words, by class, if they are known; the first of each class.
         verbalizer: All label words of each class and how they give its score, or None where each
-            class has one word. See :meth:`label_scores`.
+            class has one word. See ``label_scores``.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
-            :meth:`after`.
+            ``after``.
     """
 
     tokens: Int[Tensor, "batch position"]

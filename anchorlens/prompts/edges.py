@@ -43,7 +43,7 @@ def between(queries: Positions, keys: Positions) -> Edges:
 def group(batch: PromptBatch, name: str) -> Positions:
     """Positions of a token group: text, label, format, target, query or other.
 
-    ``label`` holds all tokens of each label word, :func:`anchors` only one of them.
+    ``label`` holds all tokens of each label word, ``anchors`` only one of them.
 
     Raises:
         PromptError: There is no group of that name.
@@ -87,7 +87,7 @@ def pq(batch: PromptBatch) -> Edges:
 
 
 def ww(batch: PromptBatch) -> Edges:
-    """Word to word: every edge that is neither in :func:`wp` nor in :func:`pq`."""
+    """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
     return every(batch) & ~wp(batch) & ~pq(batch)
 
 

@@ -172,7 +172,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-# Table 4 of the paper, with the classes in the order of the data sets on the hub.
 TASKS: MappingProxyType[str, Task] = MappingProxyType(
     {
         "sst2": Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive")),
@@ -186,3 +185,8 @@ TASKS: MappingProxyType[str, Task] = MappingProxyType(
         "emo": Task("Dialogue: {text}\nEmotion:{label}", (" Others", " Happy", " Sad", " Angry")),
     }
 )
+"""The tasks of the paper (its Table 4): sst2, trec, agnews and emo.
+
+Classes are in the order of the data sets on the hub. The bundled examples ``"sentiment"``,
+``"questions"``, ``"news"`` and ``"emotions"`` are for these tasks, in this order.
+"""

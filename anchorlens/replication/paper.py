@@ -231,7 +231,7 @@ def check_examples(
     """Check tasks, examples, queries and seeds before anything runs.
 
     Raises:
-        DataError: As in :func:`paper`.
+        DataError: As in ``paper``.
         PromptError: The queries have other labels than the task.
     """
     if queries <= AnchorDistances().directions:

@@ -199,6 +199,8 @@ def table_3(setting: Setting) -> Iterator[Number]:
 
 
 PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, table_3)
+"""What ``paper`` computes by default, each a function of a task and seed: Figures 3, 5 and 6 in one
+run, Figure 4, and Tables 1, 2 and 3. Give some of them as ``parts`` to compute only those."""
 
 
 def depths(setting: Setting) -> Iterator[Number]:
@@ -256,6 +258,10 @@ def directions(setting: Setting) -> Iterator[Number]:
 
 
 PAPER_APPENDIX: tuple[Part, ...] = (depths, two_shots, letters, top_words, directions)
+"""The parts of the appendix, for ``paper(parts=[*PAPER_PARTS, *PAPER_APPENDIX])``: other isolation
+depths, two demonstrations of each class, letters as label words with eight demonstrations of each,
+the most likely next words of three prompts before and after isolation, and other numbers of
+directions for anchor distances."""
 
 
 def _repeated(setting: Setting, part: str) -> Iterator[Number]:

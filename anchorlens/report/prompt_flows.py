@@ -152,7 +152,7 @@ def plot_prompt(
         batch: A batch of prompts with true labels.
         prompt: Number of the prompt in the batch.
         loss: Function of (logits, batch) that returns a number for each prompt.
-        gradient_checkpointing: For long prompts; see :func:`run`.
+        gradient_checkpointing: For long prompts; see ``run``.
 
     Returns:
         The flows, which a notebook shows, ``save`` writes into an HTML file, and ``write_report``

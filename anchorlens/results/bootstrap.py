@@ -145,7 +145,7 @@ def with_intervals(
         result: Function from rows, Tensor["prompt ..."] each, to a record.
         rows: The numbers that each prompt contributes.
         resamples: Number of resamples; 0 gives no intervals.
-        info: Where the numbers come from; see :class:`Record`.
+        info: Where the numbers come from; see ``Record``.
         sets: The set of demonstrations of each prompt; by default the row ``demonstrations_id``,
             or a single set if there is no such row.
         seed: Seed of a separate generator; the global random state is not touched.

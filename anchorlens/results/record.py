@@ -195,7 +195,7 @@ class Record:
 
     @classmethod
     def load(cls: type[_R], path: str | Path) -> _R:
-        """Read a record that :meth:`save` wrote.
+        """Read a record that ``save`` wrote.
 
         Raises:
             StoreError: The file cannot be read, is damaged, holds no record or another kind of
@@ -247,7 +247,7 @@ class Record:
 
 
 def load_record(path: str | Path) -> Record:
-    """Read a file that any record's :meth:`Record.save` wrote, as a record of the same class.
+    """Read a file that any record's ``Record.save`` wrote, as a record of the same class.
 
     The classes of this package are known; a class of your own is known once it is defined.
 

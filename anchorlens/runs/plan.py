@@ -125,7 +125,7 @@ class Plan:
         record: Callable[[Callable[[Rows], Record], Rows], Record],
         known: Mapping[str, Record],
     ) -> Results:
-        """The record of every metric after the known records; see :meth:`Study.results`.
+        """The record of every metric after the known records; see ``Study.results``.
 
         Args:
             rows: The rows of all prompts.

@@ -165,11 +165,11 @@ class Study:
             interventions: Functions of the batch to hooks that ``plan.logits`` will get; they are
                 tried too. ``plan.logits`` also accepts others.
             loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
-            gradient_checkpointing: See :func:`run`.
+            gradient_checkpointing: See ``run``.
             share_prefix: False runs whole prompts without a trial.
 
         Raises:
-            AnchorlensError: As :func:`run`.
+            AnchorlensError: As ``run``.
         """
         check_metrics(self.model, self.batches, metrics, hooks, loss)
         refuse_moved_hooks(self._given, self.batches, no_hooks if hooks is None else hooks)
@@ -258,7 +258,7 @@ class Study:
 
         Args:
             result: Pure function from the rows of all prompts to a record.
-            rows: From :meth:`collect`.
+            rows: From ``collect``.
             info: What the numbers describe, apart from the model and the prompts.
         """
         return with_intervals(

@@ -44,7 +44,7 @@ def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 
 def read_with_digest(path: str | Path) -> Sealed:
-    """Read a file that was made by :func:`sealed`.
+    """Read a file that was made by ``sealed``.
 
     Raises:
         StoreError: The file cannot be read, is of another kind, or is damaged.

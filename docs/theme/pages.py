@@ -1,0 +1,45 @@
+"""What mkdocs does with each page: formulas become MathML, public names link to the reference.
+
+MathML is drawn by the browser itself, so the pages need no script and no network for formulas.
+"""
+
+import ast
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+PACKAGE = Path(__file__).parents[2] / "anchorlens" / "__init__.py"
+PUBLIC = {
+    alias.asname
+    for node in ast.parse(PACKAGE.read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+# Links, blocks of code and headings stay as they are.
+CODE = re.compile(
+    r"<a\b.*?</a>|<pre\b.*?</pre>|<h\d\b.*?</h\d>|<code>(al\.)?(\w[\w.]*)(\(.*?\))?</code>",
+    re.DOTALL,
+)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Called by mkdocs with the html of each page."""
+    return CODE.sub(_linked, FORMULA.sub(_mathml, content))
+
+
+def _mathml(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    return convert(html.unescape(match[2]).strip(), display=display)
+
+
+def _linked(match: re.Match[str]) -> str:
+    """A public name as a link. A bare word in small letters may be an argument, so it is none."""
+    prefix, name = match[1], match[2]
+    is_clear = prefix or (name and re.search("[A-Z_]", name))
+    if not is_clear or name.split(".")[0] not in PUBLIC:
+        return match[0]
+    return f'<autoref optional identifier="anchorlens.{name}">{match[0]}</autoref>'
