@@ -133,6 +133,17 @@ def test_isolate_takes_bare_positions_and_negative_layers(gpt2: Any, batch: al.P
     ).any()
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_labels_isolated_in_one_head_are_attended_in_the_other_as_before(
+    gpt2: Any, batch: al.PromptBatch, head: int
+) -> None:
+    cut = edges.wp(batch)
+    clean = patterns_of(gpt2, batch, [])[:, 0]
+    isolated = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0, heads=head))[:, 0]
+    assert not isolated[:, head][cut].any()
+    torch.testing.assert_close(isolated[:, 1 - head], clean[:, 1 - head])
+
+
 def test_edges_of_one_prompt_apply_to_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
     single = questions(gpt2, 1)[0]
     doubled: dict[str, Any] = {
@@ -188,6 +199,7 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
         r"heads must be numbers from 0 to 1.*got \[99\]",
     ),
     (lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=[]), "got none"),
+    (lambda m, b: al.isolate_labels(m, b, 0, heads=[]), "got none"),
     (
         lambda m, b: al.block_edges(m, torch.ones_like(edges.wp(b)), 0),
         r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",

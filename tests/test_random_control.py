@@ -54,14 +54,30 @@ def test_isolate_random_uses_one_draw_in_all_layers(gpt2: Any) -> None:
         assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
 
 
-def test_the_random_control_of_whole_words_has_as_many_tokens(gpt2: Any) -> None:
+@pytest.mark.parametrize("options", [{"heads": 0}, {"renormalize": False}])
+def test_isolate_random_blocks_the_edges_of_the_draw(gpt2: Any, options: dict[str, Any]) -> None:
+    batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
+    cut = edges.between(random_positions(batch, 3), batch.attention_mask)
+    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3, **options))
+    blocked = patterns_of(gpt2, batch, al.block_edges(gpt2, cut, 1, **options))
+    assert torch.equal(patterns, blocked)
+    by_default = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3))
+    assert not torch.equal(patterns, by_default)
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_the_random_control_has_as_many_tokens_as_are_isolated(
+    gpt2: Any, whole_words: bool
+) -> None:
+    """Of a label word of several tokens the first is isolated, or all of them."""
     demos = [al.Example("one two three four five", 0), al.Example("six seven eight nine", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
     labels = edges.group(batch, "label")
-    assert int(labels.sum()) > batch.label_positions.shape[1]
-    drawn = random_positions(batch, 3, whole_words=True)
-    assert int(drawn.sum()) == int(labels.sum()) and not (drawn & labels).any()
-    hooks = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=True)
+    assert int(labels.sum()) > len(demos)
+    drawn = random_positions(batch, 3, whole_words=whole_words)
+    assert int(drawn.sum()) == (int(labels.sum()) if whole_words else len(demos))
+    assert not (drawn & labels).any()
+    hooks = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=whole_words)
     alone = patterns_of(gpt2, batch, hooks)[0, 0, 0].diagonal()[1:] == 1
     assert torch.equal(alone, drawn[0, 1:])
 

@@ -1,16 +1,17 @@
 """Tests of the isolation experiment against a loop of separate runs."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measures import logits_of
-from tiny_models import questions
+from tiny_models import LONG_LABELS, questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
+from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError, StoreError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -25,13 +26,23 @@ def by_hand(model: Any, batches: list[al.PromptBatch], hooks_of: Any) -> Tensor:
     return logits
 
 
+def prompts_with_long_labels(model: Any) -> list[al.PromptBatch]:
+    """Nine prompts whose label words have several tokens."""
+    examples = al.load_examples("questions")
+    demos = [al.Example(example.text, label) for label, example in enumerate(examples[:2])]
+    queries = [example.text for example in examples[2:11]]
+    batches = al.build_prompts(model.tokenizer, LONG_LABELS, demos, queries, batch_size=4)
+    assert all((batch.label_ends > batch.label_positions).all() for batch in batches)
+    return batches
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"whole_words": True}])
 def test_isolation_equals_separate_runs(
     name: str, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
-    batches = questions(model, 9, batch_size=4)
+    batches = prompts_with_long_labels(model)
     record = al.isolation_loyalty(
         model, batches, layers=range(2), draws=3, seed=11, resamples=0, progress=False, **options
     )
@@ -45,13 +56,14 @@ def test_isolation_equals_separate_runs(
         torch.testing.assert_close(
             getattr(record, field), getattr(of_labels, field), rtol=1e-4, atol=1e-5
         )
-    plain = {"renormalize": options.get("renormalize", True)}
     draws = []
     for seed in range(11, 14):
         logits = by_hand(
             model,
             batches,
-            lambda batch, seed=seed: al.isolate_random(model, batch, range(2), seed=seed, **plain),
+            lambda batch, seed=seed: al.isolate_random(
+                model, batch, range(2), seed=seed, **options
+            ),
         )
         draws.append(al.loyalty(clean, logits, ids))
     for field in ("label_loyalty", "word_loyalty", "kl"):
@@ -83,6 +95,26 @@ def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -
     torch.testing.assert_close(with_bos.kl, expected.kl, rtol=1e-4, atol=1e-5)
     with pytest.raises(HookError, match="do not begin with a BOS"):
         al.isolation_loyalty(gpt2, questions(gpt2, 2), 0, keep_bos=True)
+
+
+def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
+    batches = questions(llama, 2)
+    settings: dict[str, Any] = {"sites": {"all": al.Site(0)}, "draws": 1, "resamples": 0}
+    al.isolation_sweep(llama, batches, folder=tmp_path, progress=False, **settings)
+    changes: list[dict[str, Any]] = [
+        {"sites": {"all": al.Site(1)}},
+        {"sites": {"all": al.Site(0, heads=0)}},
+        {"sites": {"all": al.Site(0, keep_bos=True)}},
+        {"draws": 2},
+        {"seed": 1},
+        {"whole_words": True},
+        {"renormalize": False},
+    ]
+    for change in changes:
+        with pytest.raises(StoreError, match=r"another run.* isolated: stored .1 draws from 0"):
+            al.isolation_sweep(
+                llama, batches, folder=tmp_path, progress=False, **(settings | change)
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)

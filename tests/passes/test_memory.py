@@ -198,18 +198,21 @@ def test_a_part_of_a_batch_shares_no_longer_prefix_than_its_set_does(
     """The set is also in a mixed batch, where queries begin with other words."""
     examples = al.load_examples("questions")
     ours, others = (al.sample_demonstrations(examples, seed=seed) for seed in (1, 2))
-    what = [
-        example for example in examples if example.text.startswith("What") and example not in ours
-    ][:4]
-    who = [
-        example for example in examples if example.text.startswith("Who") and example not in ours
-    ][:2]
+
+    def beginning_with(word: str) -> list[al.Example]:
+        return [
+            example for example in examples if example.text.startswith(word) and example not in ours
+        ]
+
+    what = beginning_with("What")[:4]
+    # Their first words differ too: a word that both begin with would be the same prefix for both.
+    differ = [beginning_with(word)[0] for word in ("Who", "How")]
 
     def prompts(demos: Any, queries: Any) -> list[al.PromptBatch]:
         return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], demos, queries, batch_size=4)
 
     pure = [*prompts(ours, what), *prompts(others, what)]
-    (mixed,) = prompts([ours, ours, others, others], [*who, *what[:2]])
+    (mixed,) = prompts([ours, ours, others, others], [*differ, *what[:2]])
     assert only_set(mixed) is None
     assert {only_set(batch) for batch in pure} == set(mixed.demonstrations_id.tolist())
     pure += prompts(al.sample_demonstrations(examples, seed=3), what)  # this set may be shared

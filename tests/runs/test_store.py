@@ -229,6 +229,13 @@ def test_other_hooks_are_detected_in_the_first_batch(gpt2: Any, tmp_path: Path) 
         run(gpt2, Logits(), tmp_path, metrics=[Logits()], hooks=isolated(gpt2, [2]))
 
 
+def test_gradient_checkpointing_belongs_to_the_stored_rows(gpt2: Any, tmp_path: Path) -> None:
+    metrics = [al.SaliencyFlows()]
+    run(gpt2, Logits(), tmp_path, metrics=metrics)
+    with pytest.raises(StoreError, match="gradient_checkpointing: stored 'False', now 'True'"):
+        run(gpt2, Logits(), tmp_path, metrics=metrics, gradient_checkpointing=True)
+
+
 def test_a_loss_without_a_name_can_be_stored(gpt2: Any, tmp_path: Path) -> None:
     first, second = Logits(), Logits()
     expected, resumed = (
