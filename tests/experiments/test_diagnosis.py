@@ -317,7 +317,7 @@ def test_the_figure_and_the_report_show_the_diagnosis(tmp_path: Path) -> None:
     assert f"p = {float(diagnosis.p_value[2]):.2g}" in figure.layout.title.text
     assert figure.layout.xaxis.ticktext == tuple("abcd")
     text = al.write_report({"diagnosis": diagnosis}, tmp_path / "report.html").read_text()
-    assert "<li>p_value: Share of the permutations" in text
+    assert "<dt>p_value</dt><dd>Share of the permutations" in text
     plain = al.diagnose(record_of(matrix_of(4, seed=0), matrix_of(4, seed=1)[0]))
     assert len(plain.plot().data) == 4  # no bands
     assert plain.plot().layout.xaxis.ticktext[0] == "class 0"
