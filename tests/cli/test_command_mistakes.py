@@ -23,7 +23,7 @@ FILES: dict[str, list[dict[str, Any]]] = {
 HUGE = str(10**22)
 QUICK = ["--queries", "11", "--depth", "1", "--draws", "1"]
 RUN = ["run", "--task", "sentiment", *QUICK]
-PAPER = ["paper", "--tasks", "sentiment", *QUICK, "--seeds", "1"]
+PAPER = ["paper", "--tasks", "sentiment", *QUICK]
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ def test_paper_writes_numbers_tables_and_report(
     model = tmp_path / "model"
     tiny_gpt2(len(byte_level), n_layer=2).save_pretrained(model)
     byte_level.save_pretrained(model)
-    arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *QUICK]
-    arguments += ["--seeds", "-5"]
+    quick = ["--queries", "11", "--seed", "-5", "--depth", "1", "--draws", "1"]
+    arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *quick]
     assert call(monkeypatch, "paper", "--model", str(model), *arguments) == 0
     tables = (tmp_path / "tables.txt").read_text()
     assert tables in capsys.readouterr().out
