@@ -38,7 +38,7 @@ help:
 	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
 	@echo 'make test-processed  what differs by kind of model, on bridges in compatibility mode'
 	@echo 'make test-oldest  what differs by kind of model, on transformer-lens 3.9 and its HookedTransformer'
-	@echo 'make test-browser the report in a headless Chromium, which it installs if there is none (apt)'
+	@echo 'make test-browser report and documentation in Chromium, which it installs if there is none (apt)'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
@@ -65,7 +65,7 @@ test-processed: $(VENV)/.stamp-dev
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
-test-browser: $(VENV)/.stamp-browser
+test-browser: $(VENV)/.stamp-browser docs
 	$(BIN)/python -m pytest -n 0 -o python_files='*_in_a_browser.py' tests/browser
 
 # The checks use one core. On another, Python compiles the packages that the tests import, which

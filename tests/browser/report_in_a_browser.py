@@ -4,19 +4,15 @@
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from chromium import Visit, chromium
+from chromium import PHONE, WIDE, Visit, serious_violations
 from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al
-
-WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +35,6 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     return al.write_report({"one": results, "two": results}, path, settings=settings)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as opened:
-        yield opened
-
-
-@pytest.fixture(params=[WIDE, PHONE], ids=["wide", "phone"])
-def size(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_figures_are_drawn_without_errors_and_requests(
     report: Path, browser: Any, size: Any, scheme: str
@@ -69,9 +54,7 @@ def test_no_serious_violation_of_accessibility(
     with Visit(browser, report, size, scheme) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
-        found = Axe().run(page).response["violations"]
-        serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
-        assert not serious, [(rule["id"], rule["nodes"][0]["html"][:200]) for rule in serious]
+        assert not serious_violations(page)
 
 
 def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:

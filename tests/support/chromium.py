@@ -7,7 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
+
+WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 
 
 @contextmanager
@@ -28,12 +31,13 @@ class Visit:
     """A page in a window of its own; leaving it checks for errors and requests."""
 
     def __init__(
-        self, browser: Any, path: Path, size: Mapping[str, int], scheme: str = "light"
+        self, browser: Any, page: Path | str, size: Mapping[str, int], scheme: str = "light"
     ) -> None:
         self.context = browser.new_context(
             viewport=size, color_scheme=scheme, reduced_motion="reduce", accept_downloads=True
         )
-        self.path, self.problems = path, list[str]()
+        self.address = page if isinstance(page, str) else page.resolve().as_uri()
+        self.problems: list[str] = []
 
     def __enter__(self) -> Any:
         page = self.context.new_page()
@@ -41,7 +45,7 @@ class Visit:
         page.on("console", lambda message: self._note(message.type == "error", message.text))
         page.on("pageerror", lambda error: self._note(True, str(error)))
         page.on("request", lambda request: self._note(not _is_local(request.url), request.url))
-        page.goto(self.path.resolve().as_uri())
+        page.goto(self.address)
         return page
 
     def __exit__(
@@ -60,4 +64,14 @@ class Visit:
 
 
 def _is_local(url: str) -> bool:
-    return url.startswith(("file:", "data:", "blob:"))
+    return url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:"))
+
+
+def serious_violations(page: Any) -> list[tuple[str, str]]:
+    """Serious violations of accessibility that axe finds: the rule and the first element."""
+    found = Axe().run(page).response["violations"]
+    return [
+        (rule["id"], rule["nodes"][0]["html"][:200])
+        for rule in found
+        if rule["impact"] in ("serious", "critical")
+    ]

@@ -1,0 +1,52 @@
+"""The built documentation in a real browser: no errors, no requests elsewhere, accessible."""
+
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from chromium import Visit, serious_violations
+
+SITE = Path(__file__).parents[2] / "site"
+PAGES = [
+    "",
+    "tutorials/first_analysis/",
+    "tutorials/reading_figures/",
+    "gallery/",
+    "definitions/",
+    "command/",
+    "reference/report/",
+]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Answers without a line for each request."""
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of the site on this machine: its search works by http only."""
+    assert (SITE / "index.html").exists(), "there is no site; run make docs first"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", PAGES, ids=[page or "home" for page in PAGES])
+def test_a_page_is_accessible_and_fits_the_screen(
+    address: str, browser: Any, page: str, scheme: str, size: Any
+) -> None:
+    with Visit(browser, address + page, size, scheme) as visit:
+        visit.wait_for_load_state("networkidle")
+        assert visit.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert not serious_violations(visit)
