@@ -11,6 +11,7 @@ INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
+WITH_SHAPES := -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
 OLDEST := $(VENV)/transformer-lens-3.9
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
@@ -26,7 +27,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-processed test-oldest test-browser docs lint bench architectures clean
+.PHONY: help demo test test-quick test-processed test-oldest test-browser docs lint lint-and-compile bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -49,8 +50,8 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(if $(filter $(WEIGHTS),$(MODEL)),@echo '$(NOTICE)')
 	$(BIN)/anchorlens demo --model '$(MODEL)' --out '$(OUT)'
 
-test: lint
-	$(PYTEST) -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
+test: lint-and-compile
+	$(PYTEST) $(WITH_SHAPES)
 	$(PYTEST) -m without_jaxtyping
 
 # No whole models, but for those of a few short tests, and no shape checks.
@@ -66,6 +67,12 @@ test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 
 test-browser: $(VENV)/.stamp-browser
 	$(BIN)/python -m pytest -n 0 -o python_files='*_in_a_browser.py' tests/browser
+
+# The checks use one core. On another, Python compiles the packages that the tests import, which
+# otherwise every process that runs tests does at the same time.
+lint-and-compile: $(VENV)/.stamp-dev
+	@$(BIN)/python -m pytest -n 0 -q --collect-only $(WITH_SHAPES) >/dev/null 2>&1 & \
+	$(MAKE) --no-print-directory lint; status=$$?; wait; exit $$status
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

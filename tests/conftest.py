@@ -203,11 +203,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_folder(byte_level: Any, tmp_path_factory: Any) -> Path:
     """A model as a user has it: weights and tokenizer in a local folder."""
+    return saved_model(tmp_path_factory.mktemp("tiny-gpt2"), byte_level, n_layer=6)
+
+
+@pytest.fixture(scope="session")
+def shallow_folder(byte_level: Any, tmp_path_factory: Any) -> Path:
+    """A model with few layers, for tests in which a command runs several times."""
+    return saved_model(tmp_path_factory.mktemp("shallow-gpt2"), byte_level, n_layer=3)
+
+
+def saved_model(folder: Path, tokenizer: Any, n_layer: int) -> Path:
     from tiny_models import tiny_gpt2
 
-    folder = tmp_path_factory.mktemp("tiny-gpt2")
-    tiny_gpt2(len(byte_level), n_layer=6, n_embd=16).save_pretrained(folder)
-    byte_level.save_pretrained(folder)
+    tiny_gpt2(len(tokenizer), n_layer=n_layer, n_embd=16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -39,7 +39,14 @@ def names(model_folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", MODULES)
+# Several groups, because the examples take as long as many other files together.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"docstrings {number % 4}"))
+        for number, name in enumerate(MODULES)
+    ],
+)
 def test_the_examples_of_a_module_run(name: str, names: dict[str, Any]) -> None:
     module = importlib.import_module(name)
     results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)

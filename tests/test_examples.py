@@ -23,7 +23,7 @@ def test_the_folder_has_examples() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_writes_a_page(
-    path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path
+    path: Path, monkeypatch: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     text = path.read_text()
     options = ["--queries", "12"] if "--queries" in text else []
@@ -33,6 +33,6 @@ def test_an_example_runs_and_writes_a_page(
     # Five sentiments of each class fit into the tiny model's context.
     options += ["--task", "sentiment", "--seeds", "42", "43"] if "--task" in text else []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [path.name, "--model", str(model_folder), *options])
+    monkeypatch.setattr(sys, "argv", [path.name, "--model", str(shallow_folder), *options])
     runpy.run_path(str(path), run_name="__main__")
     assert list(tmp_path.glob("*.html"))

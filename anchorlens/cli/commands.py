@@ -6,6 +6,7 @@ import. Each command imports what it needs.
 
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import StrEnum
 from importlib.metadata import version
@@ -344,15 +345,16 @@ def main() -> None:
 
     Of several processes the main one prints, also what failed in another.
     """
+    options = _options_of(sys.argv[1:])
     warnings.formatwarning = lambda message, *_, **__: (
-        f"warning: {in_words_of_the_command(str(message))}\n"
+        f"warning: {in_words_of_the_command(str(message), options)}\n"
     )
     try:
         if was_launched():
             _join_launched()
         app()
     except AnchorlensError as error:
-        say(f"error: {in_words_of_the_command(str(error))}", err=True)
+        say(f"error: {in_words_of_the_command(str(error), options)}", err=True)
         sys.exit(1)
     except Exception as error:
         from ..passes.memory import is_out_of_memory
@@ -367,6 +369,17 @@ def main() -> None:
             err=True,
         )
         sys.exit(1)
+
+
+def _options_of(arguments: Sequence[str]) -> set[str]:
+    """The options of the command that the arguments call."""
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
+    name = next((argument for argument in arguments if argument in commands), "")
+    return {
+        option
+        for parameter in getattr(commands.get(name), "params", ())
+        for option in parameter.opts
+    }
 
 
 def _join_launched() -> None:

@@ -97,7 +97,12 @@ def _draw(tables: Sequence[PrintedTable]) -> None:
     console = Console()
     for table in tables:
         columns = list(dict.fromkeys(name for texts in table.rows.values() for name in texts))
-        drawn = Table(title=table.title or None, title_justify="left")
+        drawn = Table(
+            title=table.title or None,
+            title_justify="left",
+            title_style="bold",
+            show_header=bool(table.corner) or any(columns),
+        )
         drawn.add_column(Text(table.corner))
         for column in columns:
             drawn.add_column(Text(column), overflow="fold")

@@ -1,23 +1,39 @@
 """Errors of the library in the words of the command line: options instead of Python arguments."""
 
 import re
+from collections.abc import Collection
 
 # A cure of the library names the option and what it is in Python: "(--fresh, in Python
 # al.forget_rows)". The brackets of a call may stand inside.
 _CALL = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+# What the library says, the option that does the same, what a command with this option says
+# instead, and what a command without it says.
 _REPLACED = (
+    (
+        "name the right ones (in Python with text= and label=) or rename them",
+        "--text-column",
+        "name the right ones (--text-column, --label-column) or rename them",
+        "rename the right ones to text and label",
+    ),
+    (
+        "; list others in Python with classes=",
+        "--classes",
+        "; list others with --classes",
+        "",
+    ),
+    ("classes=[", "--classes", "--classes [", "classes=["),
+    ("lower shots or ", "--shots", "lower --shots or ", ""),
+    ("ask for fewer queries or ", "--queries", "lower --queries or ", ""),
+)
+# The same for all commands.
+_LEFT_OUT = (
+    (", or drop_too_long=True in Python", ""),
+    (", or resamples=0 for no intervals", ""),
     (
         "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
         "(transformer-lens 3.9) where that supports it",
         "give unquantised weights, or another model",
     ),
-    ("in Python with text= and label=", "--text-column, --label-column"),
-    ("list others in Python with classes=", "list others with --classes"),
-    ("classes=[", "--classes ["),
-    ("lower shots or", "lower --shots or"),
-    ("ask for fewer queries or", "lower --queries or"),
-    (", or drop_too_long=True in Python", ""),
-    (", or resamples=0 for no intervals", ""),
 )
 _REMOVED = (
     re.compile(r", or in Python by \w+=\w+"),
@@ -27,14 +43,20 @@ _REMOVED = (
 )
 
 
-def in_words_of_the_command(message: str) -> str:
+def in_words_of_the_command(message: str, options: Collection[str]) -> str:
     """The message without what can only be done in Python.
 
+    Args:
+        message: A message of the library.
+        options: The options of the command.
+
     Examples:
-        >>> in_words_of_the_command("start over (--fresh, in Python al.forget_rows)")
+        >>> in_words_of_the_command("start over (--fresh, in Python al.forget_rows)", ["--fresh"])
         'start over (--fresh)'
     """
-    for of_python, of_command in _REPLACED:
+    for of_python, option, with_option, without in _REPLACED:
+        message = message.replace(of_python, with_option if option in options else without)
+    for of_python, of_command in _LEFT_OUT:
         message = message.replace(of_python, of_command)
     for pattern in _REMOVED:
         message = pattern.sub("", message)

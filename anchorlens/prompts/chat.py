@@ -65,11 +65,11 @@ class ChatTask(Task):
             instance because it knows no system turn), or it changes the text of a turn.
 
     Examples:
-        >>> task = ChatTask("Review: {text}{label}", labels=["negative", "positive"])
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
-        >>> chat = al.ChatTask(task.template, task.labels, options={"chat_template": plain})
+        >>> task = al.ChatTask("Review: {text}{label}", labels=["negative", "positive"],
+        ...     options={"chat_template": plain})  # a chat model has a template of its own
         >>> demos = [al.Example("dull", 0), al.Example("fun", 1)]
-        >>> print("".join(piece.text for piece in chat.write(model.tokenizer, demos, "so so")))
+        >>> print("".join(piece.text for piece in task.write(model.tokenizer, demos, "so so")))
         <user> Review: dull
         <assistant> negative
         <user> Review: fun

@@ -80,8 +80,8 @@ def load_examples(
         The examples in the order of the source.
 
     Raises:
-        DataError: The source, split or column does not exist, a label is not a class, or the hub
-            cannot be reached.
+        DataError: The source, split or column does not exist, a label is not a class, the classes
+            are not different values, or the hub cannot be reached.
 
     Examples:
         >>> examples = load_examples("sentiment", split="train")
@@ -89,6 +89,7 @@ def load_examples(
         [0, 1]
     """
     name = str(source)
+    _check_columns(text, label, classes)
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
             examples = _examples(read_columns(path, label), name, text, label, classes)
@@ -102,6 +103,12 @@ def load_examples(
         return _examples(read_columns(Path(source), label), name, text, label, classes)
     if name in HUB_SOURCES:
         hub = HUB_SOURCES[name]
+        if (text, label) != ("text", "label"):
+            raise DataError(
+                f"the columns of {name!r}, a task of the paper, are known, but the columns "
+                f"{text!r} and {label!r} came with it; leave them out, or name the data set on the "
+                f"hub ({hub.path!r})"
+            )
         split = hub.test if split == "test" else split or "train"
         return _read_hub(hub.path, split, hub.revision, hub.text, hub.label, classes)
     return _read_hub(name, split or "train", None, text, label, classes)
@@ -184,6 +191,21 @@ def sample_queries(
             "demonstrations; ask for fewer queries or give more examples"
         )
     return random.Random(seed).sample(pool, count)
+
+
+def _check_columns(text: str, label: str, classes: Sequence[str | int] | None) -> None:
+    if text == label:
+        raise DataError(
+            f"the texts and the classes are two columns; got {text!r} for both (text= and label=)"
+        )
+    if classes is None:
+        return
+    is_list = isinstance(classes, Sequence) and not isinstance(classes, str)
+    if not is_list or any(value in classes[:k] for k, value in enumerate(classes)):
+        raise DataError(
+            "classes is a list of the different values of the label column, in the order of the "
+            f"classes, such as ['bad', 'good']; got {classes!r}"
+        )
 
 
 def _half(examples: list[Example], name: str, split: str | None) -> list[Example]:

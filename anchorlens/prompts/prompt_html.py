@@ -16,11 +16,11 @@ PROMPT_CSS = """\
 .al-tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; }
 .al-text, .al-label, .al-format, .al-query, .al-target, .al-other
 { color: inherit; border-radius: 2px; padding: 1px 0; }
-.al-text { background: rgb(86 180 233 / 24%); }
-.al-label { background: rgb(230 159 0 / 34%); font-weight: bold; text-decoration: underline; }
+.al-text { background: rgb(230 159 0 / 18%); }
+.al-label { background: rgb(0 114 178 / 28%); font-weight: bold; text-decoration: underline; }
 .al-format { background: rgb(128 128 128 / 28%); }
 .al-query { background: rgb(0 158 115 / 24%); text-decoration: underline dotted; }
-.al-target { background: rgb(204 121 167 / 36%); font-weight: bold; outline: 2px solid;
+.al-target { background: rgb(213 94 0 / 32%); font-weight: bold; outline: 2px solid;
 margin: 0 .15em; padding: 1px .2em; }
 .al-other { background: none; }
 .al-tokens [data-token]:hover::after { content: attr(data-token); position: absolute;

@@ -59,7 +59,7 @@ def relabel(
         >>> how = al.relabeling.flipped(share=1.0, seed=0)
         >>> prompts = al.build_prompts(model.tokenizer, *al.relabel(demos, task, how), ["Who?"])
         >>> flipped = al.relabel(demos, task, how)[1]
-        >>> any(one.label == other.label for one, other in zip(demos, flipped))
+        >>> any(before.label == after.label for before, after in zip(demos, flipped))
         False
         >>> al.relabel(flipped, task, how)[1] == demos
         True

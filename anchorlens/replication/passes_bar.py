@@ -13,7 +13,8 @@ class PassesBar:
     """The bar of ``paper``.
 
     How many passes a part takes is known when it has run once, for another task or seed. Until
-    then the mean of the known parts is expected, and before the first part has ended no total.
+    then the mean of the known parts is expected, or more if it took more already. Before the first
+    part has ended there is no total.
 
     Args:
         names: The name of each part that will run, in order.
@@ -22,7 +23,7 @@ class PassesBar:
 
     def __init__(self, names: Sequence[str], quiet: bool) -> None:
         self.left = list(names)
-        self.bar = tqdm(total=None, disable=quiet, unit="pass")
+        self.bar = tqdm(total=None, disable=quiet, unit=" passes")
         self.passes = 0
         self.passes_of: dict[str, int] = {}
 
@@ -30,11 +31,17 @@ class PassesBar:
     def part(self, title: str) -> Iterator[None]:
         """Count the passes of the next part."""
         name, before = self.left.pop(0), self.passes
-        self.bar.set_description(title)
-        with after_each_pass(self._advance):
+
+        def advance() -> None:
+            self.passes += 1
+            self._set_total(name, before)
+            self.bar.update()
+
+        self.bar.set_description_str(title)
+        self._set_total(name, before)
+        with after_each_pass(advance):
             yield
         self.passes_of[name] = self.passes - before
-        self._expect()
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -44,14 +51,11 @@ class PassesBar:
         """Empty the line of the bar, so that other text can begin there."""
         self.bar.clear()
 
-    def _advance(self) -> None:
-        self.passes += 1
-        if self.bar.total is not None:
-            self.bar.total = max(self.bar.total, self.passes)
-        self.bar.update()
-
-    def _expect(self) -> None:
+    def _set_total(self, name: str, before: int) -> None:
+        """Expect a number of passes, of which ``before`` were those of the parts before this."""
+        if not self.passes_of:
+            return
         mean = fmean(self.passes_of.values())
-        expected = sum(self.passes_of.get(name, mean) for name in self.left)
-        self.bar.total = self.passes + round(expected)
-        self.bar.refresh()
+        of_part = max(self.passes_of.get(name, mean), self.passes - before)
+        later = sum(self.passes_of.get(later, mean) for later in self.left)
+        self.bar.total = before + round(of_part + later)

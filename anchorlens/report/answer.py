@@ -73,7 +73,7 @@ def _on_ability(records: Mapping[str, Record]) -> Iterator[str]:
     if known is not None:
         accuracy, commonest = known
         yield (
-            f"The model names the right class of {accuracy.text(100, 0, ' %')} of the queries; "
+            f"The model names the right class of {accuracy.percent()} of the queries; "
             f"always naming the commonest class would be right for {100 * commonest:.0f} %."
         )
 
@@ -87,8 +87,8 @@ def _on_isolation(records: Mapping[str, Record]) -> Iterator[str]:
 def _isolation_sentence(record: IsolationRecord) -> str:
     labels = [estimate(record, f"{kind}_loyalty") for kind in ("label", "control_label")]
     words = [estimate(record, f"{kind}_loyalty") for kind in ("word", "control_word")]
-    label, random_label = (value.text(100, 0, " %") for value in labels)
-    word, random_word = (value.text(100, 0, " %") for value in words)
+    label, random_label = (value.percent() for value in labels)
+    word, random_word = (value.percent() for value in words)
     return (
         f"Isolating the label words in {first_layers(record)} keeps {label} of the predicted "
         f"labels; isolating as many random words keeps {random_label}. The five likeliest next "

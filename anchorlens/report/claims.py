@@ -29,15 +29,24 @@ class Estimate:
     low: float
     high: float
 
-    def text(self, scale: float = 1.0, digits: int = 2, unit: str = "") -> str:
-        """For example ``0.42 [0.21, 0.60]``, or with a scale of 100 ``42 % [21, 60]``."""
+    def text(self, digits: int = 2) -> str:
+        """For example ``0.42 [0.21, 0.60]``."""
+        value, low, high = (f"{number + 0.0:.{digits}f}" for number in self._numbers)
+        return self._with_interval(value, low, high)
+
+    def percent(self) -> str:
+        """For example ``42 % [21, 60]``."""
+        value, low, high = (f"{100 * number + 0.0:.0f}" for number in self._numbers)
+        return self._with_interval(f"{value} %", low, high)
+
+    @property
+    def _numbers(self) -> tuple[float, float, float]:
+        return self.value, self.low, self.high
+
+    def _with_interval(self, value: str, low: str, high: str) -> str:
         if isnan(self.value):
             return "no number"
-        value, low, high = (
-            f"{scale * number + 0.0:.{digits}f}" for number in (self.value, self.low, self.high)
-        )
-        known = not (isnan(self.low) or isnan(self.high))
-        return f"{value}{unit} [{low}, {high}]" if known else f"{value}{unit}"
+        return value if isnan(self.low) or isnan(self.high) else f"{value} [{low}, {high}]"
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ def _reason_against_ability(records: Iterable[Record]) -> str:
     if accuracy.low > commonest:
         return ""
     return (
-        f"the accuracy, {accuracy.text(100, 0, ' %')}, is not clearly above the "
+        f"the accuracy, {accuracy.percent()}, is not clearly above the "
         f"{100 * commonest:.0f} % of a model that always names the commonest class, so that there "
         "is no answer to explain: use more queries, or a task that the model can do"
     )
@@ -197,7 +206,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
             "layers minus mean of the last third",
             Estimate(-change.value, -change.high, -change.low),
-            limit=0.1,
+            limit=0.25,
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
         )
     yield _Measured(

@@ -28,7 +28,7 @@ from .templates import json_in_script, static, template
 Results = Mapping[str, Any]  # a Record or PromptFlows by name, or a mapping of several records
 
 _NUMERIC = ("value", "low", "high")
-_HEIGHT = 420  # pixels of a figure that names no height
+_HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class _Section:
     title: str = ""
     figure: str = ""
     height: int = _HEIGHT
+    min_width: int = _MIN_WIDTH
     fields: Sequence[tuple[str, str]] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -262,6 +263,7 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         title=title,
         figure=json_in_script(plotly.io.json.to_json_plotly(drawn)),
         height=int(figure.layout.height or _HEIGHT),
+        min_width=int((figure.layout.meta or {}).get("min_width", _MIN_WIDTH)),
     )
 
 

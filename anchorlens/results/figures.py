@@ -8,6 +8,7 @@ as TeX. NaN values leave gaps. Figures have a height in pixels and fill the widt
 import html
 from collections.abc import Collection, Sequence
 from itertools import groupby, product
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -230,6 +231,8 @@ def confusion_pair(
     bar = {"title": {"text": "low = confused", "side": "right"}, "thickness": 12}
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(_layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
+    # Two matrices beside each other need this width: a narrow page scrolls them.
+    figure.update_layout(meta={"min_width": 300 + 60 * count})
     axis = _name_ticks(class_names) | {"showgrid": False, "zeroline": False}
     figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
     return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
@@ -402,7 +405,8 @@ def _tint(color: str) -> str:
 
 def _name_ticks(names: Sequence[str]) -> dict[str, Any]:
     """Write names at 0, 1, ... of an axis; as values plotly would merge equal names and sort."""
-    return {"tickvals": list(range(len(names))), "ticktext": [_literal(name) for name in names]}
+    lines = [[_literal(line) for line in wrap(name, 18) or [name]] for name in names]
+    return {"tickvals": list(range(len(names))), "ticktext": ["<br>".join(of) for of in lines]}
 
 
 def _layout(title: str, height: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_demo_writes_report_results_and_settings(
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_run_takes_a_file_and_several_seeds(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "mine.jsonl"
     rows = [
@@ -77,7 +77,7 @@ def test_run_takes_a_file_and_several_seeds(
     arguments = ["--task", "sentiment", "--data", str(data), "--seed", "1", "--seed", "2"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "out"), *QUICK]
     arguments += ["--gradient-checkpointing"]
-    assert call(monkeypatch, "run", "--model", str(model_folder), *arguments) == 0
+    assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
     flows = al.SaliencyFlowsRecord.load(tmp_path / "out/sentiment/saliency_flows.safetensors")
     assert flows.info["demonstration_sets"] == 2
     assert flows.info["shared_prefix"] == "off: blocks are checkpointed"
@@ -86,11 +86,11 @@ def test_run_takes_a_file_and_several_seeds(
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_a_different_run_in_the_same_folder_needs_fresh(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     arguments = [
         "--model",
-        str(model_folder),
+        str(shallow_folder),
         "--task",
         "questions",
         "--out",
@@ -109,7 +109,7 @@ def test_a_different_run_in_the_same_folder_needs_fresh(
     assert "--fresh" in error and "prompts: stored" in error
     # A command that fails deletes nothing.
     assert call(monkeypatch, "run", *arguments, "--fresh", "--depth", "99") == 1
-    assert "--depth 99 is more than the 6 layers" in capsys.readouterr().err
+    assert "--depth 99 is more than the 3 layers" in capsys.readouterr().err
     assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
     assert "must differ; got [7, 7]" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before

@@ -31,12 +31,13 @@ def test_paper_writes_numbers_tables_and_report(
     model = tmp_path / "model"
     tiny_gpt2(len(byte_level), n_layer=2).save_pretrained(model)
     byte_level.save_pretrained(model)
-    arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *QUICK]
+    quick = ["--queries", "11", "--seed", "-5", "--depth", "1", "--draws", "1"]
+    arguments = ["--tasks", "sentiment, emotions", "--appendix", "--out", str(tmp_path), *quick]
     assert call(monkeypatch, "paper", "--model", str(model), *arguments) == 0
     tables = (tmp_path / "tables.txt").read_text()
     assert tables in capsys.readouterr().out
     titles = [block.splitlines()[0] for block in tables.split("\n\n")]
-    starts = ["Of one seed, 1", *(f"Figure {k}." for k in (3, 4, 5, 6)), "Table 1.", "Table 2."]
+    starts = ["Of one seed, -5", *(f"Figure {k}." for k in (3, 4, 5, 6)), "Table 1.", "Table 2."]
     starts += ["Table 3.", "Appendix. Figure 4", "Appendix. The likeliest", "Appendix. Rank"]
     starts += [f"Appendix, two shots: Figure {k}." for k in (3, 4, 5, 6)]
     assert len(titles) == len(starts)
@@ -60,7 +61,7 @@ def one_number(setting: Setting) -> Iterator[Number]:
 
 @pytest.mark.filterwarnings("ignore:.*second. not yet")
 def test_an_interrupted_command_resumes(
-    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     calls: list[str] = []
 
@@ -79,7 +80,7 @@ def test_an_interrupted_command_resumes(
             raise MetricError("not yet")
 
     monkeypatch.setattr(work, "PAPER_PARTS", (first, second))
-    arguments = ["--model", str(model_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
+    arguments = ["--model", str(shallow_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
     arguments += QUICK
     with pytest.warns(UserWarning, match="sentiment, seed 1, first: mind this"):
         assert call(monkeypatch, "paper", *arguments) == 130

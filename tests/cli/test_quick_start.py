@@ -1,9 +1,15 @@
 """Help, version and completion need none of the packages that take seconds to import."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import anchorlens as al
+from anchorlens.cli.commands import TASK_NAMES
+from anchorlens.prompts.examples import BUNDLED
 
 HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
 # Prints the heavy packages that main imported, to the standard error.
@@ -49,3 +55,23 @@ def test_the_test_sees_a_heavy_package() -> None:
     )
     assert completed.returncode == 1
     assert completed.stderr.splitlines()[-1] == "['torch']"
+
+
+def test_the_help_names_the_tasks_of_the_package() -> None:
+    assert (*al.TASKS, *BUNDLED) == TASK_NAMES
+
+
+def test_a_shell_completes_commands_and_tasks() -> None:
+    def completed(words: str) -> list[str]:
+        environment = {"_ANCHORLENS_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        number = str(len(words.split(" ")) - 1)
+        process = subprocess.run(
+            [Path(sys.executable).parent / "anchorlens"],
+            env=os.environ | environment | {"COMP_CWORD": number},
+            capture_output=True,
+            text=True,
+        )
+        return process.stdout.split()
+
+    assert completed("anchorlens pa") == ["paper"]
+    assert completed("anchorlens run --task s") == ["sst2", "sentiment"]

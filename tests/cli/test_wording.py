@@ -29,7 +29,7 @@ from anchorlens.cli.wording import in_words_of_the_command
     ],
 )
 def test_python_is_left_out(message: str, told: str) -> None:
-    changed = in_words_of_the_command(message)
+    changed = in_words_of_the_command(message, ["--fresh"])
     assert told in changed
     assert ("in Python" in changed) is False
 
@@ -38,4 +38,4 @@ def test_python_is_left_out(message: str, told: str) -> None:
 def test_messages_of_the_library_name_no_argument(gpt2: Any) -> None:
     with pytest.warns(UserWarning, match="resamples=0") as caught:
         al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], progress=False)
-    assert all("resamples" not in in_words_of_the_command(str(w.message)) for w in caught)
+    assert all("resamples" not in in_words_of_the_command(str(w.message), []) for w in caught)

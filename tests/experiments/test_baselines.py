@@ -91,6 +91,7 @@ def test_target_states_equal_those_of_transformers(side: str) -> None:
             assert difference(record.states[index], expected) < 1e-4
 
 
+@pytest.mark.without_jaxtyping
 def test_correct_answers_equal_those_of_prompts_written_by_hand() -> None:
     """Plain transformers run each prompt from its text, and its own label decides."""
     tokenizer = byte_level_tokenizer()

@@ -82,6 +82,7 @@ def test_results_of_several_words_equal_those_by_hand(gpt2: Any) -> None:
     assert (predicted != one_word).any()  # so that the words beside the first count
 
     results: Any = al.run(gpt2, batches, METRICS, **QUIET)
+    assert results["accuracy"].info["verbalizer"] == repr(batches[0].verbalizer)
     assert np.array_equal(results["accuracy"].correct, predicted == GOLD)
     distances = results["anchor_distances"]
     expected = roc_auc_score(GOLD == 0, scores[:, 0] - scores[:, 1])

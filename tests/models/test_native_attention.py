@@ -17,7 +17,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.hooked import pattern_name, scores_name, verified_operands
 
-pytestmark = pytest.mark.every_kind
+pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
 Make = Callable[..., Any]
 

@@ -73,6 +73,7 @@ def test_preparing_leaves_no_trace(toy: Any, byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
+@pytest.mark.without_jaxtyping
 def test_every_metric_runs_and_a_stored_run_continues(toy: Any, tmp_path: Path) -> None:
     batches = questions(toy, 6, batch_size=2)
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(3)]
@@ -103,6 +104,7 @@ def test_another_toy_has_another_fingerprint(byte_level: Any) -> None:
 
 
 @pytest.mark.changes_model
+@pytest.mark.without_jaxtyping
 def test_every_experiment_runs(toy: Any) -> None:
     batches = questions(toy, 4, batch_size=2)
     sites = {"first": al.Site(0), "last": al.Site(-1)}

@@ -20,6 +20,7 @@ from anchorlens.passes.forward import run_pass
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
     pytest.mark.every_kind,
+    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:some pairs of classes", "ignore:in 1 of 1 sets"),
 ]
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(2)]
@@ -159,7 +160,6 @@ CALLS: list[Callable[[Any, al.PromptBatch], Any]] = [
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("call", CALLS)
 def test_no_trace_is_left_after_success(gpt2: Any, call: Callable[..., Any]) -> None:
     batch = batch_of(gpt2)
@@ -168,7 +168,6 @@ def test_no_trace_is_left_after_success(gpt2: Any, call: Callable[..., Any]) -> 
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     "point", [pattern_name(1), "blocks.2.hook_resid_post", "ln_final.hook_normalized"]
 )
@@ -179,7 +178,6 @@ def test_no_trace_is_left_after_an_exception_in_a_hook(gpt2: Any, point: str) ->
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_no_trace_is_left_after_an_exception_in_the_loss(gpt2: Any) -> None:
     batch = batch_of(gpt2)
 
@@ -195,7 +193,6 @@ def test_no_trace_is_left_after_an_exception_in_the_loss(gpt2: Any) -> None:
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
     def fail(module: Any, inputs: Any) -> None:
         raise RuntimeError("in the middle")
@@ -210,7 +207,6 @@ def test_no_trace_is_left_after_an_exception_in_the_model(gpt2: Any) -> None:
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 def test_no_trace_is_left_after_bad_input(gpt2: Any) -> None:
     batch = batch_of(gpt2)
     bad: list[Callable[[], Any]] = [
@@ -260,7 +256,6 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
     torch.testing.assert_close(custom["saliency_flows"].flows, 2 * default["saliency_flows"].flows)
 
 
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("loss", "came"), [(lambda a, b: a, r"\(4, 700\)"), (lambda a, b: a.sum(), r"\(\)")]
 )
@@ -330,7 +325,6 @@ def test_prompts_that_do_not_fit_are_refused(
 
 
 @pytest.mark.changes_model
-@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("name", "where"),
     [

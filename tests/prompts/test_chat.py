@@ -218,7 +218,8 @@ def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     tokenizer = with_template(chat_tokenizer("sentencepiece-like"), "Gemma 3")
     model = hooked(tiny_llama(len(tokenizer)), tokenizer)
     demos, queries = DEMOS[:2], [al.Example(f"film {k}", k % 2) for k in range(6)]
-    batches = al.build_prompts(tokenizer, TASK, demos, queries)
+    batches = al.build_prompts(model.tokenizer, TASK, demos, queries)
+    assert rows(batches) == rows(al.build_prompts(tokenizer, TASK, demos, queries))
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()]
     shared, whole = (
         al.run(model, batches, metrics, resamples=0, progress=False, share_prefix=share)

@@ -288,6 +288,22 @@ def test_labels_of_wrong_types_raise_an_error(tmp_path: Path, label: Any, classe
         al.load_examples(path, classes=classes)
 
 
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("classes", ["bad", ["bad", "bad", "good"], {"bad": 0, "good": 1}, 2])
+def test_wrong_classes_raise_an_error(tmp_path: Path, classes: Any) -> None:
+    path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
+    with raises(match=rf"classes is a list of the different .*; got {re.escape(repr(classes))}$"):
+        al.load_examples(path, text="sentence", label="verdict", classes=classes)
+
+
+def test_columns_that_cannot_be_right_raise_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
+    with raises(match=r"are two columns; got 'sentence' for both"):
+        al.load_examples(path, text="sentence", label="sentence", classes=["a"])
+    with raises(match=r"columns of 'sst2', .* 'review' and 'label' came .*stanfordnlp/sst2"):
+        al.load_examples("sst2", text="review")
+
+
 def test_errors_say_what_cannot_be_read_and_the_cure(tmp_path: Path) -> None:
     path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
     with raises(match=r"\['sentence', 'verdict'\], but not \['text', 'label'\]; name .* text="):

@@ -13,6 +13,7 @@ import anchorlens as al
 from anchorlens.errors import PromptError
 
 few_examples = settings(max_examples=60, deadline=None)
+pytestmark = pytest.mark.without_jaxtyping
 SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TASKS = [

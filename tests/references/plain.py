@@ -156,9 +156,13 @@ def flows_of(saliency: Tensor, prompt: Prompt) -> list[float]:
     kinds: dict[str, list[float]] = {"wp": [], "pq": [], "ww": []}
     anchors, target = prompt.anchors, prompt.target
     for i, row in enumerate(saliency.tolist()):
-        for j in range(i):
-            is_pq = i == target and j in anchors
-            kinds["wp" if i in anchors else "pq" if is_pq else "ww"].append(row[j])
+        if i in anchors:
+            kinds["wp"] += row[:i]
+        elif i == target:
+            for j in range(i):
+                kinds["pq" if j in anchors else "ww"].append(row[j])
+        else:
+            kinds["ww"] += row[:i]
     return [sum(values) / len(values) for values in kinds.values()]
 
 

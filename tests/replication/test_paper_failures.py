@@ -93,7 +93,7 @@ def test_the_progress_bar_names_the_part(model: Any, capsys: Any) -> None:
     options = QUICK | {"progress": True}
     al.paper(model, EMOTIONS, seeds=[3], parts=[other, lambda setting: other(setting)], **options)
     printed = capsys.readouterr().err
-    assert "emotions, seed 3, other" in printed and "2/2" in printed
+    assert "emotions, seed 3, other (1 of 2 parts)" in printed and "(2 of 2 parts)" in printed
 
 
 def rows_of(numbers: Iterator[Number]) -> set[str]:

@@ -25,14 +25,12 @@ class RecordedBar:
         self.shown: list[tuple[str, int, int | None]] = []
         RecordedBar.bars.append(self)
 
-    def set_description(self, title: str) -> None:
+    def set_description_str(self, title: str) -> None:
         self.title = title
 
     def update(self) -> None:
         self.count += 1
         self.shown.append((self.title, self.count, self.total))
-
-    def refresh(self) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -68,8 +66,8 @@ def test_the_bar_moves_by_passes_and_learns_its_total(
 
     found = shown([1, 2])
     assert [count for _, count, _ in found] == [*range(1, 13)]
-    # Two passes; then four parts of two are expected; then the second part is longer than that.
-    assert [total for *_, total in found] == [None] * 2 + [8] * 4 + [12] * 6
+    # Then parts of two passes are expected, and more of the second part as it takes more.
+    assert [total for *_, total in found] == [None, None, 8, 8, 9, 10] + [12] * 6
     titles = list(dict.fromkeys(title for title, *_ in found))
     assert titles == [
         f"sentiment, seed {seed}, {name} ({number} of 4 parts)"
@@ -96,4 +94,4 @@ def test_a_progress_bar_changes_no_number(gpt2: Any, capsys: Any) -> None:
         for progress in (True, False)
     ]
     pd.testing.assert_frame_equal(shown, hidden)
-    assert "2pass" in capsys.readouterr().err.replace(" ", "")
+    assert "short (1 of 1 parts): 2 passes" in capsys.readouterr().err

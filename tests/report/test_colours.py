@@ -57,7 +57,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 def variables(name: str) -> list[dict[str, str]]:
     """The colours of a style sheet, for light pages and for dark ones."""
     text = (STATIC / name).read_text()
-    light, dark = text.split("prefers-color-scheme: dark")
+    light, dark = text.partition("@media print")[0].split("prefers-color-scheme: dark")
     return [dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})", part)) for part in (light, dark)]
 
 

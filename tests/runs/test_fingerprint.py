@@ -87,15 +87,16 @@ def test_every_change_of_a_weight_changes_the_digest(
     assert digest(weights) == digest(weights.T.contiguous().T)  # another memory layout
 
 
+@pytest.mark.without_jaxtyping
 def test_each_bit_changes_the_digest() -> None:
-    weights = torch.randn(33)
+    weights = torch.randn(9)
     digests = {digest(weights)}
-    for byte in range(4 * 33):
+    for byte in range(4 * 9):
         for bit in range(8):
             changed = weights.clone()
             changed.view(torch.uint8)[byte] ^= 1 << bit
             digests.add(digest(changed))
-    assert len(digests) == 1 + 33 * 32
+    assert len(digests) == 1 + 9 * 32
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 1024, 1025, 3000])
@@ -228,6 +229,7 @@ def test_a_changed_buffer_changes_the_fingerprint(llama: Any) -> None:
 
 
 @pytest.mark.every_kind
+@pytest.mark.without_jaxtyping
 def test_every_weight_and_buffer_counts(gpt2: Any) -> None:
     before = identity(gpt2)["weights"]
     tensors = contents_of(gpt2)

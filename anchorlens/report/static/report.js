@@ -11,8 +11,11 @@
   const axisStyle = (isDark) => ({
     gridcolor: isDark ? "#3a434c" : "#e3e7eb", linecolor: isDark ? "#6b7680" : "#9aa4ae",
     zerolinecolor: isDark ? "#6b7680" : "#9aa4ae", automargin: true });
-  const layoutOf = (layout, isDark) => {
-    const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+  const layoutOf = ({ data, layout }, isDark) => {
+    const hasCells = data.some((trace) => trace.type === "heatmap");
+    const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)",
+      // Empty cells must not look like dark ones.
+      plot_bgcolor: hasCells && isDark ? "#68727c" : "rgba(0,0,0,0)",
       font: { ...layout.font, family: "system-ui, sans-serif",
         color: isDark ? "#e6e9ec" : "#1c2024" } };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key)))
@@ -27,8 +30,7 @@
     return style;
   };
   const draw = (number, isDark = dark.matches) =>
-    Plotly.react(holders[number], figures[number].data, layoutOf(figures[number].layout, isDark),
-      config);
+    Plotly.react(holders[number], figures[number].data, layoutOf(figures[number], isDark), config);
   const drawAll = (isDark) => holders.forEach((_, number) => draw(number, isDark));
   // One figure a task, so that the page can be read while the others are drawn.
   holders.forEach((_, number) => setTimeout(() => draw(number), 0));

@@ -1,0 +1,50 @@
+"""The code cells of the notebooks run from top to bottom, on a tiny model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anchorlens as al
+
+FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
+NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
+]
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_folder_has_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_the_cells_of_a_notebook_run(
+    path: Path, monkeypatch: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    load = al.load_model
+    monkeypatch.setattr(al, "load_model", lambda name: load(str(model_folder)))
+    monkeypatch.chdir(tmp_path)
+    texts = ["".join(cell["source"]) for cell in code_cells(path)]
+    # Only the first cell is for a notebook alone: it installs the package.
+    assert [text.startswith("%pip install") for text in texts] == [True] + [False] * len(texts[1:])
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for number, text in enumerate(texts[1:], start=1):
+        exec(compile(text, f"{path.name}, cell {number}", "exec"), names)
+    assert set(names["results"]) == {"saliency_flows", "attention_aucroc", "accuracy", "isolation"}
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+    for cell in code_cells(path):
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
