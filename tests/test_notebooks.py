@@ -39,7 +39,8 @@ def test_the_cells_of_a_notebook_run(
     names: dict[str, Any] = {"__name__": "notebook"}
     for number, text in enumerate(texts[1:], start=1):
         exec(compile(text, f"{path.name}, cell {number}", "exec"), names)
-    assert set(names["results"]) == {"saliency_flows", "attention_aucroc", "accuracy", "isolation"}
+    metrics = {"saliency_flows", "attention_aucroc", "anchor_distances"}
+    assert set(names["results"]) == metrics | {"isolation"}
     assert (tmp_path / "report.html").exists()
 
 
