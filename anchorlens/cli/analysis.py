@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from ..errors import RunError, StoreError
+from ..errors import AnchorlensError, RunError, StoreError
 from ..experiments.isolation import isolation_sweep
 from ..experiments.sites import Site, first_and_last
 from ..metrics.aucroc import AttentionAUCROC
@@ -12,8 +12,9 @@ from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
 from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import layer_numbers
+from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
-from ..report.prompt_flows import plot_prompt
+from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.run import run
@@ -111,7 +112,21 @@ def analyse(
     )
     for site, isolation in isolations.items():
         save(f"isolation, {site}", isolation)
-    prompt = plot_prompt(model, batches[0], gradient_checkpointing=gradient_checkpointing)
     summary = summarised(task, results, isolations)
     output.tables(summary.tables)
-    return Page({"one prompt": prompt, **results, "isolation": isolations}, summary)
+    prompt = _one_prompt(model, batches[0], gradient_checkpointing)
+    return Page({**prompt, **results, "isolation": isolations}, summary)
+
+
+def _one_prompt(
+    model: Any, batch: PromptBatch, gradient_checkpointing: bool
+) -> dict[str, PromptFlows]:
+    """The picture of one prompt; a warning where there is none, as all else is computed then."""
+    try:
+        flows = plot_prompt(model, batch, gradient_checkpointing=gradient_checkpointing)
+    except Exception as error:
+        if not isinstance(error, AnchorlensError) and not is_out_of_memory(error):
+            raise
+        say(f"warning: no picture of one prompt: {str(error).partition(chr(10))[0]}", err=True)
+        return {}
+    return {"one prompt": flows}

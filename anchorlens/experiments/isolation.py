@@ -70,7 +70,7 @@ class IsolationRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
-    caption: ClassVar[str] = captions.ISOLATION
+    caption: ClassVar[str] = f"{captions.ISOLATION} {captions.KEEP_BOS}"
     differences: ClassVar[Collection[str]] = ("label_gap",)
 
     def proportions(self) -> Mapping[str, int]:

@@ -44,13 +44,15 @@ class SaliencyFlowsRecord(Record):
             of demonstrations (pooled where a set has fewer than 10 prompts). High means that the
             loss depends on what passes along these edges.
         share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
-            (the paper's Figure 3).
+            (the paper's Figure 3). As flows are means, it is no part of the whole saliency.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
             than other words (as in a model of random weights, whatever its share of S_pq).
-        share_change: Mean share in the deep layers (the last third) minus that in the shallow
-            layers (the first third), from -1 to 1. Below 0 for S_wp and above 0 for S_pq where
-            label words are read in shallow layers and answers in deep ones, as in the paper.
+        shallow_share: Mean share in the shallow layers, the first third.
+        deep_share: Mean share in the deep layers, the last third.
+        share_change: deep_share minus shallow_share, from -1 to 1. Below 0 for S_wp and above 0 for
+            S_pq where label words are written in shallow layers and read in deep ones, as in the
+            paper.
         deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
         per_prompt: The flows of each prompt.
@@ -60,12 +62,16 @@ class SaliencyFlowsRecord(Record):
     share: Float[Tensor, "layer flow"]
     tq: Float[Tensor, " layer"]
     pq_over_tq: Float[Tensor, " layer"]
+    shallow_share: Float[Tensor, " flow"]
+    deep_share: Float[Tensor, " flow"]
     share_change: Float[Tensor, " flow"]
     deep_pq_over_tq: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head flow"]
     per_prompt: Float[Tensor, "prompt layer flow"]
 
-    caption: ClassVar[str] = f"Each flow's share of the saliency in a layer. {captions.FLOWS}"
+    caption: ClassVar[str] = (
+        f"Each flow's share of the sum of the three mean saliencies in a layer. {captions.FLOWS}"
+    )
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The flows by name."""
@@ -171,6 +177,8 @@ class SaliencyFlows:
             share=share,
             tq=tq.mean(0),
             pq_over_tq=pq_over_tq,
+            shallow_share=share[shallow].mean(0),
+            deep_share=share[deep].mean(0),
             share_change=share[deep].mean(0) - share[shallow].mean(0),
             deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
             per_head=heads[..., :count].mean(0),

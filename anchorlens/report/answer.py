@@ -1,9 +1,10 @@
 """The answer in words: what a model's numbers say of its label words, and what is surprising."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
-from ..experiments.isolation import IsolationRecord
+from torch import Tensor
+
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
@@ -15,8 +16,11 @@ from .claims import (
     accuracy_of,
     estimate,
     first_layers,
-    shallow_isolation,
+    first_layers_isolation,
+    reason_against_ability,
 )
+
+_CLAIMS_OF_THE_PAPER = 5
 
 
 def headline(judged: Collection[Claim]) -> str:
@@ -24,43 +28,43 @@ def headline(judged: Collection[Claim]) -> str:
     if not judged:
         return ""
     counts = Counter(claim.verdict for claim in judged)
-    agreeing = counts[Verdict.AGREES]
+    agreeing, against = counts[Verdict.AGREES], counts[Verdict.DOES_NOT_AGREE]
+    if agreeing == _CLAIMS_OF_THE_PAPER:
+        return "Yes: all five claims of the paper agree."
     if agreeing == len(judged):
-        start = "Yes: all claims of the paper agree"
-    elif agreeing:
-        start = f"In part: {agreeing} of {len(judged)} claims of the paper agree"
-    elif counts[Verdict.DOES_NOT_AGREE]:
-        start = "No claim of the paper agrees"
-    else:
+        return f"All {agreeing} claims of the paper that were compared agree."
+    if not agreeing and not against:
         return "These prompts cannot tell: no claim of the paper is confirmed or contradicted."
-    rest = [
-        f"{count} {'does' if count == 1 else 'do'} not"
-        for count in [counts[Verdict.DOES_NOT_AGREE]]
-        if count and agreeing
-    ]
-    rest += [
-        f"{count} cannot be told from these prompts"
-        for count in [counts[Verdict.CANNOT_TELL]]
-        if count
-    ]
-    return f"{'; '.join([start, *rest])}."
+    parts = [f"In part: {agreeing} of {len(judged)} claims of the paper agree"]
+    if not agreeing:
+        parts = ["No claim of the paper agrees"]
+    elif against:
+        parts.append(f"{against} {'does' if against == 1 else 'do'} not")
+    if counts[Verdict.CANNOT_TELL]:
+        parts.append(f"{counts[Verdict.CANNOT_TELL]} cannot be told from these prompts")
+    return f"{'; '.join(parts)}."
 
 
-def sentences(records: Mapping[str, Record]) -> list[str]:
+def sentences(records: Collection[Record]) -> list[str]:
     """What the numbers say, at most a sentence for each analysis."""
     return [*_on_ability(records), *_on_isolation(records), *_on_flows(records), *_on_rest(records)]
 
 
-def surprises(records: Mapping[str, Record]) -> list[str]:
-    """What differs from the pattern of the paper: layers, and signs."""
+def surprises(records: Collection[Record]) -> list[str]:
+    """What differs from the pattern of the paper: layers, and signs.
+
+    Nothing surprises in a model that does not do the task.
+    """
+    if reason_against_ability(records):
+        return []
     found: list[str] = []
-    for record in records.values():
+    for record in records:
         if isinstance(record, SaliencyFlowsRecord):
             found += _layers_against_the_pattern(record)
         if isinstance(record, AnchorDistancesRecord):
             layer = int(record.default_layer)
             correlation = estimate(record, "correlation", layer)
-            if correlation.value < 0:
+            if correlation.high < 0:
                 found.append(
                     f"In layer {layer} the rank correlation of key distances with confusions is "
                     f"below 0: {correlation.text()}."
@@ -68,8 +72,8 @@ def surprises(records: Mapping[str, Record]) -> list[str]:
     return found
 
 
-def _on_ability(records: Mapping[str, Record]) -> Iterator[str]:
-    known = accuracy_of(records.values())
+def _on_ability(records: Collection[Record]) -> Iterator[str]:
+    known = accuracy_of(records)
     if known is not None:
         accuracy, commonest = known
         yield (
@@ -78,41 +82,36 @@ def _on_ability(records: Mapping[str, Record]) -> Iterator[str]:
         )
 
 
-def _on_isolation(records: Mapping[str, Record]) -> Iterator[str]:
-    record = shallow_isolation(records.values())
+def _on_isolation(records: Collection[Record]) -> Iterator[str]:
+    record = first_layers_isolation(records)
     if record is not None:
-        yield _isolation_sentence(record)
+        label, random_label, word, random_word = (
+            estimate(record, f"{name}_loyalty").percent()
+            for name in ("label", "control_label", "word", "control_word")
+        )
+        yield (
+            f"Isolating the label words in {first_layers(record)} keeps {label} of the predicted "
+            f"labels; isolating as many random words keeps {random_label}. The five likeliest next "
+            f"words overlap with those of the clean run by {word} and by {random_word}."
+        )
 
 
-def _isolation_sentence(record: IsolationRecord) -> str:
-    labels = [estimate(record, f"{kind}_loyalty") for kind in ("label", "control_label")]
-    words = [estimate(record, f"{kind}_loyalty") for kind in ("word", "control_word")]
-    label, random_label = (value.percent() for value in labels)
-    word, random_word = (value.percent() for value in words)
-    return (
-        f"Isolating the label words in {first_layers(record)} keeps {label} of the predicted "
-        f"labels; isolating as many random words keeps {random_label}. The five likeliest next "
-        f"words overlap with those of the clean run by {word} and by {random_word}."
-    )
-
-
-def _on_flows(records: Mapping[str, Record]) -> Iterator[str]:
-    for record in records.values():
-        if not isinstance(record, SaliencyFlowsRecord):
-            continue
-        if tuple(record.axis_names("flow") or ()) == tuple(PAPER_FLOWS):
-            shallow, deep = shallow_and_deep(len(record.share))
-            into, out_of = record.share[shallow, 0].mean(), record.share[deep, 1].mean()
+def _on_flows(records: Collection[Record]) -> Iterator[str]:
+    for record in records:
+        if isinstance(record, SaliencyFlowsRecord) and _has_flows_of_the_paper(record):
+            into = estimate(record, "shallow_share", 0).percent()
+            out_of = estimate(record, "deep_share", 1).percent()
             times = estimate(record, "deep_pq_over_tq").text(digits=1)
             yield (
-                f"In the first third of the layers {100 * into:.0f} % of the flow goes from texts "
-                f"to label words; in the last third {100 * out_of:.0f} % goes from label words to "
-                f"the target, and a label word gives {times} times as much as any other word."
+                "Per pair of tokens, in the first third of the layers the flow from texts to label "
+                f"words (S_wp) is {into} of the three mean flows; in the last third that from "
+                f"label words to the target (S_pq) is {out_of}, and a label word gives {times} "
+                "times as much as another word on average."
             )
 
 
-def _on_rest(records: Mapping[str, Record]) -> Iterator[str]:
-    for record in records.values():
+def _on_rest(records: Collection[Record]) -> Iterator[str]:
+    for record in records:
         if isinstance(record, AttentionAUCROCRecord) and not record.deep_aucroc.isnan():
             yield (
                 "In the last third of the layers the attention to the label words tells the "
@@ -121,19 +120,32 @@ def _on_rest(records: Mapping[str, Record]) -> Iterator[str]:
             )
 
 
+def _has_flows_of_the_paper(record: SaliencyFlowsRecord) -> bool:
+    return tuple(record.axis_names("flow") or ()) == tuple(PAPER_FLOWS)
+
+
 def _layers_against_the_pattern(record: SaliencyFlowsRecord) -> Iterator[str]:
-    """Deep layers in which the flow into label words is larger than the flow out of them."""
-    if tuple(record.axis_names("flow") or ()) != tuple(PAPER_FLOWS):
+    """Shallow layers with more flow out of the label words than into them, and deep ones with less.
+
+    A model of one layer has neither.
+    """
+    if not _has_flows_of_the_paper(record) or len(record.share) == 1:
         return
-    _, deep = shallow_and_deep(len(record.share))
-    layers = [
-        layer
-        for layer in range(deep.start, deep.stop)
-        if record.share[layer, 0] > record.share[layer, 1]
-    ]
-    if layers:
-        names = ", ".join(map(str, layers))
+    shallow, deep = shallow_and_deep(len(record.share))
+    into, out_of = record.share[:, 0], record.share[:, 1]
+    if layers := _layers_in(shallow, out_of > into):
         yield (
-            f"In the deep {'layer' if len(layers) == 1 else 'layers'} {names} more flows into the "
-            "label words than from them to the target, against the pattern of the paper."
+            f"In the shallow {layers} more flows from the label words to the target than into "
+            "them, against the pattern of the paper."
         )
+    if layers := _layers_in(deep, into > out_of):
+        yield (
+            f"In the deep {layers} more flows into the label words than from them to the target, "
+            "against the pattern of the paper."
+        )
+
+
+def _layers_in(part: slice, chosen: Tensor) -> str:
+    """The chosen layers of a part in words; "" if there is none."""
+    layers = [str(layer) for layer in range(part.start, part.stop) if chosen[layer]]
+    return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}" if layers else ""

@@ -4,13 +4,26 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isnan, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..experiments.isolation import IsolationRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.record import Record
+from .contents import contents_of
+
+SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
+
+HOW_VERDICTS_ARE_REACHED = (
+    "A claim agrees if the whole 95 % interval of its number is above a limit, and does not agree "
+    "if the whole interval is below it. The limit is the number that speaks neither for nor "
+    f"against the claim: 0 for a difference or a correlation, {CHANCE:g} for an AUCROC, "
+    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for the ratio of two flows. In all "
+    "other cases one cannot tell. One also cannot tell if the model does not do the task, that is, "
+    "if its accuracy is not clearly above that of naming the commonest class: then there is no "
+    "answer to explain, and even the numbers of a model with random weights can be far from chance."
+)
 
 
 class Verdict(StrEnum):
@@ -31,12 +44,13 @@ class Estimate:
 
     def text(self, digits: int = 2) -> str:
         """For example ``0.42 [0.21, 0.60]``."""
-        value, low, high = (f"{number + 0.0:.{digits}f}" for number in self._numbers)
+        # Adding 0 makes -0.00 to 0.00.
+        value, low, high = (f"{round(x, digits) + 0.0:.{digits}f}" for x in self._numbers)
         return self._with_interval(value, low, high)
 
     def percent(self) -> str:
         """For example ``42 % [21, 60]``."""
-        value, low, high = (f"{100 * number + 0.0:.0f}" for number in self._numbers)
+        value, low, high = (f"{round(100 * x, 0) + 0.0:.0f}" for x in self._numbers)
         return self._with_interval(f"{value} %", low, high)
 
     @property
@@ -47,6 +61,9 @@ class Estimate:
         if isnan(self.value):
             return "no number"
         return value if isnan(self.low) or isnan(self.high) else f"{value} [{low}, {high}]"
+
+
+NO_NUMBER = Estimate(nan, nan, nan)
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class Claim:
         return f"Claim({self.verdict}: {self.statement[:-1]}: {self.estimate.text()})"
 
 
-def claims(records: Mapping[str, Record]) -> list[Claim]:
+def claims(results: Mapping[str, Any]) -> list[Claim]:
     """Compare the numbers of a model with the claims of the paper.
 
     A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
@@ -88,19 +105,24 @@ def claims(records: Mapping[str, Record]) -> list[Claim]:
     from chance (docs/definitions.md, "Claims and verdicts").
 
     Args:
-        records: Records of one task by name, as ``al.run`` and ``al.isolation_sweep`` return them.
+        results: Records of one task by name, as ``al.run`` returns them; also mappings of records,
+            as ``al.isolation_sweep`` returns.
 
     Returns:
-        A claim for each of these that is among the records: flows (two claims), isolation in the
+        A claim for each of these that is among the results: flows (two claims), isolation in the
         first layers, attention AUCROC and anchor distances.
+
+    Raises:
+        AnchorlensError: A value is neither a record nor a mapping of records, or two have one name.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
         >>> [claim.verdict.value for claim in al.claims(results)]  # accuracy was not computed
         ['cannot tell', 'cannot tell']
     """
-    ability = _reason_against_ability(records.values())
-    return [_judged(measured, ability) for measured in _measured(records.values())]
+    records = list(contents_of(results).records.values())
+    ability = reason_against_ability(records)
+    return [_judged(measured, ability) for measured in _measured(records)]
 
 
 def estimate(record: Record, name: str, *index: int) -> Estimate:
@@ -119,15 +141,22 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     return None
 
 
-def shallow_isolation(records: Iterable[Record]) -> IsolationRecord | None:
-    """The isolation in the first layers, at most half of them, in all heads and from BOS too."""
-    for record in records:
-        if isinstance(record, IsolationRecord):
-            layers, n_layers = record.info["layers"], record.info["n_layers"]
-            is_shallow = layers == list(range(len(layers))) and 2 * len(layers) <= n_layers
-            if is_shallow and record.info["heads"] is None and not record.info["keep_bos"]:
-                return record
-    return None
+def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
+    """The isolation of the first layers in all heads, from BOS too; a shallow one if there is."""
+    found = [
+        record
+        for record in records
+        if isinstance(record, IsolationRecord)
+        and record.info.get("layers") == list(range(len(record.info.get("layers", ()))))
+        and record.info.get("heads") is None
+        and not record.info.get("keep_bos")
+    ]
+    return next(filter(is_shallow, found), found[0] if found else None)
+
+
+def is_shallow(record: IsolationRecord) -> bool:
+    """Whether it isolates at most half of the layers."""
+    return 2 * len(record.info["layers"]) <= record.info.get("n_layers", 0)
 
 
 def first_layers(record: IsolationRecord) -> str:
@@ -136,7 +165,7 @@ def first_layers(record: IsolationRecord) -> str:
     return "the first layer" if count == 1 else f"the first {count} layers"
 
 
-def _reason_against_ability(records: Iterable[Record]) -> str:
+def reason_against_ability(records: Iterable[Record]) -> str:
     """Why the numbers say nothing of how the model answers; "" if it does the task."""
     known = accuracy_of(records)
     if known is None:
@@ -145,6 +174,8 @@ def _reason_against_ability(records: Iterable[Record]) -> str:
             "the accuracy"
         )
     accuracy, commonest = known
+    if isnan(accuracy.low):
+        return "the accuracy has no interval: run with resamples, and with more than one prompt"
     if accuracy.low > commonest:
         return ""
     return (
@@ -187,7 +218,7 @@ def _measured(records: Collection[Record]) -> Iterator[_Measured]:
     for record in records:
         if isinstance(record, SaliencyFlowsRecord):
             yield from _of_flows(record)
-    if isolation := shallow_isolation(records):
+    if isolation := first_layers_isolation(records):
         yield _of_isolation(isolation)
     for record in records:
         if isinstance(record, AttentionAUCROCRecord):
@@ -201,20 +232,22 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
     flows = tuple(record.axis_names("flow") or ())
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
         change = estimate(record, "share_change", flows.index("wp"))
+        several = len(record.share) > 1
         yield _Measured(
             "Label words gather the information of their demonstrations in shallow layers.",
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
             "layers minus mean of the last third",
-            Estimate(-change.value, -change.high, -change.low),
-            limit=0.25,
+            Estimate(-change.value, -change.high, -change.low) if several else NO_NUMBER,
+            limit=SHARE_LIMIT,
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
+            no_number="the model has one layer, which is neither shallow nor deep",
         )
     yield _Measured(
         "In deep layers the answer is read off the label words.",
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
         "over the last third of the layers",
         estimate(record, "deep_pq_over_tq"),
-        limit=2.0,
+        limit=RATIO_LIMIT,
         paper="S_pq is the largest flow in deep layers (Figure 3)",
     )
 
@@ -224,9 +257,10 @@ def _of_isolation(record: IsolationRecord) -> _Measured:
         "Predictions need what label words gather in shallow layers.",
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
         ", minus the share that stays with the label words isolated",
-        estimate(record, "label_gap"),
+        estimate(record, "label_gap") if is_shallow(record) else NO_NUMBER,
         limit=0.0,
         paper="far fewer labels stay than with random words (Figure 4)",
+        no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
     )
 
 
@@ -236,7 +270,7 @@ def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
         "AUCROC of the attention from the target to the label words: mean over the last third of "
         "the layers",
         estimate(record, "deep_aucroc"),
-        limit=0.5,
+        limit=CHANCE,
         paper="about 0.8 (Figure 5)",
         no_number="the model predicts fewer than two classes",
     )
@@ -251,5 +285,6 @@ def _of_distances(record: AnchorDistancesRecord) -> _Measured:
         estimate(record, "correlation", layer),
         limit=0.0,
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
-        no_number="there are fewer than three pairs of classes",
+        no_number="there is no rank correlation: there are fewer than three pairs of classes, all "
+        "pairs are equal, or this layer has no distances",
     )

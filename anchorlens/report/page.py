@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from html import unescape
 from inspect import cleandoc
@@ -21,12 +21,18 @@ from ..results.record import Record, meaning_of
 from ..runs.fingerprint import versions
 from ..system.files import write_atomically
 from .answer import headline, sentences, surprises
-from .claims import Claim, claims
-from .prompt_flows import PromptFlows
+from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims
+from .contents import Contents, contents_of
 from .templates import json_in_script, static, template
 
-Results = Mapping[str, Any]  # a Record or PromptFlows by name, or a mapping of several records
+# A Record or PromptFlows by name, or a mapping of several records.
+ReportResults = Mapping[str, Any]
 
+# The kinds of traces in plotly's cartesian bundle.
+_DRAWN = {
+    *("bar", "box", "contour", "heatmap", "histogram", "histogram2d", "histogram2dcontour"),
+    *("image", "pie", "scatter", "scatterternary", "violin"),
+}
 _NUMERIC = ("value", "low", "high")
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
@@ -79,7 +85,7 @@ class _Chapter:
 
 
 def write_report(
-    results: Results | Mapping[str, Results],
+    results: ReportResults | Mapping[str, ReportResults],
     path: str | Path,
     *,
     title: str = "How the model learns from the examples in its prompt",
@@ -110,7 +116,9 @@ def write_report(
         The path.
 
     Raises:
-        AnchorlensError: There is nothing to report.
+        AnchorlensError: There is nothing to report; a result is no record, prompt or mapping of
+            these; two results of a task have one name; or a figure has a kind of trace that the
+            plotting library of the page does not draw.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
@@ -121,12 +129,14 @@ def write_report(
     if not (results or figures or summary):
         raise AnchorlensError("there are no results to report")
     by_task = _by_task(results)
-    every = [record for chapter in by_task.values() for record in _records(chapter).values()]
+    contents = {name: contents_of(chapter) for name, chapter in by_task.items()}
+    every = [record for chapter in contents.values() for record in chapter.records.values()]
     common = _common_info(every)
     extra = dict(figures or {})
+    _refuse_ambiguous(extra, list(contents.values()))
     chapters = [
         _chapter(_id("task", number, name), name, chapter, extra, common)
-        for number, (name, chapter) in enumerate(by_task.items())
+        for number, (name, chapter) in enumerate(contents.items())
     ]
     own = [
         _figure_section(_id("figure", number, heading), heading, figure)
@@ -144,7 +154,8 @@ def write_report(
         chapters=chapters,
         summary=summary,
         command=command,
-        settings=_pairs({**(settings or {}), **common}),
+        settings=_pairs({**(settings or {}), **common, **(settings or {})}),
+        how=HOW_VERDICTS_ARE_REACHED,
         version=versions()["anchorlens"],
         numeric=_NUMERIC,
         has_figures=has_figures,
@@ -157,34 +168,35 @@ def write_report(
     return path
 
 
-def _by_task(results: Mapping[str, Any]) -> dict[str, Results]:
+def _by_task(results: Mapping[str, Any]) -> dict[str, ReportResults]:
     """Results by task; results of a single task have no name."""
     if results and all(isinstance(value, Mapping) for value in results.values()):
         return dict(results)
     return {"": results} if results else {}
 
 
-def _records(results: Results) -> dict[str, Record]:
-    """All records of a task, also those of a sweep, which are a mapping among them."""
-    records: dict[str, Record] = {}
-    for name, value in results.items():
-        if isinstance(value, Record):
-            records[name] = value
-        elif isinstance(value, Mapping):
-            records.update(_records(value))
-    return records
+def _refuse_ambiguous(figures: Mapping[str, Any], chapters: Sequence[Contents]) -> None:
+    """Raise an error for a figure that would replace the plots of several records."""
+    for heading in figures:
+        if sum(heading in chapter.records for chapter in chapters) > 1:
+            raise AnchorlensError(
+                f"the figure {heading!r} would replace the plots of several tasks; give it another "
+                "heading, or write a report for each task"
+            )
 
 
 def _chapter(
-    chapter_id: str, name: str, results: Results, figures: dict[str, Any], common: Mapping[str, Any]
+    chapter_id: str,
+    name: str,
+    contents: Contents,
+    figures: dict[str, Any],
+    common: Mapping[str, Any],
 ) -> _Chapter:
     """The chapter of a task; figures that replace plots are taken out of ``figures``."""
-    records = _records(results)
-    judged = claims(records)
+    judged, records = claims(contents.records), list(contents.records.values())
     prompts = [
         _Prompt(_id(chapter_id, "prompt", number), _heading(heading), flows.fragment())
-        for number, (heading, flows) in enumerate(results.items())
-        if isinstance(flows, PromptFlows)
+        for number, (heading, flows) in enumerate(contents.prompts.items())
     ]
     return _Chapter(
         chapter_id,
@@ -194,7 +206,7 @@ def _chapter(
         sentences(records),
         surprises(records),
         prompts,
-        [*_sections(chapter_id, records, figures, common)],
+        [*_sections(chapter_id, contents.records, figures, common)],
     )
 
 
@@ -230,27 +242,33 @@ def _section(
     """The section of a record, or of several records of one kind by name."""
     record = next(iter(records.values()))
     frame = pd.concat([_numbers(record, name) for name, record in records.items()])
-    texts = frame.map(_text)
-    special = {key: value for key, value in record.info.items() if key not in common}
-    drawn = _figure_section(section_id, _heading(heading), figure)
-    return _Section(
-        **{
-            **vars(drawn),
-            "caption": record.caption or meaning_of(type(record)),
-            "fields": _fields(record),
-            "columns": list(frame.columns),
-            "rows": texts.to_numpy().tolist(),
-            "settings": _pairs(special) if len(records) == 1 else (),
-        }
+    return replace(
+        _figure_section(section_id, _heading(heading), figure),
+        caption=record.caption or meaning_of(type(record)),
+        fields=_fields(record),
+        columns=list(frame.columns),
+        rows=frame.map(_text).to_numpy().tolist(),
+        settings=_settings(records, common),
     )
+
+
+def _settings(records: Mapping[str, Record], common: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What records of a section say of themselves: what they share, then what differs by name."""
+    shared = _common_info(list(records.values()))
+    pairs = _pairs({key: value for key, value in shared.items() if key not in common})
+    for name, record in records.items():
+        differing = {key: value for key, value in record.info.items() if key not in shared}
+        pairs += [(f"{name}: {key}", value) for key, value in _pairs(differing)]
+    return pairs
 
 
 def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> _Section:
     """A section with a figure alone; its title becomes text, which wraps on a narrow screen."""
     if figure is None:
         return _Section(section_id, heading)
-    title = unescape(re.sub(r"<[^>]*>", " ", figure.layout.title.text or ""))
-    drawn = figure.to_plotly_json()
+    _refuse_unknown_traces(heading, figure)
+    title, subtitle = figure.layout.title.text, figure.layout.title.subtitle.text
+    drawn, meta = figure.to_plotly_json(), figure.layout.meta
     if figure.layout.template in (
         plotly.io.templates["plotly_white"],
         plotly.io.templates["plotly"],
@@ -260,11 +278,26 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
     return _Section(
         section_id,
         heading,
-        title=title,
+        title=". ".join(_plain_text(text) for text in (title, subtitle) if text),
         figure=json_in_script(plotly.io.json.to_json_plotly(drawn)),
         height=int(figure.layout.height or _HEIGHT),
-        min_width=int((figure.layout.meta or {}).get("min_width", _MIN_WIDTH)),
+        min_width=int(meta.get("min_width", _MIN_WIDTH) if isinstance(meta, dict) else _MIN_WIDTH),
     )
+
+
+def _plain_text(text: str) -> str:
+    """The text of a figure without its markup."""
+    return unescape(re.sub(r"<[^>]*>", " ", text))
+
+
+def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
+    """Raise an error for traces that the page would silently draw as lines."""
+    unknown = {trace.type for trace in figure.data} - _DRAWN
+    if unknown:
+        raise AnchorlensError(
+            f"the figure {heading!r} has traces of the kind {', '.join(sorted(unknown))}, which "
+            f"the page does not draw; it draws {', '.join(sorted(_DRAWN))}"
+        )
 
 
 def _plot(record: Record) -> go.Figure | None:
@@ -341,11 +374,16 @@ def _numbers(record: Record, name: str) -> pd.DataFrame:
     frame = record.to_frame()
     if "prompt" in frame:
         frame = frame[frame["prompt"].isna()].drop(columns="prompt")
-    frame = frame.dropna(axis=1, how="all")
+    # Axes that no number has. The values stay, also where all are NaN.
+    empty = [name for name in frame if name not in _NUMERIC and frame[name].isna().all()]
+    frame = frame.drop(columns=empty)
     if name:
         frame.insert(0, "site", name)
     return frame
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}".replace("nan", "") if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    is_whole = value.is_integer() and abs(value) < 1e15
+    return f"{value:.0f}" if is_whole else f"{value:.4g}".replace("nan", "")

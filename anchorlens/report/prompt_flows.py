@@ -137,6 +137,7 @@ def plot_prompt(
     batch: PromptBatch,
     prompt: int = 0,
     *,
+    tokenizer: Any = None,
     loss: Loss = label_cross_entropy,
     gradient_checkpointing: bool = False,
 ) -> PromptFlows:
@@ -148,9 +149,10 @@ def plot_prompt(
     begins with the layer that has the strongest S_pq.
 
     Args:
-        model: A prepared model with a tokenizer.
+        model: A prepared model.
         batch: A batch of prompts with true labels.
         prompt: Number of the prompt in the batch.
+        tokenizer: The tokenizer with which the prompts were built; by default the model's.
         loss: Function of (logits, batch) that returns a number for each prompt.
         gradient_checkpointing: For long prompts; see ``run``.
 
@@ -159,7 +161,8 @@ def plot_prompt(
         puts into a report.
 
     Raises:
-        PromptError: There is no such prompt, or the batch does not fit the model.
+        PromptError: There is no such prompt, the batch does not fit the model, or there is no
+            tokenizer.
         MetricError: The loss needs true labels and there are none.
         ModelError: The model was not prepared, or its value biases are folded.
 
@@ -169,15 +172,17 @@ def plot_prompt(
         'prompt.html'
     """
     alone = one_batch(batch).prompt(prompt)
-    chosen = edges.pq(alone)[0]
+    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    tokens = token_texts(tokenizer, alone.tokens[0].tolist())
+    chosen = edges.pq(alone)[0].cpu()
     layers: dict[int, list[Strongest]] = {}
     mean_pq: dict[int, float] = {}
     for_head = FLOWS_OF_HEADS // (model.cfg.n_layers * model.cfg.n_heads)
 
     def select(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        products = torch.cat([rows[0] for _, rows in pieces(pattern, gradient)], dim=1)
-        saliency = over_heads(products[None], absolute_per_head=False)[0].cpu()
-        of_heads = (head.abs().cpu() for head in products)
+        products = torch.cat([rows[0].cpu() for _, rows in pieces(pattern, gradient)], dim=1)
+        saliency = over_heads(products[None], absolute_per_head=False)[0]
+        of_heads = (head.abs() for head in products)
         count = min(STRONGEST_OF_HEAD, for_head)
         layers[layer] = [
             strongest_flows(saliency, STRONGEST),
@@ -188,7 +193,6 @@ def plot_prompt(
     logits = observe_products(
         model, alone, select, loss=loss, gradient_checkpointing=gradient_checkpointing
     )
-    tokens = token_texts(getattr(model, "tokenizer", None), alone.tokens[0].tolist())
     groups = alone.groups[0].tolist()
     return PromptFlows(
         tokens=tokens,
@@ -208,7 +212,7 @@ def strongest_flows(saliency: Float[Tensor, "query key"], count: int) -> Stronge
         >>> strongest_flows(saliency, count=1)
         Strongest(keys=[0], queries=[1], sizes=[3.0], share=0.75)
     """
-    between = saliency.tril(-1).flatten()
+    between = saliency.nan_to_num(0.0, 0.0, 0.0).tril(-1).flatten()
     sizes, indices = between.topk(min(count, len(between)))
     found = sizes > 0
     chosen, length = indices[found], saliency.shape[1]

@@ -34,7 +34,7 @@ def static(name: str) -> Markup:
 
 def as_json(value: Any) -> Markup:
     """A value as json that can stand in a script element, whatever its texts are."""
-    return json_in_script(json.dumps(value, separators=(",", ":")))
+    return json_in_script(json.dumps(value, separators=(",", ":"), allow_nan=False))
 
 
 def json_in_script(text: str) -> Markup:

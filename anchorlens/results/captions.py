@@ -18,7 +18,10 @@ ISOLATION = (
     "All of it stays where isolation changes nothing. Random words: as many, mean of the draws. In "
     "the paper label words in the first layers matter most."
 )
-KEEP_BOS = "BOS edge kept: label words still attend to BOS, which the paper's prompts do not have."
+KEEP_BOS = (
+    "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do not "
+    "have."
+)
 ATTENTION = (
     "AUCROC_l: how well the target's attention to the label words in layer l tells the predicted "
     "label; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part that the layers up "

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..errors import AnchorlensError
 
-# The colours of Okabe and Ito, which colour-blind readers can distinguish.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# The colours of Okabe and Ito, which colour-blind readers can distinguish; grey in place of black,
+# which dark pages hide.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 # Tokens, and the flows into them, have a mark: 0 (other), 1 (label word) or 2 (target).

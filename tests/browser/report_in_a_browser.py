@@ -117,7 +117,7 @@ def test_layer_head_and_parts_change_the_arcs(report: Path, browser: Any) -> Non
         before = arcs()
         heads.select_option("1")
         assert arcs() != before
-        assert "of this layer and head" in prompt.locator(".held").inner_text()
+        assert "in this layer and head" in prompt.locator(".held").inner_text()
         rows = prompt.locator(".rows li").count()
         button = prompt.locator(".rows button").first
         button.click()

@@ -121,6 +121,23 @@ def test_a_different_run_in_the_same_folder_needs_fresh(
     assert users_file.read_text() == "mine"
 
 
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_without_a_picture_of_a_prompt_there_is_still_a_report(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def raise_out_of_memory(*_: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+
+    monkeypatch.setattr("anchorlens.cli.analysis.plot_prompt", raise_out_of_memory)
+    arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
+    assert call(monkeypatch, "run", *arguments, "--queries", "12", "--depth", "1") == 0
+    printed = capsys.readouterr()
+    assert "warning: no picture of one prompt: CUDA out of memory. Tried" in printed.err
+    assert "questions, claims of the paper" in printed.out
+    page = (tmp_path / "report.html").read_text()
+    assert ">Saliency flows</h3>" in page and ">One prompt</h3>" not in page
+
+
 def test_out_of_memory_is_an_error_of_one_line(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

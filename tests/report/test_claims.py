@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import anchorlens as al
+from anchorlens.errors import AnchorlensError
 from anchorlens.report.answer import headline, sentences, surprises
-from anchorlens.report.claims import Verdict
+from anchorlens.report.claims import Estimate, Verdict
 
 AGREES, DISAGREES, CANNOT_TELL = Verdict.AGREES, Verdict.DOES_NOT_AGREE, Verdict.CANNOT_TELL
 
@@ -40,6 +41,8 @@ def flows(fall: float = 0.5, ratio: float = 3.0, spread: float = 0.1) -> Any:
         share=share,
         tq=torch.ones(3),
         pq_over_tq=torch.ones(3),
+        shallow_share=share[0],
+        deep_share=share[2],
         share_change=change,
         deep_pq_over_tq=torch.tensor(ratio),
         per_head=torch.zeros(3, 1, 3),
@@ -94,7 +97,8 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
     assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.5, 0.3, 0.6]
     assert judged[2].estimate.text() == "0.50 [0.20, 0.70]"
-    assert headline(judged) == "Yes: all claims of the paper agree."
+    assert headline(judged) == "Yes: all five claims of the paper agree."
+    assert headline(judged[:2]) == "All 2 claims of the paper that were compared agree."
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
         (replace(flows(), info={"flows": ("first", "pq", "ww")}), [AGREES]),
         (isolation(-0.3, -0.4, -0.1), [DISAGREES]),
         (isolation(0.1, -0.1, 0.3), [CANNOT_TELL]),
-        (isolation(layers=[0, 1, 2, 3]), []),
+        (isolation(layers=[0, 1, 2, 3]), [CANNOT_TELL]),
         (isolation(layers=[1, 2]), []),
         (isolation(heads=[0]), []),
         (isolation(keep_bos=True), []),
@@ -137,23 +141,56 @@ def test_two_classes_have_no_correlation_to_judge() -> None:
     record = replace(distances(), correlation=torch.full((3,), torch.nan))
     (claim,) = al.claims({"a": record})
     assert claim.verdict == CANNOT_TELL
-    assert claim.reason == "there are fewer than three pairs of classes"
+    assert "there are fewer than three pairs of classes, all pairs are equal" in claim.reason
     assert claim.estimate.text() == "no number"
 
 
 def test_the_answer_says_the_numbers_in_words() -> None:
     records = {"a": distances(correlation=-0.4), "b": isolation(), "c": flows(), "d": attention()}
-    text = " ".join(sentences(records))
+    vague = {"a": distances(correlation=-0.1)}
+    unable = {"a": distances(accuracy_low=0.45, correlation=-0.4)}
+    assert surprises([*vague.values()]) == surprises([*unable.values()]) == []
+    text = " ".join(sentences([*records.values()]))
     assert "right class of 70 % [60, 80] of the queries" in text
     assert "commonest class would be right for 50 %" in text
     assert "in the first 2 layers keeps 50 % of the predicted labels" in text
-    assert "50 % of the flow goes from texts to label words" in text
-    assert "3.0 [2.9, 3.1] times as much as any other word" in text
+    assert "(S_wp) is 50 % of the three mean flows" in text
+    assert "3.0 [2.9, 3.1] times as much as another word" in text
     assert "AUCROC of 0.80 [0.70, 0.90]" in text
-    assert surprises(records) == [
+    assert surprises([*records.values()]) == [
         "In layer 2 the rank correlation of key distances with confusions is below 0: "
         "-0.40 [-0.60, -0.20]."
     ]
-    assert "In the deep layer 2 more flows into the label words" in surprises({"c": flows(-0.3)})[0]
+    wrong = {"a": distances(), "c": flows(-0.3)}
+    assert "In the deep layer 2 more flows into the label words" in surprises([*wrong.values()])[0]
     judged = headline(al.claims(records))
     assert judged == "In part: 4 of 5 claims of the paper agree; 1 does not."
+
+
+def test_accuracy_without_an_interval_is_the_reason() -> None:
+    record = replace(distances(), intervals={"correlation": distances().intervals["correlation"]})
+    assert "the accuracy has no interval" in al.claims({"a": record})[0].reason
+
+
+def test_one_layer_is_neither_shallow_nor_deep() -> None:
+    record = flows()
+    shallow = replace(record, share=record.share[:1], flows=record.flows[:1])
+    claim, _ = al.claims({"a": shallow, "b": distances()})[:2]
+    assert claim.verdict == CANNOT_TELL and "the model has one layer" in claim.reason
+
+
+def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
+    sweep = {"first 2 layers": isolation()}
+    assert len(al.claims({"a": distances(), "isolation": sweep})) == 2
+    with pytest.raises(AnchorlensError, match="two results have the name 'a'"):
+        al.claims({"a": distances(), "isolation": {"a": isolation()}})
+    with pytest.raises(AnchorlensError, match="'a' is a int"):
+        al.claims({"a": 1})
+    assert al.claims({"a": replace(isolation(), info={}), "b": distances()})[
+        0
+    ].statement.startswith("Classes")
+
+
+def test_small_negative_numbers_are_shown_as_zero() -> None:
+    assert Estimate(-0.001, -0.004, 0.002).text() == "0.00 [0.00, 0.00]"
+    assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"

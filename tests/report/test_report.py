@@ -20,7 +20,9 @@ from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError
+from anchorlens.errors import AnchorlensError, PromptError
+from anchorlens.report.prompt_flows import strongest_flows
+from anchorlens.report.templates import as_json
 
 EVIL = "<script>alert('a & b')</script>"
 
@@ -259,3 +261,71 @@ def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
         f"plotly.js (cartesian - minified) v{version}"
         in ((folder / "plotly-cartesian.min.js").read_text(encoding="utf-8")[:200])
     )
+
+
+def test_what_would_be_drawn_wrong_or_left_out_is_an_error(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    flows = results["saliency_flows"]
+    scene = go.Figure(go.Scatter3d(x=[1], y=[1], z=[1]))
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"a": flows}, {"figures": {"mine": scene}}, "traces of the kind scatter3d"),
+        ({"a": flows, "b": go.Figure()}, {}, "'b' is a Figure"),
+        ({"a": flows, "sweep": {"a": flows}}, {}, "two results have the name 'a'"),
+        (
+            {"x": {"flows": flows}, "y": {"flows": flows}},
+            {"figures": {"flows": go.Figure()}},
+            "plots of several tasks",
+        ),
+    ]
+    for given, options, message in cases:
+        with pytest.raises(AnchorlensError, match=message):
+            write(tmp_path, given, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_numbers_are_shown_in_full_where_they_are_whole_or_missing(tmp_path: Path) -> None:
+    record = replace(plain(labels=["a", "b"]), value=torch.tensor([12345.0, torch.nan]))
+    assert "12345" in Page(write(tmp_path, {"x": record})).cells
+    missing = replace(record, value=torch.full((2,), torch.nan))
+    assert "value" in Page(write(tmp_path, {"x": missing})).cells
+
+
+def test_settings_of_isolations_are_shown_for_each_site(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    record = results["isolation"]
+    other = replace(record, info={**record.info, "layers": [1]})
+    cells = Page(write(tmp_path, {"sweep": {"first": record, "last": other}, "y": plain()})).cells
+    assert cells[cells.index("first: layers") + 1] == "0"
+    assert cells[cells.index("last: layers") + 1] == "1"
+    assert "keep bos" in cells and "first: keep bos" not in cells
+
+
+def test_settings_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    cells = Page(write(tmp_path, {"x": plain(seed=0)}, settings={"seed": 42})).cells
+    assert cells[cells.index("seed") + 1] == "42"
+
+
+def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
+    figure = go.Figure(layout={"meta": ["mine"], "title": {"text": "a", "subtitle": {"text": "b"}}})
+    assert "a. b" in write(tmp_path, {}, figures={"x": figure}).read_text()
+
+
+def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
+    byte_level: Any, hooked: Any
+) -> None:
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    batch = questions(model, count=3)[0]
+    tokenizer, model.tokenizer = model.tokenizer, None
+    try:
+        with pytest.raises(PromptError, match="expected the tokenizer"):
+            al.plot_prompt(model, batch)
+        shown = al.plot_prompt(model, batch, tokenizer=tokenizer)
+    finally:
+        model.tokenizer = tokenizer
+    assert "".join(shown.tokens) == tokenizer.decode(batch.prompt(0).tokens[0])
+    broken = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
+    assert strongest_flows(broken, 3) == ([], [], [], 0.0)
+    with pytest.raises(ValueError, match="JSON"):
+        as_json([float("nan")])

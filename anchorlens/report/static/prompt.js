@@ -10,14 +10,16 @@ for (const root of document.querySelectorAll(".prompt")) {
     tokens.findLast((element) => Number(element.dataset.token) <= position);
   const ROW = 26, open = new Set();
   const flows = () => data.layers[slider.value][heads.value];
-  const text = (position) => `“${data.tokens[position].trim() || "␣"}” (${position})`;
+  // The text of a character of several tokens is that of its element.
+  const textOf = (position) => data.tokens[position] || elementOf(position)?.textContent || "";
+  const text = (position) => `“${textOf(position).trim() || "␣"}” (${position})`;
 
   // The rows of the arc picture: a part of the prompt, or each of its tokens if it is open.
   const visibleRows = () => data.rows.flatMap(([first, last, kind, label], part) => {
     const row = { first, last, kind, label, part };
     if (!open.has(part)) return [row];
     const inside = Array.from({ length: last - first + 1 }, (_, k) => ({
-      first: first + k, last: first + k, kind, label: data.tokens[first + k], part, token: true }));
+      first: first + k, last: first + k, kind, label: textOf(first + k), part, token: true }));
     return [{ ...row, last: first - 1 }, ...inside];
   });
 
@@ -81,7 +83,7 @@ for (const root of document.querySelectorAll(".prompt")) {
     drawArcs(rows);
     const { sizes, share } = flows();
     held.textContent = `Drawn from the ${sizes.length} strongest flows between two tokens, which `
-      + `hold ${(100 * share).toFixed(0)} % of the saliency of this layer`
+      + `hold ${(100 * share).toFixed(0)} % of the saliency between two tokens in this layer`
       + `${heads.value === "0" ? "" : " and head"}. Wider and darker is more.`;
     if (current !== null) show(current);
   };
