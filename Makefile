@@ -124,8 +124,10 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 # Playwright's own browsers are not used: the one of the system is in the package registry.
 $(VENV)/.stamp-browser: $(VENV)/.stamp-dev
 	$(INSTALL) -e '.[dev,browser]'
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
-		{ $(SUDO) apt-get update && $(SUDO) apt-get install -y --no-install-recommends chromium; }
+	@for browser in chromium chromium-browser google-chrome; do \
+		if command -v $$browser >/dev/null; then exit; fi; \
+	done; \
+	$(SUDO) apt-get update && $(SUDO) apt-get install -y --no-install-recommends chromium
 	@touch $@
 
 # A folder for the path instead of a second environment: all else that 3.9 needs is there already.

@@ -30,7 +30,9 @@ from .prompts.batch import LeadingTokens, PromptBatch, check_inside, holds_integ
 
 
 class Hooks(list[Hook]):
-    """A list of hooks that prints their number, the first and the last; ``+`` gives another one.
+    """A list of hooks that prints their number, the first and the last.
+
+    ``+`` with another list gives hooks again. With a single pair it is a TypeError, as for lists.
 
     Examples:
         >>> al.isolate_labels(model, batch, layers=range(3))
@@ -38,10 +40,10 @@ class Hooks(list[Hook]):
     """
 
     def __add__(self, other: Any) -> "Hooks":  # type: ignore[override]
-        return Hooks([*self, *other])
+        return Hooks([*self, *other]) if isinstance(other, list) else NotImplemented
 
     def __radd__(self, other: Any) -> "Hooks":
-        return Hooks([*other, *self])
+        return Hooks([*other, *self]) if isinstance(other, list) else NotImplemented
 
     def __repr__(self) -> str:
         points = [_point_of(hook) for hook in self]

@@ -319,6 +319,19 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         assert torch.equal(tensor, copy)
 
 
+def test_hooks_are_joined_with_lists_only(gpt2: Any, batch: al.PromptBatch) -> None:
+    """A pair alone would become two entries that are no hooks."""
+    hooks = al.isolate_labels(gpt2, batch, 0)
+    pair = hooks[0]
+    plain = [pair]
+    for joined in (hooks + plain, plain + hooks):
+        assert joined == [pair, pair] and str(joined).startswith("<2 hooks")
+    left: Any
+    for left, right in ((hooks, pair), (pair, hooks)):
+        with pytest.raises(TypeError, match="unsupported operand|concatenate"):
+            left + right
+
+
 def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
     cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
     users_hook: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]

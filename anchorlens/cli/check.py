@@ -2,18 +2,18 @@
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..contexts.compression import compress
-from ..errors import AnchorlensError, PromptError, RunError
+from ..errors import AnchorlensError, ModelError
 from ..experiments.isolation import isolation_sweep
 from ..experiments.sites import first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
-from ..metrics.metric import Metric, possible
+from ..metrics.metric import Metric
 from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import has_sinks
 from ..models.load import load_model
@@ -29,6 +29,9 @@ from .output import Output, PrintedTable
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 PROMPTS = 3
+METRICS: tuple[Metric, ...] = (SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1))
+ANALYSES = (*(metric.name for metric in METRICS), "isolation", "compression")
+NO = "no: "
 
 
 @fails_together()
@@ -37,7 +40,7 @@ def check(model: str, device: str | None, dtype: torch.dtype | None, output: Out
     """Load a model, verify its hooks, and print what works on it.
 
     Raises:
-        ModelError: The model is refused.
+        ModelError: The model is refused, or no analysis works on it.
     """
     started = time.perf_counter()
     output.note(f"loading {model}")
@@ -45,12 +48,29 @@ def check(model: str, device: str | None, dtype: torch.dtype | None, output: Out
     output.note("trying the analyses on three prompts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # three prompts are too few for numbers that are read
-        findings = facts_of(loaded) | tried(loaded)
+        facts, findings = facts_of(loaded), tried(loaded)
+    reasons = [_reason(findings[name]) for name in ANALYSES]
     findings["seconds"] = round(time.perf_counter() - started, 1)
-    rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in findings.items()}
-    output.tables([PrintedTable(rows, title=f"{model} can be analysed")])
-    output.document({"model": model, **findings})
+    everything = facts | findings
+    rows = {("", name.replace("_", " ")): {"": _text(value)} for name, value in everything.items()}
+    output.tables([PrintedTable(rows, title=title_of(model, reasons))])
+    output.document({"model": model, **everything})
+    if all(reasons):
+        raise ModelError(f"no analysis works on {model}: {'; '.join(dict.fromkeys(reasons))}")
     output.last_line(f"Next: anchorlens run --model {model} --task sentiment")
+
+
+def title_of(model: str, reasons: Iterable[str]) -> str:
+    """What can be done with a model.
+
+    Args:
+        model: Its name.
+        reasons: Why each analysis does not work; an empty text for those that do.
+    """
+    failed = [bool(reason) for reason in reasons]
+    if all(failed):
+        return f"{model} cannot be analysed"
+    return f"{model} can be analysed in part" if any(failed) else f"{model} can be analysed"
 
 
 def facts_of(model: Any) -> dict[str, Any]:
@@ -79,8 +99,8 @@ def tried(model: Any) -> dict[str, Any]:
     """What works on three prompts of the bundled sentiments."""
     try:
         batches = _prompts(model)
-    except PromptError as error:
-        return {"prompts": f"no: {error}"}
+    except AnchorlensError as error:
+        return {name: f"{NO}{error}" for name in ("prompts", *ANALYSES)}
     found: dict[str, Any] = {
         "prompts": f"yes, {int(batches[0].attention_mask.sum(1).max())} tokens for two "
         "demonstrations and a query",
@@ -99,21 +119,18 @@ def _prompts(model: Any) -> list[PromptBatch]:
 
 
 def _metrics(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances(directions=1)]
-    try:
-        able, errors = possible(model, batches, wanted)
-    except PromptError as error:  # the prompts do not fit the model
-        return {metric.name: f"no: {error}" for metric in wanted}
-    reasons: dict[str, Any] = {name: f"no: {error}" for name, error in errors.items()}
-    try:
-        records: Mapping[str, Any] = run(model, batches, able, **QUIET)
-    except RunError as error:
-        records = error.results
-        reasons |= {metric.name: f"no: {error}" for metric in able if metric.name not in records}
-    prefix = next((record.info["shared_prefix"] for record in records.values()), "not tried")
-    return {metric.name: reasons.get(metric.name, "yes") for metric in wanted} | {
-        "shared_demonstrations": prefix
-    }
+    """Each metric alone, so that one that fails does not hide what the others do."""
+    status: dict[str, Any] = {}
+    prefixes: list[str] = []
+    for metric in METRICS:
+        try:
+            record = run(model, batches, [metric], **QUIET)[metric.name]
+        except AnchorlensError as error:
+            status[metric.name] = f"{NO}{error}"
+        else:
+            status[metric.name] = "yes"
+            prefixes.append(record.info["shared_prefix"])
+    return status | {"shared_demonstrations": next(iter(prefixes), "not tried")}
 
 
 def _isolation(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
@@ -121,7 +138,7 @@ def _isolation(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
     try:
         records = isolation_sweep(model, batches, sites, draws=1, **QUIET)
     except AnchorlensError as error:
-        return {"isolation": f"no: {error}"}
+        return {"isolation": f"{NO}{error}"}
     skipped = list(records.values())[-1].info["skipped_layers"]
     how = f"runs of the last layer skip {skipped} layers" if isinstance(skipped, int) else skipped
     return {"isolation": f"yes, {how}"}
@@ -131,8 +148,13 @@ def _compression(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
     try:
         context = compress(model, batches[0])
     except AnchorlensError as error:
-        return {"compression": f"no: {error}"}
+        return {"compression": f"{NO}{error}"}
     return {"compression": f"yes, {len(context.prefix)} of the cached tokens are enough to answer"}
+
+
+def _reason(status: str) -> str:
+    """Why an analysis does not work; empty if it does."""
+    return status.removeprefix(NO) if status.startswith(NO) else ""
 
 
 def _text(value: Any) -> str:

@@ -21,7 +21,7 @@ from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
 from .option_lists import seeds_of, words_of
 from .output import Output, say
-from .wording import in_words_of_the_command
+from .wording import in_words_of_the_command, need_less_memory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -332,7 +332,7 @@ def check(
 ) -> None:
     """Load a model, verify its hooks, and say what works on it, before a long run.
 
-    A model that cannot be analysed is an error with the reason, and the exit status is 1.
+    A model on which no analysis works is an error with the reason, and the exit status is 1.
     """
     from .check import check as check_model
     from .work import torch_type
@@ -362,12 +362,7 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
-        typer.echo(
-            f"error: out of memory ({reason}); use a smaller --dtype, --gradient-checkpointing, "
-            "another --device or a smaller model, with --fresh or another --out. What was computed "
-            "stays in --out",
-            err=True,
-        )
+        typer.echo(f"error: out of memory ({reason}); {need_less_memory(options)}", err=True)
         sys.exit(1)
 
 

@@ -1,8 +1,14 @@
 """Options that take lists: repeated, or separated by commas, or both."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import DataError
+
+
+def is_given(value: Any) -> bool:
+    """Whether an option was given; one that may be repeated has no values otherwise."""
+    return value is not None and value != () and value != []
 
 
 def words_of(option: str, values: Sequence[str]) -> list[str]:

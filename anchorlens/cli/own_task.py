@@ -17,7 +17,7 @@ from ..prompts.datafiles import READERS
 from ..prompts.examples import BUNDLED, load_examples
 from ..prompts.tasks import TASKS, Task
 from .command_data import Examples, check_task, examples_of_task
-from .option_lists import words_of
+from .option_lists import is_given, words_of
 
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 _PARTS = ("template", "labels", "separator", "prefix")
@@ -46,11 +46,12 @@ class TaskOptions:
 
 
 class TaskWithExamples(NamedTuple):
-    """A task, its name in the folder of --out, and its examples."""
+    """A task, its name in the folder of --out, its examples, and the options that give the same."""
 
     name: str
     task: Task
     examples: Examples
+    settings: dict[str, Any]
 
 
 def task_with_examples(options: TaskOptions) -> TaskWithExamples:
@@ -69,8 +70,9 @@ def task_with_examples(options: TaskOptions) -> TaskWithExamples:
         raise DataError(
             f"{splits[0]} came without --dataset; only a data set of the hub has splits"
         )
+    settings = _settings(fields, task)
     if "data" in fields or "dataset" in fields:
-        return TaskWithExamples(_name(options, fields), task, _examples(fields, task))
+        return TaskWithExamples(_name(options, fields), task, _examples(fields, task), settings)
     if options.task is None:
         raise DataError(
             "a task of your own needs examples: give a jsonl, csv or parquet file (--data), or a "
@@ -81,12 +83,12 @@ def task_with_examples(options: TaskOptions) -> TaskWithExamples:
             f"{', '.join(unused)} came without --data or --dataset, but the examples of the task "
             f"{options.task} are read as they are"
         )
-    return TaskWithExamples(options.task, task, examples_of_task(options.task))
+    return TaskWithExamples(options.task, task, examples_of_task(options.task), settings)
 
 
 def _fields(options: TaskOptions) -> dict[str, Any]:
     """The parts of the task and of its examples by name, as far as they are given."""
-    given = {name: value for name, value in asdict(options).items() if _is_given(value)}
+    given = {name: value for name, value in asdict(options).items() if is_given(value)}
     for name in ("template", "separator", "prefix"):
         if name in given:
             given[name] = re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], given[name])
@@ -160,9 +162,27 @@ def _task(options: TaskOptions, fields: Mapping[str, Any]) -> Task:
     try:
         return Task(**{name: fields[name] for name in _PARTS if name in fields})
     except PromptError as error:
-        own = [_option(name) for name in _PARTS if _is_given(getattr(options, name))]
+        own = [_option(name) for name in _PARTS if is_given(getattr(options, name))]
         where = ", ".join(own) or f"--task-file {options.task_file}"
         raise PromptError(f"{where}: {error}") from error
+
+
+def _settings(fields: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """The task and where its examples are, whoever said so, as options write them."""
+    texts = {name: _escaped(getattr(task, name)) for name in ("template", "separator", "prefix")}
+    of_examples = {name: fields[name] for name in KEYS if name in fields and name not in _PARTS}
+    return {**texts, "prefix": texts["prefix"] or None, "labels": task.labels, **of_examples}
+
+
+def _escaped(text: str) -> str:
+    r"""A text as an option writes it.
+
+    Examples:
+        >>> print(_escaped("Q: {text}\nA:{label}"))
+        Q: {text}\nA:{label}
+    """
+    written = {character: escape for escape, character in _ESCAPES.items()}
+    return re.sub(r"[\n\t\\]", lambda match: written[match[0]], text)
 
 
 def _examples(fields: Mapping[str, Any], task: Task) -> Examples:
@@ -200,11 +220,6 @@ def _name(options: TaskOptions, fields: Mapping[str, Any]) -> str:
     else:
         name = Path(fields["data"]).stem if "data" in fields else fields["dataset"].split("/")[-1]
     return re.sub(r"[^\w-]+", "-", name).strip("-") or "task"
-
-
-def _is_given(value: Any) -> bool:
-    """Whether an option was given; one that may be repeated has no values otherwise."""
-    return value is not None and (isinstance(value, str | Path) or len(value) > 0)
 
 
 def _option(name: str) -> str:

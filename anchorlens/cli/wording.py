@@ -35,6 +35,12 @@ _LEFT_OUT = (
         "give unquantised weights, or another model",
     ),
 )
+# What needs less memory, by the option that does it.
+_NEEDS_LESS_MEMORY = {
+    "--dtype": "a smaller --dtype",
+    "--gradient-checkpointing": "--gradient-checkpointing",
+    "--device": "another --device",
+}
 _REMOVED = (
     re.compile(r", or in Python by \w+=\w+"),
     re.compile(rf", in Python {_CALL}(?=\))"),
@@ -61,3 +67,20 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
     for pattern in _REMOVED:
         message = pattern.sub("", message)
     return message
+
+
+def need_less_memory(options: Collection[str]) -> str:
+    """What to do when memory ran out.
+
+    Args:
+        options: The options of the command.
+
+    Examples:
+        >>> need_less_memory(["--dtype", "--device"])
+        'use a smaller --dtype, another --device or a smaller model'
+    """
+    cures = [cure for option, cure in _NEEDS_LESS_MEMORY.items() if option in options]
+    use = f"use {', '.join(cures)} or a smaller model" if cures else "use a smaller model"
+    if "--out" not in options:
+        return use
+    return f"{use}, with --fresh or another --out. What was computed stays in --out"

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from pandas import DataFrame
 
+from ..errors import PromptError
 from ..models.load import load_model
 from ..models.quiet import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.examples import BUNDLED
+from ..prompts.examples import BUNDLED, Example
 from ..prompts.tasks import TASKS
 from ..replication.paper import check_examples
 from ..replication.paper import paper as paper_numbers
@@ -30,6 +31,7 @@ from ..system.processes import fails_together, is_main
 from .analysis import Page, analyse, make_folder, rows_folder
 from .before_weights import check_depth, checked_tokenizer
 from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
+from .option_lists import is_given
 from .output import Output
 from .own_task import TaskOptions, task_with_examples
 
@@ -111,7 +113,7 @@ def run(
     _prepare_rows(loaded, depth, rows_folder(out, chosen.name).glob("*") if fresh else ())
     page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
     after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
-    _finish({chosen.name: page}, settings, out, output, after)
+    _finish({chosen.name: page}, {**settings, **chosen.settings}, out, output, after)
 
 
 @fails_together()
@@ -142,10 +144,15 @@ def paper(
     }
     check_examples(examples, queries, seeds)
     make_folder(out)
-    # Prompts are built in the parts, where one that is too long is a warning.
-    tokenizer = checked_tokenizer(model, device, depth, lambda tokenizer: ())
+
+    def prompts(tokenizer: Any) -> list[PromptBatch]:
+        return [batch for task in tasks for batch in _shortest_prompt(tokenizer, task)]
+
+    # The parts build the other prompts. There one that is too long is a warning.
+    tokenizer = checked_tokenizer(model, device, depth, prompts)
     output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
+    prompts(loaded.tokenizer)
     _prepare_rows(loaded, depth, [out / "rows"] if fresh else ())
 
     def save(numbers: DataFrame) -> None:
@@ -199,6 +206,16 @@ def _batches(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[Pro
     ]
 
 
+def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
+    """A prompt with a short demonstration of each class, for what all prompts of a task share."""
+    task = TASKS[BUNDLED.get(name, name)]
+    demonstrations = [Example("x", label) for label in range(len(task.labels))]
+    try:
+        return build_prompts(tokenizer, task, demonstrations, ["x"])
+    except PromptError as error:
+        raise PromptError(f"{error}. This is the task {name}; leave it out of --tasks") from error
+
+
 def _finish(
     pages: Mapping[str, Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
 ) -> None:
@@ -217,14 +234,10 @@ def _report(
     """Write the report in the main process; return its path."""
     path = out / "report.html"
     if is_main():
-        given = {name: value for name, value in settings.items() if _is_given(value)}
+        given = {name: value for name, value in settings.items() if is_given(value)}
         command = shlex.join(["anchorlens", *sys.argv[1:]])
         write_report(results, path, settings=given, command=command, **page)
     return path.resolve()
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value != ()
 
 
 def _save_settings(settings: Mapping[str, Any], out: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
-from .aucroc import auc
+from .aucroc import auc, predicted_class
 from .metric import Observation
 
 
@@ -229,7 +229,7 @@ class AnchorDistances:
             pair_auc=confusion,
             correlation=rank_correlation(distance[:, upper], confusion[upper]),
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
-            accuracy=(rows["label_logits"].argmax(-1) == rows["gold"]).double().mean(),
+            accuracy=(predicted_class(rows["label_logits"]) == rows["gold"]).double().mean(),
             queries_per_class=rows["gold"].bincount(minlength=len(confusion)),
             default_layer=torch.tensor(2 * len(distance) // 3),
         )

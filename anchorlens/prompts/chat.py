@@ -219,7 +219,7 @@ class _Frame(NamedTuple):
         is_same = text.startswith(self.around[0])
         for turn, after in zip(turns, self.around[1:], strict=True):
             content = turn.text
-            kept = next(
+            span = next(
                 (
                     (content.index(variant) if variant else 0, len(variant))
                     for variant in dict.fromkeys(
@@ -229,14 +229,14 @@ class _Frame(NamedTuple):
                 ),
                 None,
             )
-            if kept is None:
+            if span is None:
                 raise PromptError(
                     f"the chat template changes the text of the {turn.role}'s turn {content!r}, or "
                     "what stands around it, by more than white space at its ends, so that "
                     "positions in it are not certain; change the text, or give another template "
                     "(options={'chat_template': '...'})"
                 )
-            start, length = kept
+            start, length = span
             found.append(_Turn(turn.role, _cut(turn.pieces, start, start + length)))
             position += length + len(after)
         if position != len(text):
@@ -250,8 +250,8 @@ class _Frame(NamedTuple):
 
 def _around(text: str, marks: Sequence[str]) -> list[str]:
     """What stands before each mark, and after the last one."""
-    places = [text.find(mark) for mark in marks]
-    if places != sorted(places) or any(text.count(mark) != 1 for mark in marks):
+    positions = [text.find(mark) for mark in marks]
+    if positions != sorted(positions) or any(text.count(mark) != 1 for mark in marks):
         raise PromptError(
             "the chat template does not write each turn once and in the order of the turns, so "
             "that positions are not certain; give another template "

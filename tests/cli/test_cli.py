@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from tiny_models import randomize
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -17,6 +18,7 @@ from anchorlens.cli import commands
 
 pytestmark = pytest.mark.without_jaxtyping
 
+COMMANDS: dict[str, Any] = getattr(typer.main.get_command(commands.app), "commands", {})
 QUICK = ["--queries", "12", "--depth", "2", "--draws", "2"]
 
 
@@ -150,6 +152,29 @@ def test_out_of_memory_is_an_error_of_one_line(
         "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
     assert "use a smaller --dtype, --gradient-checkpointing" in error and "more" not in error
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "paper", "check"])
+def test_the_error_for_memory_names_options_of_the_command(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any, command: str
+) -> None:
+    def raise_out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for module in ("work", "check"):
+        monkeypatch.setattr(f"anchorlens.cli.{module}.load_model", raise_out_of_memory)
+    arguments = {
+        "demo": ["--model", str(model_folder), "--out", str(tmp_path)],
+        "run": ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)],
+        "paper": ["--model", str(model_folder), "--task", "questions", "--out", str(tmp_path)],
+        "check": [str(model_folder)],
+    }
+    assert call(monkeypatch, command, *arguments[command]) == 1
+    error = error_of(capsys.readouterr())
+    named = set(re.findall(r"--[a-z-]+", error))
+    cures = {"--dtype", "--gradient-checkpointing", "--device", "--fresh", "--out"}
+    options = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+    assert named == cures & options
 
 
 def test_help_lists_the_options(monkeypatch: Any, capsys: Any) -> None:

@@ -10,7 +10,10 @@ import transformers
 from test_cli import call, error_of
 from tiny_models import randomize
 
+import anchorlens as al
+from anchorlens.cli import check
 from anchorlens.cli.architectures import table_of_architectures
+from anchorlens.errors import MetricError, ModelError, PromptError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -101,10 +104,59 @@ def test_check_names_wrapped_attention_and_prompts_that_are_too_long(
     monkeypatch: Any, byte_level: Any, tmp_path: Path, capsys: Any
 ) -> None:
     model = saved(tiny_opt(len(byte_level)), byte_level, tmp_path)
-    assert call(monkeypatch, "check", model) == 0
+    assert call(monkeypatch, "check", model) == 1
+    captured = capsys.readouterr()
+    assert f"{model} cannot be analysed\n" in captured.out
+    assert "of transformers, wrapped in 2 layers" in captured.out
+    assert "but the model's context is 64" in captured.out
+    assert f"no analysis works on {model}: " in error_of(captured)
+    assert "Next:" not in captured.out
+
+
+def raising(error: Exception) -> Any:
+    def raise_error(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raise_error
+
+
+def test_check_prints_its_table_if_a_metric_fails(
+    monkeypatch: Any, shallow_folder: Path, capsys: Any
+) -> None:
+    """A pass that is not finite ends one metric; the other analyses are still tried."""
+
+    def run_without_gradients(model: Any, batches: Any, metrics: Any, **options: Any) -> Any:
+        if any(metric.needs_gradient for metric in metrics):
+            raise ModelError("the loss is not finite")
+        return al.run(model, batches, metrics, **options)
+
+    monkeypatch.setattr(check, "run", run_without_gradients)
+    assert call(monkeypatch, "check", str(shallow_folder)) == 0
     printed = capsys.readouterr().out
-    assert "of transformers, wrapped in 2 layers" in printed
-    assert "but the model's context is 64" in printed
+    assert f"{shallow_folder} can be analysed in part\n" in printed
+    assert "no: the loss is not finite" in printed
+    assert "no:" not in printed.partition("attention aucroc")[2]
+
+
+def test_check_prints_its_table_if_no_metric_works(
+    monkeypatch: Any, shallow_folder: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(check, "run", raising(MetricError("the pass is not finite")))
+    assert call(monkeypatch, "check", str(shallow_folder), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    metrics = {"saliency_flows", "attention_aucroc", "anchor_distances"}
+    assert {name for name, status in found.items() if str(status).startswith("no: ")} == metrics
+    assert found["shared_demonstrations"] == "not tried"
+
+
+def test_a_model_without_prompts_cannot_be_analysed(
+    monkeypatch: Any, shallow_folder: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(check, "build_prompts", raising(PromptError("words clash")))
+    assert call(monkeypatch, "check", str(shallow_folder)) == 1
+    captured = capsys.readouterr()
+    assert f"{shallow_folder} cannot be analysed\n" in captured.out
+    assert error_of(captured) == f"error: no analysis works on {shallow_folder}: words clash"
 
 
 def test_check_refuses_a_model_with_dead_hooks(

@@ -52,7 +52,35 @@ def test_one_command_analyses_a_csv_file(
     flows = al.SaliencyFlowsRecord.load(folder / "out/reviews/saliency_flows.safetensors")
     assert flows.info["labels"] == ["no", "yes"] and flows.info["demonstration_sets"] == 3
     settings = json.loads((folder / "out/settings.json").read_text())
-    assert settings["template"] == TEMPLATE and settings["seed"] == [1, 2, 3]
+    assert settings["template"] == TEMPLATE and settings["labels"] == [" no", " yes"]
+    assert settings["seed"] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_the_settings_hold_the_task_as_it_was_read_from_a_file(
+    monkeypatch: Any, shallow_folder: Path, folder: Path
+) -> None:
+    arguments = ["--task-file", "film.toml", "--prefix", r"Films.\n", "--out", "out", *QUICK]
+    assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
+    settings = json.loads((folder / "out/settings.json").read_text())
+    expected = {"task_file": "film.toml", "template": TEMPLATE, "labels": [" no", " yes"]}
+    expected |= {"separator": r"\n", "prefix": r"Films.\n", "data": "reviews.csv"}
+    expected |= {"text_column": "review", "label_column": "verdict", "classes": ["neg", "pos"]}
+    assert settings.items() >= expected.items()
+    assert "Q: {text}\\nA:{label}" in (folder / "out/report.html").read_text()
+
+
+def test_the_settings_of_a_task_are_options_that_give_the_same_task(folder: Path) -> None:
+    (folder / "raw.toml").write_text(
+        TASK_FILE + 'separator = "\\n\\t\\\\n"\nprefix = "a\\\\tb\\n"\n'
+    )
+    first = chosen(task_file=folder / "raw.toml")
+    assert first.task.separator == "\n\t\\n" and first.task.prefix == "a\\tb\n"
+    again = chosen(**first.settings)
+    assert (again.task, again.examples) == (first.task, first.examples)
+    assert again.settings == first.settings
+    bundled = chosen(task="questions")
+    assert chosen(task="questions", **bundled.settings).task == bundled.task
 
 
 def test_options_and_a_task_file_give_the_same_task(folder: Path) -> None:

@@ -4,6 +4,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,30 @@ def test_paper_writes_numbers_tables_and_report(
         for figure in (3, 4, 5, 6):
             assert f">{task}: Figure {figure}</h3>" in page
     assert "GPT2-XL in the paper" in page and "<td>None" not in page.partition("<pre>")[0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([" yes", " yes please"], "at the target position; choose other label words. This is the "),
+        ([" yes", " yes please"], "the task sentiment; leave it out of --tasks"),
+        ([" no" * 600, " yes"], "tokens, but the model's context is 512"),
+    ],
+)
+def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_loaded(
+    monkeypatch: Any,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: Any,
+    labels: list[str],
+    words: str,
+) -> None:
+    task = replace(al.TASKS["sst2"], labels=labels)
+    monkeypatch.setattr(work, "TASKS", {**al.TASKS, "sst2": task})
+    monkeypatch.setattr(work, "load_model", None)
+    arguments = ["--model", str(model_folder), "--tasks", "questions,sentiment", *QUICK]
+    assert call(monkeypatch, "paper", *arguments, "--out", str(tmp_path)) == 1
+    assert words in error_of(capsys.readouterr())
 
 
 def one_number(setting: Setting) -> Iterator[Number]:
