@@ -1,4 +1,4 @@
-"""One browser for all tests, and the sizes of screen."""
+"""One browser for all tests, and the screens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +13,7 @@ def browser() -> Iterator[Any]:
         yield opened
 
 
-@pytest.fixture(params=[WIDE, PHONE], ids=["wide", "phone"])
-def size(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=[(WIDE, "light"), (PHONE, "dark")], ids=["wide, light", "phone, dark"])
+def screen(request: pytest.FixtureRequest) -> Any:
+    """Size and colour scheme."""
     return request.param

@@ -41,12 +41,11 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("page", PAGES, ids=[page or "home" for page in PAGES])
 def test_a_page_is_accessible_and_fits_the_screen(
-    address: str, browser: Any, page: str, scheme: str, size: Any
+    address: str, browser: Any, page: str, screen: Any
 ) -> None:
-    with Visit(browser, address + page, size, scheme) as visit:
+    with Visit(browser, address + page, *screen) as visit:
         visit.wait_for_load_state("networkidle")
-        assert visit.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        assert visit.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
         assert not serious_violations(visit)

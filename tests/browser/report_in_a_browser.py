@@ -35,23 +35,19 @@ def report(byte_level: Any, hooked: Any, tmp_path_factory: pytest.TempPathFactor
     return al.write_report({"one": results, "two": results}, path, settings=settings)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_figures_are_drawn_without_errors_and_requests(
-    report: Path, browser: Any, size: Any, scheme: str
+    report: Path, browser: Any, screen: Any
 ) -> None:
-    with Visit(browser, report, size, scheme) as page:
+    with Visit(browser, report, *screen) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= size["width"], "the page is wider than the screen"
+        assert width <= screen[0]["width"], "the page is wider than the screen"
         buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(b => b.dataset.title)")
         assert {title.partition(" ")[0] for title in buttons} == {"Download", "Reset"}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_violation_of_accessibility(
-    report: Path, browser: Any, size: Any, scheme: str
-) -> None:
-    with Visit(browser, report, size, scheme) as page:
+def test_no_serious_violation_of_accessibility(report: Path, browser: Any, screen: Any) -> None:
+    with Visit(browser, report, *screen) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
         page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
         assert not serious_violations(page)

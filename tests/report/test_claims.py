@@ -174,7 +174,9 @@ def test_accuracy_without_an_interval_is_the_reason() -> None:
 
 def test_one_layer_is_neither_shallow_nor_deep() -> None:
     record = flows()
-    shallow = replace(record, share=record.share[:1], flows=record.flows[:1])
+    by_layer = ("flows", "share", "tq", "pq_over_tq", "per_head")
+    first = {name: getattr(record, name)[:1] for name in by_layer}
+    shallow = replace(record, per_prompt=record.per_prompt[:, :1], **first)
     claim, _ = al.claims({"a": shallow, "b": distances()})[:2]
     assert claim.verdict == CANNOT_TELL and "the model has one layer" in claim.reason
 
