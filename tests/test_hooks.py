@@ -328,7 +328,7 @@ def test_hooks_are_joined_with_lists_only(gpt2: Any, batch: al.PromptBatch) -> N
         assert joined == [pair, pair] and str(joined).startswith("<2 hooks")
     left: Any
     for left, right in ((hooks, pair), (pair, hooks)):
-        with pytest.raises(TypeError, match="unsupported operand|concatenate"):
+        with pytest.raises(TypeError, match=r"unsupported operand|concatenate"):
             left + right
 
 
