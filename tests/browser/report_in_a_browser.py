@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import PHONE, WIDE, Visit, serious_violations
+from chromium import Visit, serious_violations
+from screens import PHONE, WIDE
 from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al

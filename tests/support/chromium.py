@@ -10,8 +10,6 @@ from typing import Any
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
-WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
-
 
 @contextmanager
 def chromium() -> Iterator[Any]:
