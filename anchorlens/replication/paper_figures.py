@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..results import figures
+from ..results import captions, figures
 from .paper_tables import Parts, by_part, task_name
 
 
@@ -18,14 +18,17 @@ def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
         numbers: What ``paper`` returns.
 
     Returns:
-        Plotly figures, for ``write_report({}, path, figures=...)``.
+        Plotly figures, for ``write_report({}, path, figures=...)``; the caption of each is in its
+        ``layout.meta["caption"]``.
     """
     drawn: dict[str, Any] = {}
     for task, rows in numbers.groupby("task", sort=False):
         parts = by_part(rows)
-        for part, draw in _DRAWINGS.items():
+        for part, (draw, caption) in _DRAWINGS.items():
             if part in parts:
-                drawn[f"{task_name(str(task))}: {part.partition(',')[0]}"] = draw(parts)
+                figure = draw(parts)
+                figure.update_layout(meta={**(figure.layout.meta or {}), "caption": caption})
+                drawn[f"{task_name(str(task))}: {part.partition(',')[0]}"] = figure
     return drawn
 
 
@@ -87,11 +90,11 @@ def _confusions(parts: Parts) -> Any:
     )
 
 
-_DRAWINGS: dict[str, Callable[[Parts], Any]] = {
-    "Figure 3": _flows,
-    "Figure 4": _isolation,
-    "Figure 5": _attention,
-    "Figure 6, actual": _confusions,
+_DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {
+    "Figure 3": (_flows, captions.FLOWS),
+    "Figure 4": (_isolation, captions.ISOLATION),
+    "Figure 5": (_attention, captions.ATTENTION),
+    "Figure 6, actual": (_confusions, captions.CONFUSIONS),
 }
 
 

@@ -108,7 +108,8 @@ def write_report(
         title: Heading of the page.
         settings: Settings of the run, such as task and seeds; the records hold model and versions.
         figures: Plotly figures by heading. A heading that names a record replaces the plot of that
-            record (None for no plot); any other becomes a section at the end.
+            record (None for no plot); any other becomes a section at the end, with the caption in
+            the figure's ``layout.meta["caption"]``, if it has one.
         summary: Plain text with further tables.
         command: The command that makes the page again.
 
@@ -268,7 +269,8 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         return _Section(section_id, heading)
     _refuse_unknown_traces(heading, figure)
     title, subtitle = figure.layout.title.text, figure.layout.title.subtitle.text
-    drawn, meta = figure.to_plotly_json(), figure.layout.meta
+    drawn = figure.to_plotly_json()
+    meta = figure.layout.meta if isinstance(figure.layout.meta, dict) else {}
     if figure.layout.template in (
         plotly.io.templates["plotly_white"],
         plotly.io.templates["plotly"],
@@ -281,7 +283,8 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         title=". ".join(_plain_text(text) for text in (title, subtitle) if text),
         figure=json_in_script(plotly.io.json.to_json_plotly(drawn)),
         height=int(figure.layout.height or _HEIGHT),
-        min_width=int(meta.get("min_width", _MIN_WIDTH) if isinstance(meta, dict) else _MIN_WIDTH),
+        min_width=int(meta.get("min_width", _MIN_WIDTH)),
+        caption=str(meta.get("caption", "")),
     )
 
 

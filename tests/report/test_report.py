@@ -310,6 +310,11 @@ def test_settings_of_the_user_are_not_replaced(tmp_path: Path) -> None:
 def test_figures_may_have_any_meta_and_a_subtitle(tmp_path: Path) -> None:
     figure = go.Figure(layout={"meta": ["mine"], "title": {"text": "a", "subtitle": {"text": "b"}}})
     assert "a. b" in write(tmp_path, {}, figures={"x": figure}).read_text()
+    captioned = go.Figure(layout={"meta": {"caption": EVIL}})
+    text = write(tmp_path, {}, figures={"x": captioned}).read_text()
+    (caption,) = re.findall('<p class="caption">(.*?)</p>', text)
+    assert unescape(caption) == EVIL
+    assert EVIL not in text
 
 
 def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
