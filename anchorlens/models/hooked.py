@@ -211,12 +211,18 @@ def vocabulary_of(model: HookedModel) -> int:
 
 def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for labels that the model cannot predict, as toy models may predict few."""
-    largest, count = max(map(max, batch.word_token_ids)), model.cfg.d_vocab_out
+    largest, count = _largest_label_token(batch), model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and largest >= count:
         raise PromptError(
             f"label token {largest} is outside the {count} tokens that the model predicts "
             "(d_vocab_out of its configuration); use other label words or another model"
         )
+
+
+def _largest_label_token(batch: PromptBatch) -> int:
+    if batch.verbalizer is None:
+        return int(batch.label_token_ids.max())
+    return max(map(max, batch.verbalizer.token_ids))
 
 
 def has_sinks(model: Any) -> bool:
@@ -256,7 +262,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
     refuse_labels_beyond(model, batch)
-    largest = max(int(batch.tokens.max()), *map(max, batch.word_token_ids))
+    largest = max(int(batch.tokens.max()), _largest_label_token(batch))
     if largest >= vocabulary_of(model):
         raise PromptError(
             f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
