@@ -122,7 +122,7 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
     """
     records = list(contents_of(results).records.values())
     ability = reason_against_ability(records)
-    return [_judged(measured, ability) for measured in _measured(records)]
+    return [_judged(measured, ability) for measured in _numbers_of(records)]
 
 
 def estimate(record: Record, name: str, *index: int) -> Estimate:
@@ -142,7 +142,10 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
 
 
 def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
-    """The isolation of the first layers in all heads, from BOS too; a shallow one if there is."""
+    """The isolation of the first layers, in all heads and with the edge to BOS cut.
+
+    Of several, the first that is shallow counts, otherwise the first.
+    """
     found = [
         record
         for record in records
@@ -160,7 +163,7 @@ def is_shallow(record: IsolationRecord) -> bool:
 
 
 def first_layers(record: IsolationRecord) -> str:
-    """The layers of a shallow isolation in words."""
+    """The first layers, in which a record isolates, in words."""
     count = len(record.info["layers"])
     return "the first layer" if count == 1 else f"the first {count} layers"
 
@@ -214,7 +217,7 @@ def _judged(measured: _Measured, ability: str) -> Claim:
     return Claim(*measured[:-1], verdict, reason)
 
 
-def _measured(records: Collection[Record]) -> Iterator[_Measured]:
+def _numbers_of(records: Collection[Record]) -> Iterator[_Measured]:
     for record in records:
         if isinstance(record, SaliencyFlowsRecord):
             yield from _of_flows(record)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from html import unescape
 from inspect import cleandoc
@@ -17,7 +17,7 @@ from markupsafe import Markup
 from ..errors import AnchorlensError
 from ..experiments.isolation import IsolationRecord, plot_isolation
 from ..prompts.prompt_html import PROMPT_CSS
-from ..results.record import Record, meaning_of
+from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
 from ..system.files import write_atomically
 from .answer import headline, sentences, surprises
@@ -81,7 +81,7 @@ class _Chapter:
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
     prompts: Sequence[_Prompt] = ()
-    sections: Sequence[_Section] = field(default_factory=list)
+    sections: Sequence[_Section] = ()
 
 
 def write_report(
@@ -133,7 +133,7 @@ def write_report(
     contents = {name: contents_of(chapter) for name, chapter in by_task.items()}
     every = [record for chapter in contents.values() for record in chapter.records.values()]
     common = _common_info(every)
-    extra = dict(figures or {})
+    given, extra = dict(settings or {}), dict(figures or {})
     _refuse_ambiguous(extra, list(contents.values()))
     chapters = [
         _chapter(_id("task", number, name), name, chapter, extra, common)
@@ -155,7 +155,7 @@ def write_report(
         chapters=chapters,
         summary=summary,
         command=command,
-        settings=_pairs({**(settings or {}), **common, **(settings or {})}),
+        settings=_pairs({**given, **{key: common[key] for key in common if key not in given}}),
         how=HOW_VERDICTS_ARE_REACHED,
         version=versions()["anchorlens"],
         numeric=_NUMERIC,
@@ -226,7 +226,7 @@ def _sections(
     for number, (name, record) in enumerate(records.items()):
         section_id = _id(chapter_id, number, name)
         if name not in isolations:
-            figure = figures.pop(name) if name in figures else _plot(record)
+            figure = figures.pop(name) if name in figures else _plot_of(record)
             yield _section(section_id, name, {"": record}, figure, common)
         elif name == next(iter(isolations)):
             heading = name if len(isolations) == 1 else "isolation"
@@ -303,9 +303,8 @@ def _refuse_unknown_traces(heading: str, figure: go.Figure) -> None:
         )
 
 
-def _plot(record: Record) -> go.Figure | None:
-    """The record's plot; None for a record of the user's that defines none."""
-    return None if type(record).plot is Record.plot else record.plot()
+def _plot_of(record: Record) -> go.Figure | None:
+    return record.plot() if has_plot(record) else None
 
 
 def _common_info(records: Sequence[Record]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Record:
             note(meaning_of(type(self))),
             table(["quantity", "axes", "values", "95 % interval"], rows),
             folded("info", table(["name", "value"], [(k, str(v)) for k, v in self.info.items()])),
-            note("to_frame() has all numbers" + ", plot() draws them" * _has_plot(self)),
+            note("to_frame() has all numbers" + ", plot() draws them" * has_plot(self)),
         )
 
     def _source(self) -> str:
@@ -316,7 +316,7 @@ def meaning_of(kind: type[Record]) -> str:
     return "" if doc.startswith(f"{kind.__name__}(") else doc.strip().partition("\n")[0]
 
 
-def _has_plot(record: Record) -> bool:
+def has_plot(record: Record) -> bool:
     """Whether the class of a record defines a plot."""
     return type(record).plot is not Record.plot
 
