@@ -88,7 +88,9 @@ def pq(batch: PromptBatch) -> Edges:
 
 def ww(batch: PromptBatch) -> Edges:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
-    return every(batch) & ~wp(batch) & ~pq(batch)
+    labels = anchors(batch)
+    of_labels = between(labels, batch.attention_mask) | between(target(batch), labels)
+    return every(batch) & ~of_labels
 
 
 def tq(batch: PromptBatch) -> Edges:

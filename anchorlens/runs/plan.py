@@ -115,7 +115,7 @@ class Plan:
                 continue
             rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
         self.trusted.set()
-        if not batch.is_whole:
+        if prefix is not None:
             self.trusted_in_prefix.set()
         return rows, logits
 
