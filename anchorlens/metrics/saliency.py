@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
@@ -137,6 +137,7 @@ class SaliencyFlows:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe A and dL/dA of every layer; store only sums over edges."""
+        check_fits(model, batch)  # before the edges, whose size is quadratic
         chosen = self._edges_of(batch)
         counts = chosen.sum((2, 3)).cpu()
         sums = EdgeSums(chosen[:, :, batch.query_rows], self.absolute_per_head)
@@ -150,6 +151,7 @@ class SaliencyFlows:
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the edges between shared tokens, with the gradient of each prompt."""
+        check_fits(model, batch)
         sums = EdgeSums(self._edges_of(batch), self.absolute_per_head)
         return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
 

@@ -83,7 +83,8 @@ def _tried(
             continue
         if reason := _why_not_after_prefix(passes, batches, change):
             return whole_passes(model, reason)
-    sharing = [batch for batch in batches if only_set(batch) in lengths]
+    # A set with a length is alone in its batches.
+    sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
     if point := _gradient_not_compared(passes, sharing[0], metrics):
         return whole_passes(model, f"gradients at {point} are not compared with whole prompts")
     # The trial needs the longest prompt: rotary embeddings may change with the length.
