@@ -24,6 +24,7 @@ from ..results.html_tables import table, titled
 from ..runs.fingerprint import identity
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from .query_pass import QueryPass
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,20 +113,30 @@ class CompressedContext:
 
         A comparison of all weights takes about as long as the answers to a few queries.
         """
+        with frozen_in_eval_mode(model):
+            return self.query_pass(model, batch).logits(model)
+
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch; see ``Context.query_pass``.
+
+        Raises:
+            PromptError: The prompts begin with other tokens, or a query is too long.
+        """
         after_prefix = _after_prefix(batch.to(device_of(model)), self.tokens)
         self._check_lengths(model, after_prefix)
-        with frozen_in_eval_mode(model):
-            return self.answer(model, after_prefix)
+        return self._pass_over(model, after_prefix)
 
     def answer(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """The same as ``logits``, for a checked model and checked prompts on its device."""
+        return self._pass_over(model, batch).logits(model)
+
+    def _pass_over(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         prefix = self.prefix.to(batch.tokens.device)
         if not self.is_cut:
-            hooks = _block_dropped(model, batch, self.kept)
-            return run_pass(model, batch, hooks=hooks, prefix=prefix)
+            return QueryPass(batch, prefix, _block_dropped(model, batch, self.kept))
         compact = self._compact(batch)
         hooks = [] if self._has_no_gap else self._window_hooks(model, compact, batch)
-        return run_pass(model, compact, hooks=hooks, prefix=prefix)
+        return QueryPass(compact, prefix, hooks)
 
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file, with a digest of its contents.

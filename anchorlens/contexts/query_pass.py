@@ -1,0 +1,101 @@
+"""A pass over queries after a context, and what every context has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..models.hooked import Hook, HookedModel
+from ..models.kv_cache import Prefix
+from ..passes.forward import run_pass
+from ..prompts.batch import PromptBatch
+from ..prompts.groups import OTHER, PADDING
+
+
+@dataclass(frozen=True, eq=False)
+class QueryPass:
+    """A pass over the queries of a batch, in which a context stands before them.
+
+    Attributes:
+        batch: The queries after the context. The keys before ``batch.first_query`` are those of the
+            context. It has no label words.
+        prefix: Keys and values of the context, or None if it is empty.
+        hooks: Interventions that belong to the context.
+    """
+
+    batch: PromptBatch
+    prefix: Prefix | None
+    hooks: Sequence[Hook] = ()
+
+    def logits(self, model: HookedModel) -> Float[Tensor, "batch vocab"]:
+        """Next-token logits at the targets, from a prepared model that is frozen."""
+        return run_pass(model, self.batch, hooks=self.hooks, prefix=self.prefix)
+
+
+@runtime_checkable
+class Context(Protocol):
+    """What can stand before a query in place of demonstrations, and answer it.
+
+    Examples:
+        >>> isinstance(al.compress(model, batch), al.Context)
+        True
+    """
+
+    @property
+    def size(self) -> int:
+        """Bytes of the stored keys and values."""
+        ...
+
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch after this context.
+
+        Args:
+            model: The model with which the context was made.
+            batch: Prompts from ``build_prompts``. The context takes the place of their
+                demonstrations.
+        """
+        ...
+
+    def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
+        """Next-token logits at the targets of a batch; the model is checked."""
+        ...
+
+
+def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
+    """The queries of a batch after other tokens, padded on the right, all of which are run.
+
+    Args:
+        batch: Prompts whose queries begin at ``query_start``.
+        tokens: What stands before every query instead; it may be empty.
+
+    Returns:
+        The tokens, then the query up to the target. Label positions are left out.
+    """
+    tokens = tokens.to(batch.tokens.device)
+    count, lengths = len(tokens), batch.target_positions - batch.query_start + 1
+    offsets = torch.arange(int(lengths.max()), device=batch.tokens.device)
+    inside = offsets < lengths[:, None]
+    columns = batch.query_start[:, None] + torch.where(inside, offsets, 0)
+    rows = len(batch)
+    none = batch.label_positions[:, :0]
+    return replace(
+        batch,
+        tokens=torch.cat([tokens.expand(rows, -1), batch.tokens.gather(1, columns)], dim=1),
+        attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
+        groups=torch.cat(
+            [
+                torch.full((rows, count), OTHER, device=batch.groups.device),
+                batch.groups.gather(1, columns).masked_fill(~inside, PADDING),
+            ],
+            dim=1,
+        ),
+        label_positions=none,
+        label_ends=none,
+        label_classes=none,
+        query_start=torch.full_like(batch.query_start, count),
+        target_positions=count + lengths - 1,
+        first_query=0,
+    )
