@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from .contexts import selection as selection
     from .contexts.compression import compress as compress
     from .contexts.context import CompressedContext as CompressedContext
+    from .contexts.prefix_context import NoContext as NoContext
+    from .contexts.prefix_context import PrefixContext as PrefixContext
+    from .contexts.query_pass import Context as Context
+    from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.trained_prefix import train_prefix as train_prefix
+    from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
     from .experiments import sites as sites
     from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord

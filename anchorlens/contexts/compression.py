@@ -83,7 +83,7 @@ def contexts(
     forget_windows(model)
     with frozen_in_eval_mode(model):
         with without_user_hooks(model):
-            whole = _whole_cache(model, prompt, shared)
+            whole = verified_cache(model, prompt, shared)
             make = _context_maker(model, prompt, whole, masks[0], positions)
         if has_user_hooks(model):
             whole = run_prefix(model, shared)
@@ -115,7 +115,7 @@ def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, "
     return selected
 
 
-def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
+def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
     """The keys and values of the demonstrations.
 
     Raises:
@@ -128,13 +128,13 @@ def _whole_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -
         difference = logit_difference(run_pass(model, after_prefix, prefix=whole), expected)
     except Exception as error:
         raise ModelError(
-            f"{model.cfg.model_name} does not run from a key-value cache, so that its context "
-            f"cannot be compressed: {reason_of(error)}"
+            f"{model.cfg.model_name} does not run from a key-value cache, which a context "
+            f"needs: {reason_of(error)}"
         ) from error
     if not difference <= _tolerance(model):
         raise ModelError(
             f"{model.cfg.model_name} gives other logits after a cached prefix (off by "
-            f"{difference:.1e} of the largest), so that its context cannot be compressed"
+            f"{difference:.1e} of the largest), and a context is such a prefix"
         )
     return whole
 

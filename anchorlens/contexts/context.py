@@ -103,7 +103,7 @@ class CompressedContext:
         """
         ensure_prepared(model)
         check_batch(batch)
-        _refuse_another_model(model, self.info)
+        refuse_another_model(model, self.info)
         return self.logits_unchecked(model, batch)
 
     def logits_unchecked(
@@ -135,7 +135,7 @@ class CompressedContext:
         if not self.is_cut:
             return QueryPass(batch, prefix, _block_dropped(model, batch, self.kept))
         compact = self._compact(batch)
-        hooks = [] if self._has_no_gap else self._window_hooks(model, compact, batch)
+        hooks = [] if self.has_no_gap else self._window_hooks(model, compact, batch)
         return QueryPass(compact, prefix, hooks)
 
     def save(self, path: str | Path) -> Path:
@@ -207,7 +207,7 @@ class CompressedContext:
             )
 
     @property
-    def _has_no_gap(self) -> bool:
+    def has_no_gap(self) -> bool:
         """Whether the position of each token is its index in the cache."""
         indices = torch.arange(len(self.prefix), device=self.key_positions.device)
         keys_have_no_gap = torch.equal(self.key_positions, indices)
@@ -352,7 +352,8 @@ def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
     )
 
 
-def _refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
+def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
+    """Raise an error if a context of this ``info`` was made with another model, type or weights."""
     different = [
         f"{name} {info[name]!r}, got {value!r}"
         for name, value in model_identity(model).items()

@@ -12,11 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..errors import HookError, MetricError, ModelError, PromptError
+from ..errors import HookError, MetricError, PromptError
 from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
 from ..models.hooked import Hook, HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
 from ..models.kv_cache import Prefix
+from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import all_but_target
@@ -276,28 +277,15 @@ class _Training:
         """Take an optimizer step; return the mean loss before it, NaN where logits overflow."""
         if not (self.parameter < torch.inf).all():  # the step before was too large
             return nan
-        losses = []
-
-        def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
-            losses.append(self.loss(logits, batch))
-            return losses[-1] / len(batch)
-
         self.optimizer.zero_grad()
         with torch.enable_grad():
             hooks = self.hooks(batch, self.parameter)
-        try:
-            run_pass(
-                self.model,
-                batch,
-                hooks=hooks,
-                loss=mean_loss,
-                into=[self.parameter],
-                prefix=prefix,
-            )
-        except ModelError:
-            return nan
-        self.optimizer.step()
-        return float(losses[0].detach().mean())
+        mean = mean_loss_with_gradient(
+            self.model, batch, self.loss, [self.parameter], hooks=hooks, prefix=prefix
+        )
+        if isfinite(mean):
+            self.optimizer.step()
+        return mean
 
 
 def _queries(batches: Sequence[PromptBatch]) -> list[tuple[int, list[int]]]:

@@ -6,14 +6,14 @@ as TeX. NaN values leave gaps. Figures have a height in pixels and fill the widt
 """
 
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
 from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
@@ -85,6 +85,32 @@ def lines_by_layer(
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
+
+
+def lines_by_step(
+    lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]],
+    *,
+    title: str,
+    y_title: str,
+) -> go.Figure:
+    """Draw quantities of a training over its steps, each at steps of its own.
+
+    Args:
+        lines: for the name of each quantity the steps, and the values there.
+        title: text over the figure.
+        y_title: text along its y axis.
+
+    Examples:
+        >>> loss = torch.tensor([0, 10]), torch.tensor([2.0, 1.0])
+        >>> lines_by_step({"loss": loss}, title="Training", y_title="nats").data[0].x
+        (0, 10)
+    """
+    figure = go.Figure(layout=_layout(title, 420))
+    for number, (name, (steps, values)) in enumerate(lines.items()):
+        color = PALETTE[number % len(PALETTE)]
+        figure.add_scatter(x=steps.tolist(), y=values.tolist(), name=_literal(name))
+        figure.data[-1].update(line={"color": color, "width": 2}, mode="lines")
+    return figure.update_layout(xaxis_title="step", yaxis_title=_literal(y_title))
 
 
 def grouped_bars(

@@ -1,0 +1,391 @@
+"""Trains what stands before a query: one loop of steps for every kind of context."""
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.optim import Optimizer
+from tqdm.auto import tqdm
+
+from ..errors import MetricError, PromptError, StoreError
+from ..metrics.aucroc import predicted_class
+from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..passes.losses import Loss, check_loss
+from ..prompts.batch import PromptBatch, digest
+from ..results import figures
+from ..results.record import Record, require_gold
+from ..runs.fingerprint import fingerprint
+from ..runs.study import Study
+from ..system.files import write_atomically
+from ..system.processes import is_main
+from .compression import verified_cache
+from .context import model_identity
+from .query_pass import QueryPass
+
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
+_TOO_HIGH = 3.0  # a mean loss of so many times that of the start means divergence
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingRecord(Record):
+    """How training went.
+
+    Attributes:
+        losses: Mean loss of each step's batch before the step, in nats; low is good.
+        checked_steps: The steps after which held-out queries were answered; 0 is the start.
+        held_out_accuracy: Share of held-out queries that are answered right, from 0 to 1.
+        held_out_loss: Mean loss of the held-out queries, in nats.
+    """
+
+    losses: Float[Tensor, " step"]
+    checked_steps: Int[Tensor, " check"]
+    held_out_accuracy: Float[Tensor, " check"]
+    held_out_loss: Float[Tensor, " check"]
+
+    @property
+    def best(self) -> int:
+        """Index of the best check: the highest accuracy, then the lowest loss, then the first."""
+        pairs = zip(self.held_out_accuracy.tolist(), self.held_out_loss.tolist(), strict=True)
+        ranks = [(-accuracy, loss) for accuracy, loss in pairs]
+        return min(range(len(ranks)), key=ranks.__getitem__)
+
+    @property
+    def best_accuracy(self) -> Float[Tensor, ""]:
+        """Held-out accuracy of the context that training returned, from 0 to 1."""
+        return self.held_out_accuracy[self.best]
+
+    def plot(self) -> go.Figure:
+        """Loss of each step, and loss and accuracy on held-out queries."""
+        steps = torch.arange(len(self.losses))
+        best = f"{float(self.best_accuracy):.2f} after step {int(self.checked_steps[self.best])}"
+        return figures.lines_by_step(
+            {
+                "loss of a step's batch": (steps, self.losses),
+                "loss of held-out queries": (self.checked_steps, self.held_out_loss),
+                "accuracy on held-out queries": (self.checked_steps, self.held_out_accuracy),
+            },
+            title=f"Training: best held-out accuracy {best}",
+            y_title="loss in nats, accuracy as a share",
+        )
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """What is trained, and how queries are run with it."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The leaves that the optimizer changes."""
+        ...
+
+    def backward(self, batch: PromptBatch, loss: Loss) -> float:
+        """Put the gradient of the mean loss into the parameters; NaN if it is not finite."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Change the parameters after the optimizer's step with this number, from 0."""
+        ...
+
+    def candidate(self) -> list[Tensor]:
+        """Copies of what defines the context as it stands now."""
+        ...
+
+    def query_pass(self, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch after the context as it stands now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a context is trained.
+
+    Attributes:
+        steps: Number of optimizer steps; each takes one batch.
+        optimizer: Makes the optimizer of the parameters.
+        clip: Largest norm of the gradient over all parameters; infinity for no limit.
+        check_every: Steps from one check on held-out queries to the next.
+        seed: Seeds the order of the batches, and what the context draws.
+        loss: Function of (logits, batch) to one number a prompt.
+        folder: Where the state is stored at every check, so that the same call continues; or None.
+        progress: Show a progress bar.
+    """
+
+    steps: int
+    optimizer: MakeOptimizer
+    clip: float
+    check_every: int
+    seed: int
+    loss: Loss
+    folder: str | Path | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("check_every", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise MetricError(f"{name} must be a whole number from {least}; got {value!r}")
+        if not self.clip > 0:
+            raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
+
+    def describe(self) -> dict[str, str]:
+        """What decides the result, as text."""
+        names = ("steps", "optimizer", "clip", "check_every", "seed", "loss")
+        return {name: str(getattr(self, name)) for name in names}
+
+
+@dataclass
+class _State:
+    """Where training stands: everything that the next step depends on, apart from the batches."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    checked: list[int] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    held_out_losses: list[float] = field(default_factory=list)
+    best: list[Tensor] = field(default_factory=list)  # the candidate of the best check
+
+    def record(self) -> TrainingRecord:
+        return TrainingRecord(
+            losses=torch.tensor(self.losses),
+            checked_steps=torch.tensor(self.checked),
+            held_out_accuracy=torch.tensor(self.accuracies),
+            held_out_loss=torch.tensor(self.held_out_losses),
+        )
+
+
+def prepared_study(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    held_out: Sequence[PromptBatch],
+    settings: Settings,
+) -> Study:
+    """A study of the training and the held-out prompts, which are checked on entering."""
+    for name, prompts in (("training", batches), ("held-out", held_out)):
+        if not prompts:
+            raise PromptError(
+                f"there are no {name} prompts; give batches of queries with their true labels, the "
+                "held-out ones (held_out=...) unlike those of training"
+            )
+    return Study(
+        model, [*batches, *held_out], settings.describe(), resamples=0, progress=settings.progress
+    )
+
+
+def check_training(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    held_out: Sequence[PromptBatch],
+    settings: Settings,
+) -> None:
+    """Raise an error for prompts with which training would fail or mislead.
+
+    Raises:
+        PromptError: A query is in both lists, or has no true label.
+        MetricError: The loss does not give one number a prompt.
+        ModelError: The model gives other logits after a cached prefix.
+    """
+    if any(batch.gold is None for batch in (*batches, *held_out)):
+        raise PromptError("training needs the true label of each query; give queries with labels")
+    both = set(query_digests(batches)) & set(query_digests(held_out))
+    if both:
+        raise PromptError(
+            f"{len(both)} held-out queries are training queries too, so that their accuracy would "
+            "be too high; hold out other queries"
+        )
+    check_loss(settings.loss, [*batches, *held_out], vocabulary_of(model), device_of(model))
+    prompt = batches[0].to(device_of(model)).prompt(0)
+    verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+
+
+def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
+    """A number for the tokens of each query, the same for the same query in other prompts."""
+    digests = []
+    for batch in batches:
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        inside = (positions >= batch.query_start[:, None]) & batch.attention_mask
+        rows = zip(batch.tokens, inside, strict=True)
+        digests += [digest(tokens[mask].tolist()) for tokens, mask in rows]
+    return digests
+
+
+def describe_training(
+    study: Study, batches: Sequence[PromptBatch], settings: Settings
+) -> dict[str, Any]:
+    """What a trained context says of itself."""
+    return {
+        **study.describe(),
+        **model_identity(study.model),
+        **settings.describe(),
+        "begins_with_bos": batches[0].begins_with_bos,
+        "queries_in_training": sorted(query_digests(study.batches)),
+    }
+
+
+def train(
+    model: HookedModel,
+    trainable: Trainable,
+    batches: Sequence[PromptBatch],
+    held_out: Sequence[PromptBatch],
+    settings: Settings,
+) -> tuple[list[Tensor], TrainingRecord]:
+    """Take all steps, and return the best candidate on the held-out queries.
+
+    Batches come in a new random order in each round. Training that diverges stops with a warning.
+    With a folder the state is stored at every check, and training goes on from there.
+
+    Args:
+        model: A prepared model that is frozen.
+        trainable: What is trained; its parameters are changed.
+        batches: Training prompts.
+        held_out: Other prompts, by which the best candidate is chosen.
+        settings: How to train.
+    """
+    device = device_of(model)
+    batches = [batch.to(device) for batch in batches]
+    held_out = [batch.to(device) for batch in held_out]
+    optimizer = settings.optimizer(trainable.parameters)
+    store = _StateFile.of(model, [*batches, *held_out], settings)
+    state = store.read(trainable, optimizer)
+
+    def check() -> None:
+        accuracy, loss = _answers(model, trainable, held_out, settings.loss)
+        state.checked.append(state.step)
+        state.accuracies.append(accuracy)
+        state.held_out_losses.append(loss)
+        if state.record().best == len(state.checked) - 1:
+            state.best = trainable.candidate()
+        store.write(state, trainable, optimizer)
+
+    if not state.checked:
+        check()
+    quiet = not (settings.progress and is_main())
+    bar = tqdm(total=settings.steps, initial=state.step, disable=quiet, desc="training steps")
+    with bar, torch.inference_mode(False):
+        while state.step < settings.steps:
+            batch = batches[_number_of_batch(state.step, len(batches), settings.seed)]
+            optimizer.zero_grad()
+            state.losses.append(trainable.backward(batch, settings.loss))
+            if _diverges(state, settings.check_every):
+                _warn_of_divergence(state)
+                break
+            torch.nn.utils.clip_grad_norm_(trainable.parameters, settings.clip)
+            optimizer.step()
+            trainable.after_step(state.step)
+            state.step += 1
+            bar.update()
+            if state.step % settings.check_every == 0 or state.step == settings.steps:
+                check()
+    return state.best, state.record()
+
+
+def _answers(
+    model: HookedModel, trainable: Trainable, batches: Sequence[PromptBatch], loss: Loss
+) -> tuple[float, float]:
+    """Accuracy and mean loss over batches."""
+    right: list[Tensor] = []
+    losses: list[Tensor] = []
+    for batch in batches:
+        logits = trainable.query_pass(batch).logits(model)
+        gold = require_gold(batch.gold, "accuracy")
+        right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
+        losses.append(loss(logits, batch))
+    return float(torch.cat(right).double().mean()), float(torch.cat(losses).double().mean())
+
+
+def _number_of_batch(step: int, count: int, seed: int) -> int:
+    """The batch of a step: all batches in each round, in an order that the round decides."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step // count) % 2**63)
+    return int(torch.randperm(count, generator=generator)[step % count])
+
+
+def _diverges(state: _State, window: int) -> bool:
+    """Whether the last loss is not finite, or the last losses are far above those of the start."""
+    if not isfinite(state.losses[-1]):
+        return True
+    if len(state.losses) < 2 * window:
+        return False
+    start = max(sum(state.losses[:window]) / window, state.held_out_losses[0])
+    return sum(state.losses[-window:]) / window > _TOO_HIGH * start
+
+
+def _warn_of_divergence(state: _State) -> None:
+    best = state.record()
+    warnings.warn(
+        f"training diverged: the loss of step {state.step} is {state.losses[-1]:.3g}, and at the "
+        f"start the held-out loss is {state.held_out_losses[0]:.3g}. It was stopped, and the "
+        f"context is that after step {int(best.checked_steps[best.best])}; use a lower learning "
+        "rate",
+        stacklevel=5,
+    )
+
+
+@dataclass(frozen=True)
+class _StateFile:
+    """A file that holds the state of one training, or none without a folder."""
+
+    path: Path | None
+    run: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, model: HookedModel, batches: Sequence[PromptBatch], settings: Settings
+    ) -> "_StateFile":
+        if settings.folder is None:
+            return cls(None, {})
+        folder = Path(settings.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
+        return cls(folder / "training.pt", fingerprint(model, batches, settings.describe()))
+
+    def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
+        """The stored state, which is put into the parameters and the optimizer; or a new one.
+
+        Raises:
+            StoreError: The file is of another training.
+        """
+        if self.path is None or not self.path.exists():
+            return _State()
+        try:
+            stored = torch.load(self.path, weights_only=True)
+            run = stored["run"]
+        except Exception as error:  # torch raises errors of many kinds for a damaged file
+            warnings.warn(
+                f"{self.path} is damaged ({type(error).__name__}); training begins again",
+                stacklevel=4,
+            )
+            return _State()
+        different = [name for name in self.run if run.get(name) != self.run[name]]
+        if different:
+            raise StoreError(
+                f"{self.path} is of a training with another {', '.join(different)}; use another "
+                "folder, or delete this one"
+            )
+        with torch.no_grad():
+            for parameter, value in zip(trainable.parameters, stored["parameters"], strict=True):
+                parameter.copy_(value)
+        optimizer.load_state_dict(stored["optimizer"])
+        return _State(**stored["state"])
+
+    def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:
+        if self.path is None or not is_main():
+            return
+        data = io.BytesIO()
+        stored = {
+            "run": self.run,
+            "parameters": [parameter.detach() for parameter in trainable.parameters],
+            "optimizer": optimizer.state_dict(),
+            "state": vars(state),
+        }
+        torch.save(stored, data)
+        write_atomically(self.path, data.getvalue())

@@ -1,0 +1,48 @@
+"""The gradient of a batch's mean loss, for the steps of an optimizer."""
+
+from collections.abc import Sequence
+from math import nan
+
+from torch import Tensor
+
+from ..errors import ModelError
+from ..models.hooked import Hook, HookedModel
+from ..models.kv_cache import Prefix
+from ..prompts.batch import PromptBatch
+from .forward import run_pass
+from .losses import Loss
+
+
+def mean_loss_with_gradient(
+    model: HookedModel,
+    batch: PromptBatch,
+    loss: Loss,
+    into: Sequence[Tensor],
+    *,
+    hooks: Sequence[Hook] = (),
+    prefix: Prefix | None = None,
+) -> float:
+    """The mean loss over a batch; its gradient is added to ``grad`` of the tensors in ``into``.
+
+    Args:
+        model: A prepared model that is frozen.
+        batch: Prompts on the model's device.
+        loss: Function of (logits, batch) to one number a prompt.
+        into: Leaves of which hooks or prefix are made.
+        hooks: Interventions.
+        prefix: Keys and values before the batch.
+
+    Returns:
+        The mean loss; NaN where the logits are not finite, because a step was too large.
+    """
+    losses: list[Tensor] = []
+
+    def mean_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+        losses.append(loss(logits, batch))
+        return losses[-1] / len(batch)
+
+    try:
+        run_pass(model, batch, hooks=hooks, loss=mean_loss, into=into, prefix=prefix)
+    except ModelError:
+        return nan
+    return float(losses[0].detach().mean())
