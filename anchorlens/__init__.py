@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .experiments.compression_loyalty import answer_times as answer_times
     from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
     from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
+    from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
     from .experiments.isolation import IsolationRecord as IsolationRecord
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
     from .metrics.metric import Metric as Metric
     from .metrics.metric import Observation as Observation
     from .metrics.metric import ObservesPrefix as ObservesPrefix
+    from .metrics.prefix_effect import PrefixEffect as PrefixEffect
+    from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .metrics.prefix_plots import plot_prefix_directions as plot_prefix_directions
+    from .metrics.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency
