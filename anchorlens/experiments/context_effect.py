@@ -1,12 +1,13 @@
 """What a context does to the attention of the queries that it answers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..contexts.query_pass import Context, QueryPass
+from ..contexts.query_pass import Context
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PositionsOfBatch,
@@ -33,7 +34,7 @@ def prefix_effect(
 ) -> PrefixEffectRecord:
     """What a context does to the attention of its queries: ``PrefixEffect`` with it as the prefix.
 
-    All keys of the context are the prefix, a BOS among them too, and the query is the content.
+    All keys of the context but BOS are the prefix; BOS and the query are the content.
 
     Args:
         model: The model with which the context was made.
@@ -50,8 +51,8 @@ def prefix_effect(
         The record; its only group is ``context``.
 
     Raises:
-        MetricError: ``context`` is none or is empty, or ``rows`` gives positions outside the query.
-        ModelError: The context was made with another model.
+        MetricError: ``context`` is none, or ``rows`` gives positions outside the query.
+        ModelError: The context was made with another model, or the model takes no key-value cache.
         PromptError: The prompts do not fit the model or the context.
 
     Examples:
@@ -62,7 +63,7 @@ def prefix_effect(
     """
     if not isinstance(context, Context):
         raise MetricError(
-            "a context has size, query_pass and logits, as al.compress returns; got a "
+            "a context has size, query_pass and logits, as that of al.compress; got a "
             f"{type(context).__name__}"
         )
     effect = PrefixEffect(rows=rows)
@@ -77,16 +78,18 @@ def prefix_effect(
         title="prefix effect",
     )
     with study:
-        # It checks the model, the context and the prompts.
+        # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
+        for batch in study.batches:
+            effect.rows_of(context.query_pass(model, batch).batch)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             query_pass = context.query_pass(model, batch)
-            queries = query_pass.batch
+            queries = with_known_bos(query_pass.batch, batch)
             of_prompts = effect_rows(
                 model,
                 queries,
-                _keys_of(query_pass)[:, None],
+                edges.demonstrations(queries)[:, None],
                 effect.rows_of(queries),
                 prefix=query_pass.prefix,
                 hooks=query_pass.hooks,
@@ -99,13 +102,9 @@ def prefix_effect(
         return study.record(lambda rows: effect_record(rows, ["context"]), collected)
 
 
-def _keys_of(query_pass: QueryPass) -> edges.Positions:
-    """The columns of the context before each query."""
-    batch, prefix = query_pass.batch, query_pass.prefix
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    keys = batch.attention_mask & (positions < batch.query_start[:, None])
-    if prefix is not None:
-        keys[:, : len(prefix)] = prefix.attention_mask.to(keys.device)
-    if not keys.any(1).all():
-        raise MetricError("the context is empty, so that it takes no attention; give another")
-    return keys
+def with_known_bos(queries: PromptBatch, batch: PromptBatch) -> PromptBatch:
+    """Queries after a context that know whether it begins with the BOS of the prompts."""
+    prompts = torch.arange(len(batch), device=batch.tokens.device)
+    first = batch.tokens[prompts, batch.attention_mask.long().argmax(1)]
+    same = bool((queries.tokens[:, 0] == first).all())
+    return replace(queries, begins_with_bos=batch.begins_with_bos and same)

@@ -12,13 +12,12 @@ For one head, query row i, content keys C and prefix keys P: ``z+`` is the outpu
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from einops import repeat
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..hooks import block_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import Prefix, cached_heads
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between
@@ -30,10 +29,22 @@ Outputs = Float[Tensor, "batch head query d_head"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionRun:
-    """Patterns of some query rows, and the values that they weight, in every layer."""
+    """Patterns of some query rows, and the values that they weight, in every layer.
+
+    Attributes:
+        patterns: The rows of every head.
+        values: The cached values, which several heads may share.
+        heads: For each head the number of its values.
+    """
 
     patterns: Sequence[Pattern]
     values: Sequence[Values]
+    heads: Sequence[Int[Tensor, " head"]]
+
+    def layer(self, number: int) -> tuple[Pattern, Values]:
+        """Pattern and values of each head of a layer, in float64 on the CPU."""
+        pattern, values = self.patterns[number].cpu(), self.values[number].cpu()
+        return pattern.double(), values.double()[:, self.heads[number]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +71,10 @@ class PrefixRuns:
         """The terms of each layer."""
         runs = (self.with_prefix, self.without)
         for layer, alone in enumerate(self.alone):
-            with_prefix, without = ((run.patterns[layer], run.values[layer]) for run in runs)
-            yield terms_of_layer(with_prefix, without, alone, self.in_prefix, self.has_sinks)
+            with_prefix, without = (run.layer(layer) for run in runs)
+            yield terms_of_layer(
+                with_prefix, without, alone.cpu().double(), self.in_prefix.cpu(), self.has_sinks
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +150,11 @@ def prefix_runs(
 
         observers = hooks_by_layer(model, pattern_name, store)
         cached = run_prefix(model, batch, hooks=acting, observers=observers, prefix=prefix)
-        return AttentionRun([patterns[layer] for layer in layers], cached.values)
+        return AttentionRun(
+            patterns=[patterns[layer] for layer in layers],
+            values=cached.values,
+            heads=[cached_heads(model, values.shape[1]) for values in cached.values],
+        )
 
     with_prefix = run(hooks)
     without = run([*hooks, *cut])
@@ -175,9 +192,12 @@ def terms_of_layer(
     in_prefix: Bool[Tensor, "batch key"],
     has_sinks: bool,
 ) -> LayerTerms:
-    """The terms of a layer from the patterns and values of its passes."""
-    (pattern, values), (pattern_0, values_0) = map(_in_float64, (with_prefix, without))
-    inside = in_prefix.cpu()[:, None, None]
+    """The terms of a layer from the patterns and values of the passes with and without a prefix.
+
+    Tensors are of float64 on the CPU, with values for every head.
+    """
+    (pattern, values), (pattern_0, values_0) = with_prefix, without
+    inside = in_prefix[:, None, None]
     to_prefix, to_content = pattern * inside, pattern * ~inside
     # 1 - m. The sum over the content is more exact where m is near 1; a sink has a part of it.
     left = to_content.sum(-1)
@@ -190,13 +210,5 @@ def terms_of_layer(
         rescaled=to_content @ values / left[..., None],
         without=pattern_0 @ values_0,
         expected=to_content / left[..., None],
-        alone=alone.cpu().double(),
+        alone=alone,
     )
-
-
-def _in_float64(run: tuple[Pattern, Values]) -> tuple[Pattern, Outputs]:
-    """Pattern and values on the CPU; grouped values are repeated for the heads that share them."""
-    pattern, values = (tensor.cpu().double() for tensor in run)
-    group = pattern.shape[1] // values.shape[1]
-    heads = repeat(values, "batch kv key d_head -> batch (kv group) key d_head", group=group)
-    return pattern, heads.expand(len(pattern), -1, -1, -1)

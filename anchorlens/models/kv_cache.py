@@ -200,6 +200,18 @@ def prefix_of(
     )
 
 
+def cached_heads(model: HookedModel, count: int) -> Int[Tensor, " head"]:
+    """For each query head the number of the cached head that it reads, of ``count`` in a layer.
+
+    Neighbouring query heads share one. Only in JetMoe the cached heads are repeated in turn.
+    """
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    heads = torch.arange(model.cfg.n_heads)
+    if getattr(config, "model_type", None) == "jetmoe":
+        return heads % count
+    return heads // (len(heads) // count)
+
+
 def _hooked_transformer_cache(
     model: HookedModel, size: int, rows: Sequence[tuple[Tensor, Tensor]], prefix: Prefix | None
 ) -> Any:
