@@ -1,4 +1,4 @@
-"""What contexts do to attention: equal to demonstrations as a prefix, and checked before it runs."""
+"""What contexts do to attention: as demonstrations as a prefix, and checked before they run."""
 
 from dataclasses import replace
 from typing import Any
