@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -17,6 +16,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, rows_by_set
+from ..system.names import name_of
 from .metric import Observation, observes_nothing
 from .prefix_terms import LayerTerms, prefix_runs
 
@@ -26,19 +26,26 @@ PositionsOfBatch = Callable[[PromptBatch], edges.Positions]
 POSITIONS = 256
 
 
-def _of_demonstrations(batch: PromptBatch, group: str) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.group(batch, group)
+def _text(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "text")
+
+
+def _label(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "label")
+
+
+def _format(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "format")
 
 
 def _other(batch: PromptBatch) -> edges.Positions:
-    named = [edges.group(batch, group) for group in ("text", "label", "format")]
-    return edges.demonstrations(batch) & ~torch.stack(named).any(0)
+    return edges.demonstrations(batch) & ~(_text(batch) | _label(batch) | _format(batch))
 
 
 DEMONSTRATIONS: Mapping[str, PositionsOfBatch] = {
-    "text": partial(_of_demonstrations, group="text"),
-    "label": partial(_of_demonstrations, group="label"),
-    "format": partial(_of_demonstrations, group="format"),
+    "text": _text,
+    "label": _label,
+    "format": _format,
     "other": _other,
 }
 
@@ -179,6 +186,11 @@ class PrefixEffect:
             raise MetricError(
                 f"rows is a function of the batch, such as al.edges.target; got {self.rows!r}"
             )
+
+    def __repr__(self) -> str:
+        """One line: the groups and the rows, by the names of their functions."""
+        keys = ", ".join(f"{name}: {name_of(function)}" for name, function in self.keys.items())
+        return f"PrefixEffect({self.name}; keys {keys}; rows {name_of(self.rows)})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for positions that are no prefix or no query, and for a changed run."""

@@ -26,7 +26,7 @@ def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title
 
     Examples:
         >>> heads_by_layer(torch.tensor([[0.25, 0.75]]), title="", bar_title="m").data[0].z
-        ((0.25,), (0.75,))
+        ([0.25], [0.75])
     """
     heat = go.Heatmap(z=values.T.tolist(), coloraxis="coloraxis", hoverongaps=False)
     heat.update(hovertemplate="layer %{x}, head %{y}: %{z:.3g}<extra></extra>", xgap=1, ygap=1)
@@ -68,7 +68,7 @@ def patterns_side_by_side(
         >>> figure = patterns_side_by_side(
         ...     torch.eye(2)[None], ["with"], ["a", "b"], ["a", "b"], title="")
         >>> figure.data[0].z
-        ((1.0, 0.0), (0.0, 1.0))
+        ([1.0, 0.0], [0.0, 1.0])
     """
     _check_shape(
         patterns, (len(panels), len(queries), len(keys)), "pass a name per panel, query and key"

@@ -34,7 +34,8 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
     context = al.compress(model, batches[0], keep=al.selection.everything)
     effect = al.prefix_effect(model, batches, context, **QUIET)
-    rounding = {key: torch.zeros(3).double() for key in ("invariance", "indirect")}
+    names = ("invariance", "indirect")
+    rounding: dict[str, Any] = {key: torch.zeros(3).double() for key in names}
     assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
     assert (effect.indirect - expected.indirect).abs().max() < 1e-4
     assert effect.invariance.max() < 1e-5
