@@ -14,7 +14,7 @@ from ..errors import PromptError
 from .groups import LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import PromptView
 from .token_texts import token_texts
-from .verbalizer import Verbalizer
+from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "begins_with_bos", "first_query")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
@@ -146,9 +146,7 @@ class PromptBatch:
             >>> logits = al.target_logits(model, batches, progress=False)
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
-        if self.verbalizer is None:
-            return logits[:, self.label_token_ids.to(logits.device)]
-        return self.verbalizer.scores(logits)
+        return label_scores(logits, self.verbalizer or self.label_token_ids)
 
     @property
     def is_whole(self) -> bool:

@@ -34,6 +34,13 @@ _DRAWN = {
     *("image", "pie", "scatter", "scatterternary", "violin"),
 }
 _NUMERIC = ("value", "low", "high")
+# Names of results and of their settings that say too little to a reader of the page.
+_NAMES = {
+    "attention_aucroc": "attention and prediction",
+    "anchor_distances": "distances and confusions",
+    "drawn": "intervals draw",
+    "units": "how many of these",
+}
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
@@ -340,11 +347,12 @@ def _plain(value: Any) -> str:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return _NAMES.get(name, name.replace("_", " "))
 
 
 def _heading(name: str) -> str:
-    return _words(name[:1].upper() + name[1:])
+    words = _words(name)
+    return words[:1].upper() + words[1:]
 
 
 def _id(*parts: str | int) -> str:
