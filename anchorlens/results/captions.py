@@ -33,3 +33,8 @@ CONFUSIONS = (
     "Right: AUC-ROC of telling two classes apart (actual). Low, that is dark, means confused in "
     "both. In the paper the most confused pair of TREC is dark on both sides."
 )
+CONTEXTS = (
+    "The same queries after each context. Loyalty: to the demonstrations, that is to the answers "
+    "from whole prompts. Stolen attention: the part of the target's attention that goes to the "
+    "context, without BOS, as a mean over layers and heads. The paper has no such figure."
+)
