@@ -10,7 +10,7 @@ from torch import Tensor
 from ..hooks import reweight_anchors
 from ..models.hooked import HookedModel, LearnedBeta
 from ..models.load import ensure_prepared
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, check_batch
 from .compression import compress
 from .context import CompressedContext, refuse_another_model
 from .prefix_context import checked_logits
@@ -95,5 +95,6 @@ def reweight_demonstrations(
         True
     """
     ensure_prepared(model)
+    check_batch(demonstrations)
     reweight_anchors(model, demonstrations, beta)  # an error before the model runs
     return ReweightedContext(compress(model, demonstrations, everything), beta)

@@ -275,7 +275,8 @@ def calls() -> list[Call]:
         Call(
             al.reweight_demonstrations,
             {"model": model, "demonstrations": batch, "beta": torch.zeros(3, 2, 6)},
-            {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN), None]},
+            {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
+            ("beta",),
         ),
         Call(
             al.compare_contexts,
