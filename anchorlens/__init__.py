@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .contexts.prefix_context import PrefixContext as PrefixContext
     from .contexts.query_pass import Context as Context
     from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.reweighted import ReweightedContext as ReweightedContext
+    from .contexts.reweighted import reweight_demonstrations as reweight_demonstrations
     from .contexts.trained_prefix import train_prefix as train_prefix
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from .experiments.compression_loyalty import answer_times as answer_times
     from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
     from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
+    from .experiments.context_comparison import ContextsRecord as ContextsRecord
+    from .experiments.context_comparison import compare_contexts as compare_contexts
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose

@@ -15,6 +15,7 @@ import plotly.io
 from markupsafe import Markup
 
 from ..errors import AnchorlensError
+from ..experiments.context_comparison import ContextsRecord
 from ..experiments.isolation import IsolationRecord, plot_isolation
 from ..prompts.prompt_html import PROMPT_CSS
 from ..results.record import Record, has_plot, meaning_of
@@ -55,6 +56,7 @@ class _Section:
     figure: str = ""
     height: int = _HEIGHT
     min_width: int = _MIN_WIDTH
+    table: pd.DataFrame | None = None
     fields: Sequence[tuple[str, str]] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -253,6 +255,7 @@ def _section(
     return replace(
         _figure_section(section_id, _heading(heading), figure),
         caption=record.caption or meaning_of(type(record)),
+        table=record.table() if isinstance(record, ContextsRecord) else None,
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),

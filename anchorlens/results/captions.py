@@ -40,3 +40,8 @@ PREFIX_EFFECT = (
     "first layer. Both are lengths, in units of the output without demonstrations. The paper has "
     "no such figure."
 )
+CONTEXTS = (
+    "The same queries after each context. Loyalty: to the demonstrations, that is to the answers "
+    "from whole prompts. Stolen attention: the part of the target's attention that goes to the "
+    "context, without BOS, as a mean over layers and heads. The paper has no such figure."
+)
