@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .contexts.prefix_context import PrefixContext as PrefixContext
     from .contexts.query_pass import Context as Context
     from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.soft_prompt import SoftPrompt as SoftPrompt
+    from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.trained_prefix import train_prefix as train_prefix
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
