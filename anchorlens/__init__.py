@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .contexts.query_pass import QueryPass as QueryPass
     from .contexts.reweighted import ReweightedContext as ReweightedContext
     from .contexts.reweighted import reweight_demonstrations as reweight_demonstrations
+    from .contexts.soft_prompt import SoftPrompt as SoftPrompt
+    from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.trained_prefix import train_prefix as train_prefix
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError

@@ -61,6 +61,8 @@ def instances(model: Any) -> Iterator[Any]:
     with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
     yield al.Study(model, [batch], {}, folder="rows")
+    training, held_out = questions(model, 2, batch_size=1)
+    yield al.train_soft_prompt(model, [training], held_out=[held_out], steps=0, progress=False)
     yield al.isolate_labels(model, batch, range(3))
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     yield from (*al.claims(flows), al.Verdict.AGREES)

@@ -131,7 +131,7 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
             f"{model.cfg.model_name} does not run from a key-value cache, which a context "
             f"needs: {reason_of(error)}"
         ) from error
-    if not difference <= _tolerance(model):
+    if not difference <= tolerance(model):
         raise ModelError(
             f"{model.cfg.model_name} gives other logits after a cached prefix (off by "
             f"{difference:.1e} of the largest), and a context is such a prefix"
@@ -183,7 +183,7 @@ def _context_maker(
         shortened = context(whole.columns(trial), trial, as_in_prompt)
         difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
-        if follows and difference <= _tolerance(model) and query >= 0:
+        if follows and difference <= tolerance(model) and query >= 0:
             return cut
         if query == length:
             return masked
@@ -191,7 +191,7 @@ def _context_maker(
         # Without a gap all distances stay the same, so the answers must stay the same too.
         trial = torch.arange(length, device=device) >= length // 2
         difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
-        if difference <= _tolerance(model):
+        if difference <= tolerance(model):
             return moved
     else:
         raise PromptError(
@@ -267,11 +267,11 @@ def _moved(model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " pos
     whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
     hooks = [replaced(name) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
-    if not logit_difference(moved.values[0], whole.values[0]) <= _tolerance(model):
+    if not logit_difference(moved.values[0], whole.values[0]) <= tolerance(model):
         raise ModelError("the values of layer 0 depend on positions")
     return replace(moved, values=whole.values)
 
 
-def _tolerance(model: Any) -> float:
+def tolerance(model: Any) -> float:
     """Largest allowed difference of logits; in low precision it allows for rounding."""
     return max(TOLERANCE, 8 * torch.finfo(next(iter(model.parameters())).dtype).eps)

@@ -88,7 +88,9 @@ def train_prefix(
         >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
         True
     """
-    settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress)
+    begin = "random tokens" if start is None else repr(start)
+    about = f"prefix of {length} positions from {begin}"
+    settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         if start is not None:
@@ -104,8 +106,7 @@ def train_prefix(
             prefix=prefix_at_start(best[:half], best[half:]),
             tokens=trainable.tokens,
             training=record,
-            info=describe_training(study, training, settings)
-            | {"start": "random tokens" if start is None else repr(start)},
+            info=describe_training(study, training, settings),
         )
         return gather_from_processes("prefix", context)[0]
 

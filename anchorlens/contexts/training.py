@@ -117,6 +117,7 @@ class Settings:
         loss: Function of (logits, batch) to one number a prompt.
         folder: Where the state is stored at every check, so that the same call continues; or None.
         progress: Show a progress bar.
+        context: What is trained, and from which start: the rest of what decides the result.
     """
 
     steps: int
@@ -127,6 +128,7 @@ class Settings:
     loss: Loss
     folder: str | Path | None
     progress: bool
+    context: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("check_every", 1)):
@@ -138,7 +140,7 @@ class Settings:
 
     def describe(self) -> dict[str, str]:
         """What decides the result, as text."""
-        names = ("steps", "optimizer", "clip", "check_every", "seed", "loss")
+        names = ("steps", "optimizer", "clip", "check_every", "seed", "loss", "context")
         return {name: str(getattr(self, name)) for name in names}
 
 

@@ -1,0 +1,108 @@
+"""Embeddings before a query: read from a model, and put in the place of those of tokens.
+
+The space is that of ``hook_embed``. Where a model scales its embeddings (Gemma), it is the space of
+the scaled ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import PromptError
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, vocabulary_of
+from ..models.kv_cache import Prefix
+from ..passes.forward import run_prefix
+from ..prompts.batch import PromptBatch
+from .query_pass import queries_after
+
+_HOOK = "hook_embed"
+
+
+def replaced_embeddings(embeddings: Float[Tensor, "length d_model"], start: int) -> Hook:
+    """A hook that puts embeddings at the positions from ``start`` on, in every prompt.
+
+    The other positions stay as they are. The gradient reaches ``embeddings`` from all prompts.
+    """
+
+    def put(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
+        middle = embeddings.to(embedded).expand(len(embedded), -1, -1)
+        stop = start + len(embeddings)
+        return torch.cat([embedded[:, :start], middle, embedded[:, stop:]], dim=1)
+
+    return _HOOK, put
+
+
+def moved_embeddings(offset: Float[Tensor, "length d_model"], start: int) -> Hook:
+    """A hook that adds an offset to the embeddings from ``start`` on, in every prompt.
+
+    With an offset of 0 the embeddings are exactly those of the tokens, and the gradient of the
+    offset is the gradient at them.
+    """
+
+    def move(embedded: Float[Tensor, "batch position d_model"], hook: Any) -> Tensor:
+        stop = start + len(offset)
+        middle = embedded[:, start:stop] + offset.to(embedded)
+        return torch.cat([embedded[:, :start], middle, embedded[:, stop:]], dim=1)
+
+    return _HOOK, move
+
+
+def prefix_of_tokens(
+    model: HookedModel,
+    batch: PromptBatch,
+    tokens: Int[Tensor, " position"],
+    *,
+    hooks: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
+) -> Prefix:
+    """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations."""
+    queries = queries_after(batch.prompts(0, 1).to(device_of(model)), tokens)
+    return run_prefix(model, queries.before(len(tokens)), hooks=hooks, observers=observers)
+
+
+def embeddings_of(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> Float[Tensor, "position d_model"]:
+    """The embeddings of tokens, in a type in which an optimizer can take small steps."""
+    seen: list[Tensor] = []
+
+    def read(embedded: Tensor, hook: Any) -> None:
+        seen.append(embedded[0].detach())
+
+    prefix_of_tokens(model, batch, tokens, observers=[(_HOOK, read)])
+    # The optimizer's steps would round to 0 in low precision.
+    return seen[0].to(torch.promote_types(seen[0].dtype, torch.float32), copy=True)
+
+
+def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[Tensor, " length"]:
+    """The ids of ``start``, repeated or cut to a length.
+
+    Raises:
+        PromptError: ``start`` is empty, or not of token ids of the model.
+    """
+    try:
+        ids = [int(token) for token in start]
+    except (TypeError, ValueError) as error:
+        raise PromptError(
+            f"start must be a list of token ids; got {start!r}; for a text write "
+            "tokenizer(text, add_special_tokens=False)['input_ids']"
+        ) from error
+    wrong = [token for token in ids if not 0 <= token < vocabulary_of(model)]
+    if wrong or not ids:
+        raise PromptError(
+            f"start must hold token ids from 0 to {vocabulary_of(model) - 1}; got "
+            f"{wrong[:5] or 'none'}"
+        )
+    cycled = [ids[position % len(ids)] for position in range(length)]
+    return torch.tensor(cycled, device=device_of(model))
+
+
+def check_queries_fit(
+    model: HookedModel, batches: Sequence[PromptBatch], tokens: Int[Tensor, " position"]
+) -> None:
+    """Raise an error if a query after these tokens is too long for the model."""
+    for batch in batches:
+        check_fits(model, queries_after(batch, tokens.to(batch.tokens.device)))

@@ -1,0 +1,203 @@
+"""Prompt tuning: embeddings that are learned and stand before a query (Lester et al., 2021)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import ModelError
+from ..models.hooked import Hook, HookedModel, device_of
+from ..models.kv_cache import Prefix
+from ..models.optimizers import Adafactor
+from ..passes.descent import mean_loss_with_gradient
+from ..passes.forward import run_pass
+from ..passes.losses import Loss, label_cross_entropy
+from ..passes.shared_prefix import logit_difference
+from ..prompts.batch import PromptBatch
+from ..system.processes import gather_from_processes
+from .compression import tolerance
+from .embedded import (
+    check_queries_fit,
+    embeddings_of,
+    prefix_of_tokens,
+    replaced_embeddings,
+    start_tokens,
+)
+from .prefix_context import PrefixContext, bos_of
+from .query_pass import QueryPass, queries_after
+from .trained_prefix import check_length, random_tokens
+from .training import (
+    MakeOptimizer,
+    Settings,
+    check_training,
+    describe_training,
+    prepared_study,
+    train,
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SoftPrompt(PrefixContext):
+    """Embeddings that stand before a query, with the keys and values that the model made of them.
+
+    Queries are answered from the keys and values, as after every ``PrefixContext``.
+
+    Attributes:
+        embeddings: The learned embeddings after the BOS, in the space of ``hook_embed``.
+    """
+
+    embeddings: Float[Tensor, "length d_model"]
+
+
+def train_soft_prompt(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    *,
+    held_out: Sequence[PromptBatch],
+    length: int = 10,
+    start: Sequence[int] | None = None,
+    steps: int = 300,
+    optimizer: MakeOptimizer = Adafactor(lr=0.3),  # noqa: B008 - a frozen record
+    clip: float = 1.0,
+    check_every: int = 25,
+    seed: int = 0,
+    loss: Loss = label_cross_entropy,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> SoftPrompt:
+    """Learn embeddings that stand before a query (prompt tuning); the model is frozen.
+
+    They take the place of the demonstrations, which are not run: only the queries of ``batches``
+    are. A BOS stays before them. Each batch is a step. The soft prompt that answers most held-out
+    queries right is returned.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Training prompts with their true labels.
+        held_out: Other prompts, by which the best soft prompt is chosen.
+        length: Number of embeddings.
+        start: Token ids whose embeddings are the start, repeated or cut to ``length``; random
+            tokens by default. ``al.hard_prompts.class_words(batches)`` gives those of the label
+            words.
+        steps: Number of optimizer steps; 0 returns the start.
+        optimizer: Function from the parameters to their optimizer. By default Adafactor with
+            learning rate 0.3, as in section 2 of the paper.
+        clip: Largest norm of the gradient.
+        check_every: Steps from one check on held-out queries to the next.
+        seed: Seeds the start and the order of the batches; the global random state is not touched.
+        loss: Function of (logits, batch) to a number for each prompt.
+        folder: Where the state is stored at every check; the same call after an interruption
+            continues from there.
+        progress: Show a progress bar.
+
+    Returns:
+        The soft prompt with its training record. If training diverges, it stops with a warning.
+
+    Raises:
+        PromptError: There are no training or held-out prompts, both have the same query, a prompt
+            has no true label or does not fit the model, ``length`` is below 1, or ``start`` is not
+            a list of token ids.
+        MetricError: A setting is out of its range.
+        ModelError: The model's hooks do not act, it takes no key-value cache, or it reads tokens
+            elsewhere than at ``hook_embed``.
+        StoreError: The folder is of another training.
+
+    Examples:
+        >>> prompt = al.train_soft_prompt(model, batches[:1], held_out=batches[1:], length=2,
+        ...     steps=2, progress=False)
+        >>> prompt.embeddings.shape == (2, model.cfg.d_model)
+        True
+    """
+    check_length(length)
+    begin = "random tokens" if start is None else f"tokens {list(start)}"
+    about = f"soft prompt of {length} embeddings from {begin}"
+    settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
+    with prepared_study(model, batches, held_out, settings) as study:
+        training, others = study.batches[: len(batches)], study.batches[len(batches) :]
+        check_training(model, training, others, settings)
+        bos = bos_of(training[0]).to(device_of(model))
+        random = random_tokens(model, length, seed)
+        tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
+        check_queries_fit(model, study.batches, tokens)
+        _check_reads_embeddings_alone(model, training[0], tokens, len(bos))
+        with torch.inference_mode(False):
+            embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()
+        trainable = _TrainedEmbeddings(model, bos, embeddings)
+        (best,), record = train(model, trainable, training, others, settings)
+        prompt = SoftPrompt(
+            prefix=trainable.prefix(training[0], best),
+            tokens=trainable.tokens.cpu(),
+            training=record,
+            info=describe_training(study, training, settings),
+            embeddings=best,
+        )
+        return gather_from_processes("soft prompt", prompt)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _TrainedEmbeddings:
+    """Embeddings that are learned, after the BOS.
+
+    Attributes:
+        model: The model.
+        bos: The BOS, or no token.
+        embeddings: What is learned.
+    """
+
+    model: HookedModel
+    bos: Int[Tensor, " _"]
+    embeddings: Float[Tensor, "length d_model"]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.embeddings]
+
+    @property
+    def tokens(self) -> Int[Tensor, " position"]:
+        """The BOS, then a 0 for each embedding, which is no token."""
+        return torch.cat([self.bos, self.bos.new_zeros(len(self.embeddings))])
+
+    def backward(self, batch: PromptBatch, loss: Loss) -> float:
+        queries = queries_after(batch, self.tokens)
+        hooks = [self._hook(self.embeddings)]
+        return mean_loss_with_gradient(self.model, queries, loss, self.parameters, hooks=hooks)
+
+    def after_step(self, step: int) -> None:
+        """Nothing follows the optimizer's step."""
+
+    def candidate(self) -> list[Tensor]:
+        return [self.embeddings.detach().clone()]
+
+    def query_pass(self, batch: PromptBatch) -> QueryPass:
+        prefix = self.prefix(batch, self.embeddings.detach())
+        return QueryPass(queries_after(batch, self.tokens).after(len(prefix)), prefix)
+
+    def prefix(self, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]) -> Prefix:
+        """Keys and values that the model makes of embeddings after the BOS."""
+        return prefix_of_tokens(self.model, batch, self.tokens, hooks=[self._hook(embeddings)])
+
+    def _hook(self, embeddings: Float[Tensor, "length d_model"]) -> Hook:
+        return replaced_embeddings(embeddings, len(self.bos))
+
+
+def _check_reads_embeddings_alone(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"], n_bos: int
+) -> None:
+    """Raise an error if other tokens with the embeddings of these ones give other logits."""
+    prompt = batch.prompt(0).to(device_of(model))
+    expected = run_pass(model, queries_after(prompt, tokens))
+    embeddings = embeddings_of(model, prompt, tokens)[n_bos:]
+    placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
+    hooks = [replaced_embeddings(embeddings, n_bos)]
+    logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)
+    difference = logit_difference(logits, expected)
+    if not difference <= tolerance(model):
+        raise ModelError(
+            f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: with the "
+            f"embeddings of some tokens alone its logits are off by {difference:.1e} of the "
+            "largest, so that embeddings cannot take the place of tokens; train a prefix or a hard "
+            "prompt"
+        )

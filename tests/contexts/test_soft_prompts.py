@@ -1,0 +1,232 @@
+"""Soft prompts: learned embeddings before a query, against tokens and finite differences."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measures import difference
+from tiny_models import questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.contexts.embedded import (
+    embeddings_of,
+    moved_embeddings,
+    replaced_embeddings,
+)
+from anchorlens.contexts.prefix_context import bos_of
+from anchorlens.contexts.query_pass import queries_after
+from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
+from anchorlens.models.optimizers import Adafactor
+from anchorlens.passes.descent import mean_loss_with_gradient
+from anchorlens.passes.forward import run_pass
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"progress": False, "check_every": 2}
+TOKENS = [300, 17, 301, 301]
+
+
+def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
+    batches = questions(model, 8, batch_size=4, **options)
+    return batches[:1], batches[1:]
+
+
+def with_tokens(model: Any, batch: al.PromptBatch) -> tuple[al.PromptBatch, int]:
+    """Queries after the tokens, and the number of BOS tokens before them."""
+    bos = bos_of(batch)
+    return queries_after(batch, torch.cat([bos, torch.tensor(TOKENS)])), len(bos)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_embeddings_of_tokens_give_the_logits_of_the_tokens_bit_for_bit(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 4, padding_side="left")[0]
+    queries, n_bos = with_tokens(model, batch)
+    expected = run_pass(model, queries)
+    embeddings = embeddings_of(model, batch, queries.tokens[0, : n_bos + len(TOKENS)])[n_bos:]
+    others = queries.tokens.clone()
+    others[:, n_bos : n_bos + len(TOKENS)] = 5
+    placeholders = replace(queries, tokens=others)
+    assert not torch.equal(run_pass(model, placeholders), expected)
+    put = run_pass(model, placeholders, hooks=[replaced_embeddings(embeddings, n_bos)])
+    assert torch.equal(put, expected)
+    moved = run_pass(model, queries, hooks=[moved_embeddings(torch.zeros(4, 1), n_bos)])
+    assert torch.equal(moved, expected)
+
+
+def test_the_space_of_embeddings_is_the_scaled_one_in_gemma(gemma3: Any) -> None:
+    batch = questions(gemma3, 2)[0]
+    bos = int(batch.tokens[0, 0])
+    embeddings = embeddings_of(gemma3, batch, torch.tensor([bos, *TOKENS]))
+    scaled = gemma3.W_E[torch.tensor([bos, *TOKENS])] * 32**0.5
+    torch.testing.assert_close(embeddings, scaled)
+
+
+def test_the_gradient_equals_central_differences(hooked: Any, byte_level: Any) -> None:
+    """In GPT-2, because the norms of Llama and Gemma compute in float32."""
+    weights: Any = tiny_gpt2(len(byte_level))
+    model = hooked(weights.double(), byte_level)
+    batch = questions(model, 3)[0]
+    queries, n_bos = with_tokens(model, batch)
+    embeddings = embeddings_of(model, batch, queries.tokens[0, : n_bos + len(TOKENS)])[n_bos:]
+    leaf = embeddings.clone().requires_grad_()
+
+    def mean_loss(values: Tensor) -> float:
+        logits = run_pass(model, queries, hooks=[replaced_embeddings(values, n_bos)])
+        return float(al.label_cross_entropy(logits, queries).mean())
+
+    hooks = [replaced_embeddings(leaf, n_bos)]
+    loss = mean_loss_with_gradient(model, queries, al.label_cross_entropy, [leaf], hooks=hooks)
+    assert loss == pytest.approx(mean_loss(embeddings), abs=1e-12)
+    assert leaf.grad is not None
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        direction = torch.randn(embeddings.shape, generator=generator, dtype=torch.float64)
+        step = 1e-5 * direction
+        slope = (mean_loss(embeddings + step) - mean_loss(embeddings - step)) / 2e-5
+        assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-6)
+    offset = torch.zeros_like(leaf, requires_grad=True)
+    hooks = [moved_embeddings(offset, n_bos)]
+    mean_loss_with_gradient(model, queries, al.label_cross_entropy, [offset], hooks=hooks)
+    assert offset.grad is not None
+    torch.testing.assert_close(offset.grad, leaf.grad)
+
+
+def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
+    training, held_out = halves(llama)
+    prompt = al.train_soft_prompt(
+        llama, training, held_out=held_out, length=4, start=TOKENS, steps=0, **QUIET
+    )
+    queries, _ = with_tokens(llama, held_out[0])
+    logits = prompt.logits(llama, held_out[0])
+    assert difference(logits, run_pass(llama, queries)) < 1e-5
+    gold: Any = held_out[0].gold
+    right = torch.eq(held_out[0].label_scores(logits).argmax(-1), gold).float().mean()
+    assert prompt.training.held_out_accuracy.tolist() == [pytest.approx(float(right))]
+
+
+def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemma3: Any) -> None:
+    prompts = [
+        al.train_soft_prompt(
+            gemma3, *training, held_out=held_out, length=3, steps=8, seed=3, **QUIET
+        )
+        for side in ("left", "right")
+        for *training, held_out in [halves(gemma3, padding_side=side)]
+    ]
+    first = prompts[0].training
+    assert first.losses[-1] < 0.8 * first.losses[0]
+    assert torch.equal(prompts[0].embeddings, prompts[1].embeddings)
+    assert first.held_out_loss.equal(prompts[1].training.held_out_loss)
+
+
+def test_the_seed_decides_the_start(gpt2: Any) -> None:
+    training, held_out = halves(gpt2)
+
+    def trained(seed: int) -> Tensor:
+        call = {"held_out": held_out, "length": 2, "steps": 0, "seed": seed, **QUIET}
+        return al.train_soft_prompt(gpt2, training, **call).embeddings
+
+    assert torch.equal(trained(1), trained(1))
+    assert not torch.equal(trained(1), trained(2))
+
+
+def test_a_start_is_repeated_to_the_length(gpt2: Any) -> None:
+    training, held_out = halves(gpt2)
+    call: dict[str, Any] = {"held_out": held_out, "steps": 0, **QUIET}
+    prompt = al.train_soft_prompt(gpt2, training, length=3, start=[300, 17], **call)
+    expected = gpt2.W_E[torch.tensor([300, 17, 300])]
+    assert torch.equal(prompt.embeddings, expected)
+
+
+def test_an_interrupted_training_continues_to_the_same_embeddings(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    training, held_out = halves(gpt2)
+    call: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 6, **QUIET}
+    whole = al.train_soft_prompt(gpt2, training, **call)
+
+    class Stopped(Exception):
+        pass
+
+    calls = 0
+
+    def stops(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise Stopped
+        return al.label_cross_entropy(logits, batch)
+
+    def stopping(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        return stops(logits, batch)
+
+    call |= {"folder": tmp_path, "loss": stopping}
+    with pytest.raises(Stopped):
+        al.train_soft_prompt(gpt2, training, **call)
+    resumed = al.train_soft_prompt(gpt2, training, **call)
+    assert calls < 9 + 10, "it began again"
+    assert torch.equal(resumed.embeddings, whole.embeddings)
+    assert torch.equal(resumed.training.losses, whole.training.losses)
+    with pytest.raises(StoreError, match="another context"):
+        al.train_soft_prompt(gpt2, training, **(call | {"length": 3}))
+
+
+def test_a_soft_prompt_is_saved_and_loaded(gpt2: Any, tmp_path: Path) -> None:
+    training, held_out = halves(gpt2)
+    prompt = al.train_soft_prompt(gpt2, training, held_out=held_out, length=2, steps=2, **QUIET)
+    loaded = al.SoftPrompt.load(prompt.save(tmp_path / "soft.safetensors"))
+    assert torch.equal(loaded.embeddings, prompt.embeddings)
+    assert torch.equal(loaded.logits(gpt2, held_out[0]), prompt.logits(gpt2, held_out[0]))
+    assert loaded.info == prompt.info
+    with pytest.raises(StoreError, match="holds a SoftPrompt, not a PrefixContext"):
+        al.PrefixContext.load(tmp_path / "soft.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"length": 0}, PromptError, "length must be a whole number from 1; got 0"),
+        ({"start": []}, PromptError, "got none"),
+        ({"start": [10**6]}, PromptError, r"from 0 to 699; got \[1000000\]"),
+        ({"start": ["It"]}, PromptError, "must be a list of token ids"),
+        ({"length": 500}, PromptError, "model's context is 512"),
+        ({"held_out": []}, PromptError, "no held-out prompts"),
+        ({"steps": -1}, MetricError, "steps must be a whole number from 0"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_an_error_before_training(
+    gpt2: Any, change: Any, error: Any, message: str
+) -> None:
+    training, held_out = halves(gpt2)
+    with pytest.raises(error, match=message):
+        al.train_soft_prompt(gpt2, training, **({"held_out": held_out, **QUIET} | change))
+
+
+@pytest.mark.changes_model
+def test_a_model_that_reads_tokens_elsewhere_is_refused(gpt2: Any) -> None:
+    tokens: list[Tensor] = []
+    channels = torch.arange(24.0)
+    gpt2.embed.register_forward_pre_hook(lambda module, arguments: tokens.append(arguments[0]))
+
+    def embed_again(module: Any, arguments: Any) -> Any:
+        return arguments[0] + torch.sin(tokens[-1][..., None] * channels), *arguments[1:]
+
+    gpt2.blocks[0].register_forward_pre_hook(embed_again)
+    training, held_out = halves(gpt2)
+    with pytest.raises(ModelError, match="reads tokens elsewhere than at hook_embed"):
+        al.train_soft_prompt(gpt2, training, held_out=held_out, **QUIET)
+
+
+def test_adafactor_takes_steps_of_the_learning_rate() -> None:
+    """The first step is lr times the gradient over its root mean square, row by column."""
+    values = torch.zeros(2, 3, requires_grad=True)
+    (values * torch.tensor([[1.0], [5.0]])).sum().backward()
+    Adafactor(lr=0.3)([values]).step()
+    torch.testing.assert_close(values.detach(), torch.full((2, 3), -0.3))
