@@ -30,9 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
     parser.add_argument("--tasks", nargs="+", default=["questions", "sentiment"])
-    parser.add_argument(
-        "--data-folder", type=Path, help="with TASK/train.jsonl, test.jsonl"
-    )
+    parser.add_argument("--data-folder", type=Path, help="with TASK/train.jsonl, test.jsonl")
     parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--training", type=int, default=32, help="queries for training")
     parser.add_argument("--held-out", type=int, default=16, help="queries to choose the best step")
