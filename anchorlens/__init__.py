@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .contexts.prefix_context import PrefixContext as PrefixContext
     from .contexts.query_pass import Context as Context
     from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.stored import load_context as load_context
     from .contexts.trained_prefix import train_prefix as train_prefix
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
