@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .contexts.reweighted import reweight_demonstrations as reweight_demonstrations
     from .contexts.soft_prompt import SoftPrompt as SoftPrompt
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
+    from .contexts.stored import load_context as load_context
     from .contexts.trained_prefix import train_prefix as train_prefix
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError

@@ -20,6 +20,10 @@ class ModelError(AnchorlensError):
     """A model cannot be loaded, or its attention hooks would give wrong numbers."""
 
 
+class NotFiniteError(ModelError):
+    """The logits of a model are NaN or infinite."""
+
+
 class HookError(AnchorlensError):
     """A hook cannot act on the given layers, heads, positions or edges."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from html_checks import Parsed
 from tiny_models import questions
+from trained_contexts import trained
 
 import anchorlens as al
 from anchorlens.results.in_short import interval_in_short, values_in_short
@@ -57,6 +58,8 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (batch, batch.before(9), al.compress(model, batch))
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
     yield al.reweight_demonstrations(model, batch, beta)
+    yield from (trained(model, steps=0), al.NoContext())
+    yield al.NoContext().query_pass(model, batch)
     yield al.Accuracy().observe(model, batch)
     with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
@@ -100,8 +103,9 @@ def displays(model: Any) -> list[Any]:
     records = all_records(info=info)
     batch = replace(questions(model, 2)[0], labels=(HOSTILE, HOSTILE))
     context = replace(al.compress(model, batch), info={"model": HOSTILE, "positions": HOSTILE})
+    prefix = replace(trained(model, steps=0), info={"model": HOSTILE, "dtype": HOSTILE})
     named = {f"{HOSTILE}{number}": record for number, record in enumerate(records)}
-    return [*records, batch, batch.show(model.tokenizer), context, al.Results(named)]
+    return [*records, batch, batch.show(model.tokenizer), context, prefix, al.Results(named)]
 
 
 def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:

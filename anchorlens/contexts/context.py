@@ -21,6 +21,7 @@ from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
 from ..results.html_tables import table, titled
+from ..results.record import kind_of_file
 from ..runs.fingerprint import identity
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
@@ -169,10 +170,7 @@ class CompressedContext:
             True
         """
         header, stored = read_with_digest(path)
-        if "context" not in header:
-            raise StoreError(
-                f"{path} holds a {header.get('record')}, not a CompressedContext; use load_record"
-            )
+        refuse_another_kind(path, header, cls.__name__)
         fields = header["context"]
         if not _is_context(fields, stored):
             raise StoreError(
@@ -357,6 +355,14 @@ def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
     )
 
 
+def refuse_another_kind(path: str | Path, header: Mapping[str, Any], expected: str) -> None:
+    """Raise an error if a file with this header holds something else than a context of a class."""
+    kind = kind_of_file(header)
+    if kind != expected:
+        reader = "load_context" if "context" in header else "load_record"
+        raise StoreError(f"{path} holds a {kind}, not a {expected}; use al.{reader}")
+
+
 def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
     """Raise an error if a context of this ``info`` was made with another model, type or weights."""
     different = [
@@ -367,7 +373,7 @@ def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
     if different:
         raise ModelError(
             f"this context was made with {'; '.join(different)}: keys and values fit no other "
-            "model. Load that model in that type, or compress the demonstrations with this one"
+            "model. Load that model in that type, or make the context with this one"
         )
 
 

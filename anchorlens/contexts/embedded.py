@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import Hook, HookedModel, check_fits, device_of, vocabulary_of
+from ..models.hooked import Hook, HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import Prefix
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
@@ -98,11 +98,3 @@ def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[T
         )
     cycled = [ids[position % len(ids)] for position in range(length)]
     return torch.tensor(cycled, device=device_of(model))
-
-
-def check_queries_fit(
-    model: HookedModel, batches: Sequence[PromptBatch], tokens: Int[Tensor, " position"]
-) -> None:
-    """Raise an error if a query after these tokens is too long for the model."""
-    for batch in batches:
-        check_fits(model, queries_after(batch, tokens.to(batch.tokens.device)))

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError, StoreError
-from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.hooked import HookedModel, device_of
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -19,11 +19,11 @@ from ..prompts.batch import PromptBatch, check_batch
 from ..results.html_tables import table, titled
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
-from .context import refuse_another_model
-from .query_pass import QueryPass, queries_after
+from .context import refuse_another_kind, refuse_another_model
+from .query_pass import QueryPass, bos_of, check_queries, queries_after
 from .training import TrainingRecord
 
-_KIND = "prefix context"  # the entry in the header of a file
+_C = TypeVar("_C", bound="PrefixContext")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class NoContext:
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``."""
-        queries = queries_after(batch.to(device_of(model)), bos_of(batch))
-        check_fits(model, queries)
-        return QueryPass(queries, None)
+        bos = bos_of(batch)
+        check_queries(model, [batch], len(bos))
+        return QueryPass(queries_after(batch.to(device_of(model)), bos), None)
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of the queries of a batch."""
@@ -64,15 +64,21 @@ class PrefixContext:
         prefix: The keys and values.
         tokens: Token ids at these positions. The first is the BOS of prompts that have one. Others
             mean something in a hard prompt only.
-        training: How the loss and the accuracy changed.
-        info: The model, its type and weights, the settings, and digests of the queries that were
-            used in training.
+        training: How the loss and the accuracy changed; None if the context was not trained here.
+        info: The model, its type and weights, the settings, the BOS with which prompts begin, and
+            digests of the queries that were used in training.
     """
 
     prefix: Prefix
     tokens: Int[Tensor, " position"]
-    training: TrainingRecord
+    training: TrainingRecord | None = None
     info: dict[str, Any] = field(default_factory=dict)
+
+    def __init_subclass__(cls) -> None:
+        # Without this, @dataclass writes a __repr__ for each subclass that shows whole tensors.
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         """One line: the number of positions, bytes, the best accuracy and the model."""
@@ -86,7 +92,11 @@ class PrefixContext:
         return {
             "positions": str(len(self.tokens)),
             "bytes": f"{self.size:,}",
-            "accuracy on held-out queries": f"{float(self.training.best_accuracy):.3f}",
+            "accuracy on held-out queries": (
+                "not known"
+                if self.training is None
+                else f"{float(self.training.best_accuracy):.3f}"
+            ),
             "model": f"{self.info.get('model')}, {self.info.get('dtype')}",
         }
 
@@ -101,15 +111,15 @@ class PrefixContext:
         Raises:
             PromptError: A query is too long, or the prompts begin with another BOS.
         """
-        device = device_of(model)
-        bos = bos_of(batch)
-        if not torch.equal(bos.cpu(), self.tokens[: len(bos)].cpu()) or len(bos) != self.n_bos:
+        device, bos = device_of(model), bos_of(batch).tolist()
+        if bos != self.info["bos"]:
             raise PromptError(
-                f"this context was made for prompts that begin with {self._bos_in_words()}, but "
-                "these do not; build them with the tokenizer of the context's model"
+                f"this context was made for prompts that begin with {_bos_in_words(self.info)}, "
+                f"but these begin with {_bos_in_words({'bos': bos})}; build them with the "
+                "tokenizer of the context's model"
             )
+        check_queries(model, [batch], len(self.tokens))
         queries = queries_after(batch.to(device), self.tokens)
-        check_fits(model, queries)
         return QueryPass(queries.after(len(self.tokens)), self.prefix.to(device))
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -130,14 +140,6 @@ class PrefixContext:
         refuse_another_model(model, self.info)
         return checked_logits(self, model, batch)
 
-    @property
-    def n_bos(self) -> int:
-        """The number of BOS tokens at the beginning: 1, or 0 where tokenizers add none."""
-        return int(self.info["begins_with_bos"])
-
-    def _bos_in_words(self) -> str:
-        return f"the BOS {int(self.tokens[0])}" if self.n_bos else "no BOS"
-
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file, with a digest of its contents.
 
@@ -149,42 +151,60 @@ class PrefixContext:
         """
         tensors = {f"key.{n}": keys for n, keys in enumerate(self.prefix.keys)}
         tensors |= {f"value.{n}": values for n, values in enumerate(self.prefix.values)}
-        tensors |= {f"training.{name}": value for name, value in self.training.tensors().items()}
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prefix"}
-        tensors |= {name: value for name, value in own.items() if isinstance(value, Tensor)}
-        texts = {name: value for name, value in own.items() if isinstance(value, str)}
+        curves = {} if self.training is None else self.training.tensors()
+        tensors |= {f"training.{name}": value for name, value in curves.items()}
+        others = {name: getattr(self, name) for name in self._own_fields()}
+        tensors |= {name: value for name, value in others.items() if isinstance(value, Tensor)}
+        texts = {name: value for name, value in others.items() if isinstance(value, str)}
+        if unknown := others.keys() - tensors.keys() - texts.keys():
+            raise StoreError(
+                f"{path} is not written: {', '.join(sorted(unknown))} must be tensors or strings; "
+                "put other values into info"
+            )
         header = {"class": type(self).__name__, "texts": texts, "info": self.info}
-        write_atomically(Path(path), to_bytes_with_digest({_KIND: header}, tensors))
+        write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls: type[_C], path: str | Path) -> _C:
         """Read a context of this class that ``save`` wrote; ``load_context`` reads any.
 
         Raises:
             StoreError: The file cannot be read, is damaged, or holds something else.
         """
         header, stored = read_with_digest(path)
-        found = header.get(_KIND, {}).get("class", header.get("record", "CompressedContext"))
-        if found != cls.__name__:
-            raise StoreError(f"{path} holds a {found}, not a {cls.__name__}; use al.load_context")
-        return cls.of_file(header[_KIND], stored)
+        refuse_another_kind(path, header, cls.__name__)
+        try:
+            return cls._of_file(header["context"], stored)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise StoreError(
+                f"{path} does not hold what a {cls.__name__} of this version holds ({error!r}); "
+                "train the context again and save that"
+            ) from error
 
     @classmethod
-    def of_file(cls, header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Self:
-        """The context that a file holds."""
+    def _of_file(cls: type[_C], header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> _C:
         layers = range(sum(name.startswith("key.") for name in stored))
-        tokens = stored["tokens"]
         prefix = prefix_at_start(
             [stored[f"key.{n}"] for n in layers], [stored[f"value.{n}"] for n in layers]
         )
         curves: dict[str, Any] = {
-            name: stored[f"training.{name}"] for name in TrainingRecord.axes()
+            name.removeprefix("training."): value
+            for name, value in stored.items()
+            if name.startswith("training.")
         }
-        training = TrainingRecord(**curves)
-        names = {f.name for f in fields(cls)} - {"prefix", "tokens", "training", "info"}
-        own = {name: stored[name] if name in stored else header["texts"][name] for name in names}
-        return cls(prefix=prefix, tokens=tokens, training=training, info=header["info"], **own)
+        training = TrainingRecord(**curves) if curves else None
+        others = {
+            name: stored[name] if name in stored else header["texts"][name]
+            for name in cls._own_fields()
+        }
+        return cls(prefix=prefix, training=training, info=dict(header["info"]), **others)
+
+    @classmethod
+    def _own_fields(cls) -> list[str]:
+        """The fields that a file holds under their names: tensors and strings."""
+        names = [field.name for field in fields(cls)]
+        return [name for name in names if name not in ("prefix", "training", "info")]
 
 
 def prefix_at_start(
@@ -200,10 +220,8 @@ def prefix_at_start(
     )
 
 
-def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
-    """The BOS with which the prompts begin, or no token."""
-    first = batch.padded_right().tokens[0, :1]
-    return first if batch.begins_with_bos else first[:0]
+def _bos_in_words(info: Mapping[str, Any]) -> str:
+    return f"the BOS {info['bos'][0]}" if info["bos"] else "no BOS"
 
 
 def checked_logits(

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..models.hooked import Hook, HookedModel
+from ..errors import PromptError
+from ..models.hooked import Hook, HookedModel, check_fits
 from ..models.kv_cache import Prefix
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch
@@ -29,6 +30,11 @@ class QueryPass:
     batch: PromptBatch
     prefix: Prefix | None
     hooks: Sequence[Hook] = ()
+
+    def __repr__(self) -> str:
+        """One line: the prompts, the cached positions and the number of hooks."""
+        cached = 0 if self.prefix is None else len(self.prefix)
+        return f"QueryPass({self.batch!r}; {cached} cached positions, {len(self.hooks)} hooks)"
 
     def logits(self, model: HookedModel) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets, from a prepared model that is frozen."""
@@ -99,3 +105,23 @@ def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
         target_positions=count + lengths - 1,
         first_query=0,
     )
+
+
+def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
+    """The BOS with which the prompts begin, or no token."""
+    first = batch.padded_right().tokens[0, :1]
+    return first if batch.begins_with_bos else first[:0]
+
+
+def check_queries(model: HookedModel, batches: Sequence[PromptBatch], count: int) -> None:
+    """Raise an error for queries that do not fit the model after ``count`` positions."""
+    left = max(model.cfg.n_ctx - count, 0)
+    for batch in batches:
+        longest = int((batch.target_positions - batch.query_start).max()) + 1
+        if longest > left:
+            raise PromptError(
+                f"a query has {longest} tokens, but {left} of the model's context of "
+                f"{model.cfg.n_ctx} are left after {count} positions; use shorter queries, or a "
+                "context with fewer positions"
+            )
+        check_fits(model, queries_after(batch, batch.tokens.new_zeros(count)))

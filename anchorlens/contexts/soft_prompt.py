@@ -20,14 +20,13 @@ from ..prompts.batch import PromptBatch
 from ..system.processes import gather_from_processes
 from .compression import tolerance
 from .embedded import (
-    check_queries_fit,
     embeddings_of,
     prefix_of_tokens,
     replaced_embeddings,
     start_tokens,
 )
-from .prefix_context import PrefixContext, bos_of
-from .query_pass import QueryPass, queries_after
+from .prefix_context import PrefixContext
+from .query_pass import QueryPass, bos_of, check_queries, queries_after
 from .trained_prefix import check_length, random_tokens
 from .training import (
     MakeOptimizer,
@@ -117,11 +116,11 @@ def train_soft_prompt(
     settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        check_training(model, training, others, settings)
         bos = bos_of(training[0]).to(device_of(model))
         random = random_tokens(model, length, seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
-        check_queries_fit(model, study.batches, tokens)
+        check_queries(model, study.batches, len(tokens))
+        check_training(model, training, others, settings)
         _check_reads_embeddings_alone(model, training[0], tokens, len(bos))
         with torch.inference_mode(False):
             embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()

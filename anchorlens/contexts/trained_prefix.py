@@ -10,16 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, check_fits, device_of, vocabulary_of
+from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_prefix
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
+from ..system.checksum import digest_of
 from ..system.processes import gather_from_processes
 from .context import CompressedContext, refuse_another_model
-from .prefix_context import PrefixContext, bos_of, prefix_at_start
-from .query_pass import QueryPass, queries_after
+from .prefix_context import PrefixContext, prefix_at_start
+from .query_pass import QueryPass, bos_of, check_queries, queries_after
 from .training import (
     MakeOptimizer,
     Settings,
@@ -38,7 +39,7 @@ def train_prefix(
     *,
     held_out: Sequence[PromptBatch],
     length: int = 10,
-    start: CompressedContext | None = None,
+    start: CompressedContext | PrefixContext | None = None,
     steps: int = 300,
     optimizer: MakeOptimizer = ADAM,
     clip: float = 1.0,
@@ -59,8 +60,9 @@ def train_prefix(
         batches: Training prompts with their true labels.
         held_out: Other prompts, by which the best context is chosen.
         length: Number of positions; left out of account where ``start`` is given.
-        start: A context of selected demonstrations whose keys and values are the start. By default
-            these are of random tokens after the BOS.
+        start: A context whose keys and values are the start: demonstrations, what is selected of
+            them, or a context that was trained. By default they are those of random tokens after
+            the BOS.
         steps: Number of optimizer steps; 0 returns the start.
         optimizer: Function from the parameters to their optimizer of ``torch.optim``.
         clip: Largest norm of the gradient.
@@ -77,9 +79,10 @@ def train_prefix(
     Raises:
         PromptError: There are no training or held-out prompts, both have the same query, a prompt
             has no true label or does not fit the model, ``length`` is below 1, or the keys of
-            ``start`` do not stand at 0, 1, ... in this model.
+            ``start`` do not stand at 0, 1, ... after a BOS.
         MetricError: A setting is out of its range.
-        ModelError: The model's hooks do not act, or it takes no key-value cache.
+        ModelError: The model's hooks do not act, its value biases are folded, it takes no
+            key-value cache, or ``start`` was made with another model.
         StoreError: The folder is of another training.
 
     Examples:
@@ -88,16 +91,18 @@ def train_prefix(
         >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
         True
     """
-    begin = "random tokens" if start is None else repr(start)
-    about = f"prefix of {length} positions from {begin}"
+    check_length(length)
+    about = f"prefix of {length} positions from {_in_words(start)}"
     settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        if start is not None:
-            _check_start(model, start, bos_of(training[0]))
-        check_length(length)
-        check_training(model, training, others, settings)
         bos = bos_of(training[0]).to(device_of(model))
+        count = len(bos) + length
+        if start is not None:
+            _check_start(model, start, bos)
+            count = len(start.prefix)
+        check_queries(model, study.batches, count)
+        check_training(model, training, others, settings)
         first = random_prefix(model, training[0], length, seed) if start is None else start.prefix
         trainable = _TrainedKeys(model, bos, *_split(first.to(device_of(model)), len(bos)))
         best, record = train(model, trainable, training, others, settings)
@@ -129,7 +134,6 @@ def random_prefix(model: HookedModel, batch: PromptBatch, length: int, seed: int
     bos = bos_of(batch).to(device_of(model))
     tokens = torch.cat([bos, random_tokens(model, length, seed)])
     queries = queries_after(batch.to(device_of(model)), tokens)
-    check_fits(model, queries)
     return run_prefix(model, queries.prompt(0).before(len(tokens)))
 
 
@@ -195,14 +199,35 @@ def _split(prefix: Prefix, count: int) -> tuple[list[Tensor], list[Tensor]]:
     return fixed, leaves
 
 
-def _check_start(model: HookedModel, start: CompressedContext, bos: Tensor) -> None:
+def _in_words(start: CompressedContext | PrefixContext | None) -> str:
+    if start is None:
+        return "random tokens"
+    if not isinstance(start, CompressedContext | PrefixContext):
+        raise PromptError(
+            "start must be a context of al.compress, or one that was trained; got a "
+            f"{type(start).__name__}"
+        )
+    tensors = (*start.prefix.keys, *start.prefix.values)
+    digest = digest_of((str(number), tensor) for number, tensor in enumerate(tensors))
+    return f"{start!r}, digest {digest[:16]}"
+
+
+def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, bos: Tensor) -> None:
     refuse_another_model(model, start.info)
-    if not torch.equal(start.tokens[start.kept][: len(bos)].cpu(), bos.cpu()):
+    tokens, has_no_gap = start.tokens, True
+    if isinstance(start, CompressedContext):
+        tokens, has_no_gap = tokens[start.kept], start.is_cut and start.has_no_gap
+    if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
             "the prompts begin with a BOS, which a start must hold too; let keep select it, as the "
             "functions of al.selection do"
         )
-    if not start.is_cut or not start.has_no_gap:
+    if len(tokens) == len(bos):
+        raise PromptError(
+            "a start must hold more than the BOS, whose keys and values are not trained; select "
+            "more of the demonstrations"
+        )
+    if not has_no_gap:
         raise PromptError(
             "a start must have its keys at the positions 0, 1, ... and the query after them, but "
             f"this context has them {start.info.get('positions')}; compress the demonstrations "

@@ -1,10 +1,12 @@
 """Trains what stands before a query: one loop of steps for every kind of context."""
 
+import hashlib
 import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from functools import partial
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from ..errors import MetricError, PromptError, StoreError
+from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.aucroc import predicted_class
-from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
 from ..passes.losses import Loss, check_loss
 from ..prompts.batch import PromptBatch, digest
 from ..results import figures
@@ -25,14 +27,16 @@ from ..results.record import Record, require_gold
 from ..runs.fingerprint import fingerprint
 from ..runs.study import Study
 from ..system.files import write_atomically
+from ..system.names import name_of
 from ..system.processes import is_main
 from .compression import verified_cache
 from .context import model_identity
-from .query_pass import QueryPass
+from .query_pass import QueryPass, bos_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
-_TOO_HIGH = 3.0  # a mean loss of so many times that of the start means divergence
+_DIGEST = hashlib.sha256().digest_size
+_TOO_HIGH = 2.0  # a mean loss higher by this many times that of the start means divergence
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +58,8 @@ class TrainingRecord(Record):
     @property
     def best(self) -> int:
         """Index of the best check: the highest accuracy, then the lowest loss, then the first."""
-        pairs = zip(self.held_out_accuracy.tolist(), self.held_out_loss.tolist(), strict=True)
+        losses = self.held_out_loss.nan_to_num(nan=inf)
+        pairs = zip(self.held_out_accuracy.tolist(), losses.tolist(), strict=True)
         ranks = [(-accuracy, loss) for accuracy, loss in pairs]
         return min(range(len(ranks)), key=ranks.__getitem__)
 
@@ -131,17 +136,43 @@ class Settings:
     context: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("check_every", 1)):
+        for name, least in (("steps", 0), ("check_every", 1), ("seed", -inf)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise MetricError(f"{name} must be a whole number from {least}; got {value!r}")
-        if not self.clip > 0:
+                lowest = "" if least == -inf else f" from {least}"
+                raise MetricError(f"{name} must be a whole number{lowest}; got {value!r}")
+        if not isinstance(self.clip, int | float) or not self.clip > 0:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
+        _check_optimizer(self.optimizer)
 
     def describe(self) -> dict[str, str]:
         """What decides the result, as text."""
-        names = ("steps", "optimizer", "clip", "check_every", "seed", "loss", "context")
-        return {name: str(getattr(self, name)) for name in names}
+        names = ("steps", "clip", "check_every", "seed", "context")
+        functions = {"optimizer": _text(self.optimizer), "loss": _text(self.loss)}
+        return {name: str(getattr(self, name)) for name in names} | functions
+
+
+def _check_optimizer(make: MakeOptimizer) -> None:
+    """Take a step with an optimizer of a number, so that a wrong function is an error at once."""
+    with torch.inference_mode(False):
+        number = torch.zeros(1, requires_grad=True)
+        number.grad = torch.zeros(1)
+        try:
+            make([number]).step()
+        except Exception as error:  # whatever a function of the user raises
+            raise MetricError(
+                "optimizer must be a function from a list of parameters to an optimizer whose "
+                "step needs no arguments, such as functools.partial(torch.optim.Adam, lr=0.01); "
+                f"got {make!r}, which raises {type(error).__name__}: {error}"
+            ) from error
+
+
+def _text(function: Callable[..., Any]) -> str:
+    """A function as it is stored: its name, or what its repr says of its settings."""
+    if not isinstance(function, partial):
+        return str(getattr(function, "__name__", repr(function)))
+    arguments = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())]
+    return f"{name_of(function.func)}({', '.join(arguments)})"
 
 
 @dataclass
@@ -172,6 +203,10 @@ def prepared_study(
 ) -> Study:
     """A study of the training and the held-out prompts, which are checked on entering."""
     for name, prompts in (("training", batches), ("held-out", held_out)):
+        if isinstance(prompts, PromptBatch) or not isinstance(prompts, Sequence):
+            raise PromptError(
+                f"expected a list of batches as {name} prompts; got a {type(prompts).__name__}"
+            )
         if not prompts:
             raise PromptError(
                 f"there are no {name} prompts; give batches of queries with their true labels, the "
@@ -191,10 +226,19 @@ def check_training(
     """Raise an error for prompts with which training would fail or mislead.
 
     Raises:
-        PromptError: A query is in both lists, or has no true label.
+        PromptError: A query is in both lists or has no true label, or some prompts begin with
+            another BOS.
         MetricError: The loss does not give one number a prompt.
-        ModelError: The model gives other logits after a cached prefix.
+        ModelError: The model gives other logits after a cached prefix, or its value biases are
+            folded.
     """
+    refuse_folded_value_biases(model)
+    for batch in (*batches, *held_out):
+        if not torch.equal(bos_of(batch), bos_of(batches[0])):
+            raise PromptError(
+                "all prompts must begin with the same BOS, or all without one; build them with one "
+                "tokenizer"
+            )
     if any(batch.gold is None for batch in (*batches, *held_out)):
         raise PromptError("training needs the true label of each query; give queries with labels")
     both = set(query_digests(batches)) & set(query_digests(held_out))
@@ -227,7 +271,7 @@ def describe_training(
         **study.describe(),
         **model_identity(study.model),
         **settings.describe(),
-        "begins_with_bos": batches[0].begins_with_bos,
+        "bos": bos_of(batches[0]).tolist(),
         "queries_in_training": sorted(query_digests(study.batches)),
     }
 
@@ -239,7 +283,7 @@ def train(
     held_out: Sequence[PromptBatch],
     settings: Settings,
 ) -> tuple[list[Tensor], TrainingRecord]:
-    """Take all steps, and return the best candidate on the held-out queries.
+    """Take all steps, and return the best candidate on the held-out queries, with the record.
 
     Batches come in a new random order in each round. Training that diverges stops with a warning.
     With a folder the state is stored at every check, and training goes on from there.
@@ -254,38 +298,45 @@ def train(
     device = device_of(model)
     batches = [batch.to(device) for batch in batches]
     held_out = [batch.to(device) for batch in held_out]
-    optimizer = settings.optimizer(trainable.parameters)
-    store = _StateFile.of(model, [*batches, *held_out], settings)
-    state = store.read(trainable, optimizer)
-
-    def check() -> None:
-        accuracy, loss = _answers(model, trainable, held_out, settings.loss)
-        state.checked.append(state.step)
-        state.accuracies.append(accuracy)
-        state.held_out_losses.append(loss)
-        if state.record().best == len(state.checked) - 1:
-            state.best = trainable.candidate()
-        store.write(state, trainable, optimizer)
-
-    if not state.checked:
-        check()
     quiet = not (settings.progress and is_main())
-    bar = tqdm(total=settings.steps, initial=state.step, disable=quiet, desc="training steps")
-    with bar, torch.inference_mode(False):
-        while state.step < settings.steps:
-            batch = batches[_number_of_batch(state.step, len(batches), settings.seed)]
-            optimizer.zero_grad()
-            state.losses.append(trainable.backward(batch, settings.loss))
-            if _diverges(state, settings.check_every):
-                _warn_of_divergence(state)
-                break
-            torch.nn.utils.clip_grad_norm_(trainable.parameters, settings.clip)
-            optimizer.step()
-            trainable.after_step(state.step)
-            state.step += 1
-            bar.update()
-            if state.step % settings.check_every == 0 or state.step == settings.steps:
-                check()
+    with torch.inference_mode(False):
+        optimizer = settings.optimizer(trainable.parameters)
+        store = _StateFile.of(model, trainable, batches, held_out, settings)
+        state = store.read(trainable, optimizer)
+
+        def check() -> None:
+            try:
+                accuracy, loss = _answers(model, trainable, held_out, settings.loss)
+            except NotFiniteError:
+                if state.step == 0:
+                    raise
+                accuracy, loss = 0.0, nan  # the last steps were too large
+            state.checked.append(state.step)
+            state.accuracies.append(accuracy)
+            state.held_out_losses.append(loss)
+            if state.record().best == len(state.checked) - 1:
+                state.best = trainable.candidate()
+            store.write(state, trainable, optimizer)
+
+        if not state.checked:
+            check()
+        bar = tqdm(total=settings.steps, initial=state.step, disable=quiet, desc="training steps")
+        with bar:
+            while state.step < settings.steps and not _diverges(state, settings.check_every):
+                batch = batches[_number_of_batch(state.step, len(batches), settings.seed)]
+                optimizer.zero_grad()
+                state.losses.append(trainable.backward(batch, settings.loss))
+                if not isfinite(state.losses[-1]):
+                    break
+                torch.nn.utils.clip_grad_norm_(trainable.parameters, settings.clip)
+                optimizer.step()
+                trainable.after_step(state.step)
+                state.step += 1
+                bar.update()
+                if state.step % settings.check_every == 0 or state.step == settings.steps:
+                    check()
+    if _diverges(state, settings.check_every):
+        _warn_of_divergence(state)
     return state.best, state.record()
 
 
@@ -310,23 +361,24 @@ def _number_of_batch(step: int, count: int, seed: int) -> int:
 
 
 def _diverges(state: _State, window: int) -> bool:
-    """Whether the last loss is not finite, or the last losses are far above those of the start."""
-    if not isfinite(state.losses[-1]):
+    """Whether a last loss is not finite, or the last losses are far above those of the start."""
+    if not all(map(isfinite, [*state.losses[-1:], *state.held_out_losses[-1:]])):
         return True
     if len(state.losses) < 2 * window:
         return False
     start = max(sum(state.losses[:window]) / window, state.held_out_losses[0])
-    return sum(state.losses[-window:]) / window > _TOO_HIGH * start
+    # A loss near 0 may be several times as high and still be low.
+    return sum(state.losses[-window:]) / window > start + _TOO_HIGH * max(abs(start), 1.0)
 
 
 def _warn_of_divergence(state: _State) -> None:
     best = state.record()
     warnings.warn(
-        f"training diverged: the loss of step {state.step} is {state.losses[-1]:.3g}, and at the "
-        f"start the held-out loss is {state.held_out_losses[0]:.3g}. It was stopped, and the "
-        f"context is that after step {int(best.checked_steps[best.best])}; use a lower learning "
-        "rate",
-        stacklevel=5,
+        f"training diverged: the loss of step {len(state.losses)} is {state.losses[-1]:.3g}, that "
+        f"of held-out queries was {state.held_out_losses[0]:.3g} at the start and is "
+        f"{state.held_out_losses[-1]:.3g} now. It was stopped, and the context is that after step "
+        f"{int(best.checked_steps[best.best])}; use a lower learning rate",
+        stacklevel=4,
     )
 
 
@@ -339,7 +391,12 @@ class _StateFile:
 
     @classmethod
     def of(
-        cls, model: HookedModel, batches: Sequence[PromptBatch], settings: Settings
+        cls,
+        model: HookedModel,
+        trainable: Trainable,
+        batches: Sequence[PromptBatch],
+        held_out: Sequence[PromptBatch],
+        settings: Settings,
     ) -> "_StateFile":
         if settings.folder is None:
             return cls(None, {})
@@ -348,25 +405,29 @@ class _StateFile:
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
-        return cls(folder / "training.pt", fingerprint(model, batches, settings.describe()))
+        decides = settings.describe() | {
+            "kind of context": type(trainable).__name__,
+            "number of training batches": str(len(batches)),
+            "shape": str([tuple(parameter.shape) for parameter in trainable.parameters]),
+        }
+        run = fingerprint(model, [*batches, *held_out], decides)
+        return cls(folder / "training.pt", run)
 
     def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
         """The stored state, which is put into the parameters and the optimizer; or a new one.
 
         Raises:
-            StoreError: The file is of another training.
+            StoreError: The file is of another training, or cannot be read.
         """
         if self.path is None or not self.path.exists():
             return _State()
-        try:
-            stored = torch.load(self.path, weights_only=True)
-            run = stored["run"]
-        except Exception as error:  # torch raises errors of many kinds for a damaged file
-            warnings.warn(
-                f"{self.path} is damaged ({type(error).__name__}); training begins again",
-                stacklevel=4,
-            )
+        written = self.path.read_bytes()
+        digest, data = written[:_DIGEST], written[_DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            warnings.warn(f"{self.path} is damaged; training begins again", stacklevel=4)
             return _State()
+        stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        run = stored["run"]
         different = [name for name in self.run if run.get(name) != self.run[name]]
         if different:
             raise StoreError(
@@ -390,4 +451,5 @@ class _StateFile:
             "state": vars(state),
         }
         torch.save(stored, data)
-        write_atomically(self.path, data.getvalue())
+        # torch.load does not notice a changed number.
+        write_atomically(self.path, hashlib.sha256(data.getvalue()).digest() + data.getvalue())

@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..contexts.context import refuse_another_model
-from ..contexts.prefix_context import bos_of
-from ..contexts.query_pass import Context, QueryPass
+from ..contexts.query_pass import Context, QueryPass, bos_of
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.aucroc import predicted_class

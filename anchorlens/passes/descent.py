@@ -5,7 +5,7 @@ from math import nan
 
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import NotFiniteError
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import Prefix
 from ..prompts.batch import PromptBatch
@@ -43,6 +43,6 @@ def mean_loss_with_gradient(
 
     try:
         run_pass(model, batch, hooks=hooks, loss=mean_loss, into=into, prefix=prefix)
-    except ModelError:
+    except NotFiniteError:
         return nan
     return float(losses[0].detach().mean())

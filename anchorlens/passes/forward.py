@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import MetricError, ModelError, PromptError
+from ..errors import MetricError, NotFiniteError, PromptError
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -127,7 +127,7 @@ def run_pass(
     logits, losses = _run(described)
     # The smallest and the largest suffice: isfinite makes three copies of all logits.
     if not torch.stack(logits.aminmax()).isfinite().all():
-        raise ModelError(
+        raise NotFiniteError(
             "the model's logits are not finite (NaN or infinite) at the target position, and so is "
             f"what {_first_not_finite(described)} gives out; try float32 "
             "(--dtype float32, in Python dtype=torch.float32), and check the hooks that act there"

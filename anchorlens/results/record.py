@@ -206,8 +206,8 @@ class Record:
         header, stored = read_with_digest(path)
         if header.get("record") != cls.__name__:
             raise StoreError(
-                f"{path} holds a {header.get('record', 'CompressedContext')}, not a "
-                f"{cls.__name__}; use load_record, or load of that class"
+                f"{path} holds a {kind_of_file(header)}, not a {cls.__name__}; use al.load_record, "
+                "or al.load_context for a context"
             )
         return cls._restored(path, header.get("info"), stored)
 
@@ -248,6 +248,14 @@ class Record:
         return ""
 
 
+def kind_of_file(header: Mapping[str, Any]) -> str:
+    """The class of the record or the context in a file with this header."""
+    if "context" not in header:
+        return str(header.get("record"))
+    context = header["context"]
+    return str(context.get("class", "CompressedContext") if isinstance(context, dict) else None)
+
+
 def load_record(path: str | Path) -> Record:
     """Read a file that any record's ``Record.save`` wrote, as a record of the same class.
 
@@ -266,8 +274,8 @@ def load_record(path: str | Path) -> Record:
     name = header.get("record")
     if name is None:
         raise StoreError(
-            f"{path} holds no record; expected a file that save of a record wrote (a "
-            "CompressedContext has its own load)"
+            f"{path} holds no record; expected a file that save of a record wrote (use "
+            "al.load_context for a context)"
         )
     # A notebook cell that runs again defines its class again: the last definition counts.
     kinds = {

@@ -35,7 +35,8 @@ def test_contexts_are_trained_compared_and_reported(
     page = (tmp_path / "report.html").read_text()
     assert ">Contexts</h3>" in page and ">Training, prefix</h3>" in page
     table = record.table()
-    row = f'<tr><th scope="row">anchors only</th><td>{table.loc["anchors only", "accuracy"]}</td>'
+    accuracy: Any = table.loc["anchors only", "accuracy"]
+    row = f'<tr><th scope="row">anchors only</th><td>{accuracy}</td>'
     assert row in page
     assert "queries_in_training" not in page and "queries in training" not in page
 

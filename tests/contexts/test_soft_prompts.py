@@ -16,8 +16,7 @@ from anchorlens.contexts.embedded import (
     moved_embeddings,
     replaced_embeddings,
 )
-from anchorlens.contexts.prefix_context import bos_of
-from anchorlens.contexts.query_pass import queries_after
+from anchorlens.contexts.query_pass import bos_of, queries_after
 from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
 from anchorlens.models.optimizers import Adafactor
 from anchorlens.passes.descent import mean_loss_with_gradient

@@ -1,0 +1,90 @@
+"""How queries run after a context: they are cut out of their prompts, and nothing else is."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from measures import centred, difference
+from tiny_models import questions
+
+import anchorlens as al
+from anchorlens.contexts.query_pass import bos_of, check_queries, queries_after
+from anchorlens.errors import PromptError
+
+pytestmark = pytest.mark.without_jaxtyping
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_queries_stand_after_the_tokens(llama: Any, side: str) -> None:
+    batch = questions(llama, 4, padding_side=side)[0]
+    queries = queries_after(batch, torch.tensor([7, 8]))
+    for row in range(4):
+        inside = batch.attention_mask[row].clone()
+        inside[: int(batch.query_start[row])] = False
+        expected = [7, 8, *batch.tokens[row][inside].tolist()]
+        assert queries.tokens[row][queries.attention_mask[row]].tolist() == expected
+        assert int(queries.target_positions[row]) == len(expected) - 1
+        groups = queries.groups[row][queries.attention_mask[row]].tolist()
+        assert groups[2:] == batch.groups[row][inside].tolist()
+    assert queries.query_start.tolist() == [2] * 4 and queries.label_positions.shape == (4, 0)
+    assert len({int(count) for count in queries.attention_mask.sum(1)}) > 1
+
+
+@pytest.mark.every_kind
+def test_no_context_gives_the_logits_of_a_query_alone(model: Any) -> None:
+    batches = questions(model, 5, batch_size=3, padding_side="left")
+    for batch in batches:
+        logits = centred(al.NoContext().logits(model, batch))
+        for row in range(len(batch)):
+            query = batch.tokens[row, int(batch.query_start[row]) :]
+            tokens = torch.cat([bos_of(batch), query])[None]
+            with torch.no_grad():
+                alone = model(tokens, attention_mask=torch.ones_like(tokens))[:, -1]
+            assert difference(logits[row : row + 1], centred(alone)) < 1e-5
+    assert al.NoContext().size == 0
+    assert len(bos_of(batches[0])) == int(batches[0].begins_with_bos)
+
+
+def test_the_demonstrations_do_not_matter_to_queries_after_another_context(llama: Any) -> None:
+    """Batches may hold several sets of demonstrations."""
+    examples = al.load_examples("questions")
+    sets = [al.sample_demonstrations(examples, seed=seed) for seed in (1, 2)]
+    queries = [example for example in examples if example not in (*sets[0], *sets[1])][:4]
+    task = al.TASKS["trec"]
+    each = [sets[number % 2] for number in range(4)]
+    (mixed,) = al.build_prompts(llama.tokenizer, task, each, queries)
+    (single,) = al.build_prompts(llama.tokenizer, task, sets[0], queries)
+    assert len(mixed.demonstrations_id.unique()) == 2
+    logits = [
+        al.NoContext().logits(llama, batch)[batch.index.argsort()] for batch in (mixed, single)
+    ]
+    assert difference(*logits) < 1e-5
+
+
+def test_a_query_without_room_after_a_context_is_refused(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    length = int((batches[0].target_positions - batches[0].query_start).max()) + 1
+    room = gpt2.cfg.n_ctx - length
+    check_queries(gpt2, batches, room)
+    message = f"a query has {length} tokens, but {length - 1} of the model's context of 512"
+    with pytest.raises(PromptError, match=message):
+        check_queries(gpt2, batches, room + 1)
+    with pytest.raises(PromptError, match="but 0 of the model's"):
+        check_queries(gpt2, batches, 9999)
+    strange = replace(batches[0], tokens=batches[0].tokens + 9999)
+    with pytest.raises(PromptError, match="outside the model's vocabulary"):
+        al.NoContext().logits(gpt2, strange)
+
+
+def test_contexts_are_recognised_and_shown(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    context = al.compress(gpt2, batch)
+    assert isinstance(context, al.Context) and isinstance(al.NoContext(), al.Context)
+    shown = repr(context.query_pass(gpt2, batch))
+    assert f"{int(context.kept.sum())} cached positions, 0 hooks)" in shown

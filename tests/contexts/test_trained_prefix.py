@@ -1,0 +1,149 @@
+"""Trained prefixes: gradients, starts, low precision, and what is refused."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from measures import difference
+from tiny_models import questions, tiny_gpt2, tiny_llama
+from trained_contexts import same, split, trained
+
+import anchorlens as al
+from anchorlens.contexts.query_pass import bos_of
+from anchorlens.contexts.trained_prefix import _split, _TrainedKeys, random_prefix
+from anchorlens.errors import ModelError, PromptError
+from anchorlens.models.model_state import frozen_in_eval_mode
+
+pytestmark = pytest.mark.without_jaxtyping
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.every_kind
+def test_gradients_are_those_of_central_differences(hooked: Any, byte_level: Any) -> None:
+    """In GPT-2, because the norms of Llama compute in float32."""
+    weights: Any = tiny_gpt2(len(byte_level))
+    model = hooked(weights.double(), byte_level)
+    (batch,) = questions(model, 3)
+    bos = bos_of(batch)
+    with frozen_in_eval_mode(model):
+        prefix = random_prefix(model, batch, 2, seed=0)
+        trainable = _TrainedKeys(model, bos, *_split(prefix, len(bos)))
+        trainable.backward(batch, al.label_cross_entropy)
+
+        def loss() -> float:
+            run = trainable.query_pass(batch)
+            logits = run.logits(model)
+            return float(al.label_cross_entropy(logits, run.batch).mean())
+
+        for parameter in trainable.parameters:
+            assert parameter.shape[2] == 2 and parameter.grad is not None
+            flat = parameter.grad.abs().flatten().argmax()
+            entry, step = torch.unravel_index(flat, parameter.shape), 1e-5
+            before = float(parameter.detach()[entry])
+            losses = []
+            for sign in (1, -1):
+                parameter.data[entry] = before + sign * step
+                losses.append(loss())
+            parameter.data[entry] = before
+            numeric = (losses[0] - losses[1]) / (2 * step)
+            exact = float(parameter.grad[entry])
+            assert abs(numeric - exact) <= 1e-6 * abs(exact) + 1e-10
+
+
+@pytest.mark.every_kind
+def test_a_prefix_of_demonstrations_answers_as_they_do(model: Any) -> None:
+    training, held_out = split(model)
+    whole = al.compress(model, training[0], keep=al.selection.everything)
+    context = trained(model, start=whole, steps=0)
+    for batch in held_out:
+        expected = al.target_logits(model, [batch], progress=False)
+        logits = context.logits(model, batch)[batch.index.argsort()]
+        assert difference(logits, expected) < 1e-5
+    assert len(context.tokens) == len(whole.tokens) and context.size == whole.size
+
+
+def test_training_lowers_the_loss_and_leaves_the_bos_as_it_is(llama: Any) -> None:
+    optimizer = partial(torch.optim.Adam, lr=0.05)
+    start = trained(llama, steps=0)
+    end = trained(llama, steps=20, check_every=20, optimizer=optimizer)
+    assert end.training is not None and end.training.checked_steps.tolist() == [0, 20]
+    losses = end.training.losses  # a round has two batches
+    assert losses[-2:].mean() < 0.7 * losses[:2].mean()
+    pairs = [*zip(end.prefix.keys, start.prefix.keys, strict=True)]
+    pairs += [*zip(end.prefix.values, start.prefix.values, strict=True)]
+    assert all(torch.equal(ours[:, :, 0], theirs[:, :, 0]) for ours, theirs in pairs)
+    assert start.tokens.tolist() == [1, 0, 0, 0]
+
+
+def test_a_trained_context_is_the_start_of_another_training(llama: Any) -> None:
+    first = trained(llama)
+    assert same(
+        replace(trained(llama, start=first, steps=0), training=None), replace(first, training=None)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_trained_in_float32(
+    hooked: Any, sentencepiece_like: Any, dtype: torch.dtype
+) -> None:
+    weights: Any = tiny_llama(len(sentencepiece_like))
+    model = hooked(weights.to(dtype), sentencepiece_like)
+    types: list[torch.dtype] = []
+
+    def optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        types.extend(parameter.dtype for parameter in parameters)
+        return torch.optim.Adam(parameters, lr=0.05)
+
+    context = trained(model, optimizer=optimizer)
+    assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
+    assert context.logits(model, questions(model, 2)[0]).isfinite().all()
+
+
+def test_the_inference_mode_of_the_caller_changes_nothing(llama: Any) -> None:
+    expected = trained(llama)
+    with torch.inference_mode():
+        start = trained(llama, steps=0)
+        ours = trained(llama)
+    assert same(ours, expected)
+    assert same(trained(llama, start=start), trained(llama, start=trained(llama, steps=0)))
+
+
+def test_bad_input_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
+    (first, *_), _ = split(llama)
+    selections = al.selection
+    gap = al.compress(llama, first)
+    no_bos = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) > 0)
+    bos_alone = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) < 1)
+    other = al.compress(gpt2, questions(gpt2, 2)[0], keep=selections.everything)
+    wrong: Any = 7
+    unlabelled = replace(first, gold=None)
+    passes: list[int] = []
+    handle = llama.register_forward_pre_hook(lambda *inputs: passes.append(1))
+    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (PromptError, "length must be a whole number from 1; got 0", {"length": 0}),
+        (PromptError, "left after 600 positions", {"length": 599}),
+        (PromptError, "start must be a context of al.compress", {"start": wrong}),
+        (ModelError, "this context was made with", {"start": other}),
+        (PromptError, r"positions=al\.placement\.rebased, or keep everything", {"start": gap}),
+        (PromptError, "which a start must hold too", {"start": no_bos}),
+        (PromptError, "more than the BOS", {"start": bos_alone}),
+        (PromptError, "needs the true label of each query", {"batches": [unlabelled]}),
+        (
+            PromptError,
+            "must begin with the same BOS",
+            {"batches": [first, replace(split(llama)[0][1], begins_with_bos=False)]},
+        ),
+    ]
+    try:
+        for kind, message, change in bad:
+            with pytest.raises(kind, match=message):
+                trained(llama, **change)
+    finally:
+        handle.remove()
+    assert not passes

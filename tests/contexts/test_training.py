@@ -1,0 +1,178 @@
+"""The loop of steps: resuming, divergence, the order of batches, and bad settings."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import questions
+from torch import Tensor
+from trained_contexts import curves, same, split, trained
+
+import anchorlens as al
+from anchorlens.contexts import training
+from anchorlens.errors import MetricError, PromptError, StoreError
+
+pytestmark = pytest.mark.without_jaxtyping
+
+
+def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:
+    first, again, other = (trained(gpt2, seed=seed) for seed in (0, 0, 1))
+    assert same(first, again) and not same(first, other)
+    start = al.compress(gpt2, questions(gpt2, 2)[0], keep=al.selection.everything)
+    losses = [curves(trained(gpt2, start=start, steps=6, seed=seed))[0] for seed in (0, 1, 2)]
+    assert not all(torch.equal(losses[0], values) for values in losses)
+
+
+def test_an_interrupted_training_continues_to_the_same_bits(
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(gpt2, steps=6)
+    steps: list[int] = []
+
+    def stop(limit: int) -> Any:
+        def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+            if logits.requires_grad:
+                steps.append(1)
+                if len(steps) == limit:
+                    raise KeyboardInterrupt
+            return al.label_cross_entropy(logits, batch)
+
+        loss.__name__ = "label_cross_entropy"
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(gpt2, steps=6, folder=tmp_path, loss=stop(4))
+    steps.clear()
+    resumed = trained(gpt2, steps=6, folder=tmp_path, loss=stop(99))
+    assert len(steps) == 4 and same(resumed, expected)
+    steps.clear()
+    assert same(trained(gpt2, steps=6, folder=tmp_path, loss=stop(99)), expected) and not steps
+
+
+def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
+    expected = trained(gpt2, folder=tmp_path)
+    path = tmp_path / "training.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    for damaged in (bytes(data), b"", b"nothing"):
+        path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match="is damaged; training begins again") as caught:
+            assert same(trained(gpt2, folder=tmp_path), expected)
+        assert caught[0].filename.endswith("trained_contexts.py")
+
+
+def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    trained(gpt2, folder=tmp_path)
+    first, second = split(gpt2)
+    start = al.compress(gpt2, questions(gpt2, 2)[0], keep=al.selection.everything)
+    changes: dict[str, dict[str, Any]] = {
+        "context": {"length": 4},
+        "context, shape": {"start": start},
+        "steps": {"steps": 6},
+        "seed": {"seed": 1},
+        "optimizer": {"optimizer": partial(torch.optim.Adam, lr=0.02)},
+        "prompts": {"batches": first[:1]},
+        "number of training batches": {"batches": first[:1], "held_out": [first[1], *second]},
+    }
+    for name, change in changes.items():
+        with pytest.raises(StoreError, match=f"another.*{name}"):
+            trained(gpt2, folder=tmp_path, **change)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be made"):
+        trained(gpt2, folder=tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("check_every", [1, 3])
+def test_divergence_stops_with_a_warning_and_the_best(
+    gpt2: Any, steps: int, check_every: int
+) -> None:
+    """A check after the last step, or the next step, finds logits that are not finite."""
+    huge = partial(torch.optim.SGD, lr=float("inf"))
+    with pytest.warns(UserWarning, match="training diverged") as caught:
+        context = trained(gpt2, steps=steps, optimizer=huge, check_every=check_every)
+    assert caught[0].filename.endswith("trained_contexts.py")
+    assert context.training is not None
+    assert all(tensor.isfinite().all() for tensor in (*context.prefix.keys, *context.prefix.values))
+    best = context.training.best
+    assert context.training.held_out_loss[best].isfinite()
+
+
+def state(losses: list[float], held_out: float) -> Any:
+    return training._State(losses=losses, held_out_losses=[held_out])
+
+
+@pytest.mark.parametrize("start", [2.0, 1e-3, 0.0, -5.0])
+def test_only_a_loss_far_above_the_start_is_divergence(start: float) -> None:
+    limit = start + 2 * max(abs(start), 1.0)
+    for last, diverges in ((start, False), (limit - 0.01, False), (limit + 0.01, True)):
+        assert training._diverges(state([start] * 2 + [last] * 2, start), 2) == diverges
+    assert training._diverges(state([start, float("nan")], start), 9)
+    assert training._diverges(state([start], float("inf")), 9)
+
+
+def test_each_round_has_every_batch_once() -> None:
+    numbers = [training._number_of_batch(step, 5, seed=3) for step in range(40)]
+    rounds = [numbers[k : k + 5] for k in range(0, 40, 5)]
+    assert all(sorted(batches) == [*range(5)] for batches in rounds)
+    assert len({tuple(batches) for batches in rounds}) > 4
+
+
+def test_the_best_check_has_the_highest_accuracy_then_the_lowest_loss() -> None:
+    record = al.TrainingRecord(
+        losses=torch.zeros(0),
+        checked_steps=torch.arange(5),
+        held_out_accuracy=torch.tensor([0.2, 0.5, 0.5, 0.5, 0.5]),
+        held_out_loss=torch.tensor([0.1, float("nan"), 0.9, 0.8, 0.8]),
+    )
+    assert record.best == 3 and float(record.best_accuracy) == 0.5
+    assert "0.50 after step 3" in record.plot().layout.title.text
+
+
+def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
+    passes: list[int] = []
+    handle = gpt2.register_forward_pre_hook(lambda *inputs: passes.append(1))
+    (first, *rest), held_out = split(gpt2)
+    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (MetricError, "steps must be a whole number from 0; got -1", {"steps": -1}),
+        (MetricError, "check_every must be a whole number from 1", {"check_every": 0}),
+        (MetricError, "seed must be a whole number; got '3'", {"seed": "3"}),
+        (MetricError, "clip must be a number above 0", {"clip": float("nan")}),
+        (MetricError, "clip must be a number above 0", {"clip": "1"}),
+        (MetricError, "optimizer must be a function", {"optimizer": "adam"}),
+        (MetricError, "whose step needs no arguments", {"optimizer": torch.optim.LBFGS}),
+        (PromptError, "there are no training prompts", {"batches": []}),
+        (PromptError, "there are no held-out prompts", {"held_out": []}),
+        (PromptError, "a list of batches as training prompts", {"batches": first}),
+        (PromptError, "4 held-out queries are training queries", {"held_out": [first]}),
+        (MetricError, "one number a prompt", {"loss": lambda logits, batch: logits.sum()}),
+    ]
+    try:
+        for kind, message, change in bad:
+            with pytest.raises(kind, match=message):
+                trained(gpt2, **change)
+    finally:
+        handle.remove()
+    assert not passes and rest and held_out
+
+
+def test_training_says_which_queries_it_used(gpt2: Any) -> None:
+    """Also if the queries stand in other prompts."""
+    context, (batches, held_out) = trained(gpt2, steps=0), split(gpt2)
+    stored = context.info["queries_in_training"]
+    assert sorted(training.query_digests([*batches, *held_out])) == stored
+    left = split(gpt2, padding_side="left", seed=1)[0]
+    assert set(training.query_digests(left)) <= set(stored)
+    others = questions(gpt2, 14)
+    assert len(set(training.query_digests(others)) - set(stored)) == 2
+
+
+def test_functions_are_stored_by_name_without_an_address(gpt2: Any) -> None:
+    info = trained(gpt2, steps=0).info
+    assert info["optimizer"] == "Adam(lr=0.01)" and info["loss"] == "label_cross_entropy"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trained(gpt2, clip=float("inf"), steps=1).info["clip"] == "inf"
