@@ -140,6 +140,7 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
             info={key: context.info[key] for key in context.info if key != "queries_in_training"},
         )
         for name, context in contexts.items()
+        if context.training is not None
     }
 
 

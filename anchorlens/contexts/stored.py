@@ -8,6 +8,9 @@ from ..results.record import kind_of_file
 from ..system.digest_file import read_with_digest
 from .context import CompressedContext
 from .prefix_context import PrefixContext
+from .soft_prompt import SoftPrompt
+
+_OURS: tuple[type[PrefixContext], ...] = (PrefixContext, SoftPrompt)
 
 
 def load_context(path: str | Path) -> CompressedContext | PrefixContext:
@@ -31,10 +34,10 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
             f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
             "(use al.load_record for a record)"
         )
-    # A notebook cell that runs again defines its class again: the last definition counts.
-    kinds = {kind.__name__: kind for kind in _classes(PrefixContext)}
     if name == CompressedContext.__name__:
         return CompressedContext.load(path)
+    # A notebook cell that runs again defines its class again: the last definition counts.
+    kinds = {kind.__name__: kind for kind in (*_OURS, *_classes(PrefixContext))}
     if name not in kinds:
         raise StoreError(
             f"{path} holds a {name}, a class that is not known here; import the module that "

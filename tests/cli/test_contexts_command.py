@@ -31,6 +31,7 @@ def test_contexts_are_trained_compared_and_reported(
     low, high = record.intervals["accuracy"][:, 2].tolist()
     assert values["anchors only"]["accuracy"]["interval"] == [low, high]
     prefix = al.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
+    assert prefix.training is not None
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
     page = (tmp_path / "report.html").read_text()
     assert ">Contexts</h3>" in page and ">Training, prefix</h3>" in page
