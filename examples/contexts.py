@@ -15,8 +15,11 @@ from anchorlens.prompts.examples import BUNDLED
 def trained(
     model: Any, training: list[al.PromptBatch], options: dict[str, Any], length: int
 ) -> dict[str, Any]:
-    """A prefix from scratch, and one that starts from the label words if they can be moved."""
-    contexts = {"prefix": al.train_prefix(model, training, length=length, **options)}
+    """A soft prompt, a prefix, and a prefix from the label words if they can be moved."""
+    contexts: dict[str, Any] = {
+        "soft prompt": al.train_soft_prompt(model, training, length=length, **options),
+        "prefix": al.train_prefix(model, training, length=length, **options),
+    }
     try:
         start = al.compress(model, training[0], positions=al.placement.rebased)
     except al.errors.ModelError as error:  # learned positions cannot be moved
@@ -24,6 +27,17 @@ def trained(
     else:
         contexts["prefix from anchors"] = al.train_prefix(model, training, start=start, **options)
     return contexts
+
+
+def print_effects(model: Any, batches: list[al.PromptBatch], contexts: dict[str, Any]) -> None:
+    """What each context does to the attention of the query: means over layers (and heads)."""
+    print(f"\n{'effect on attention':24}  stolen  direct  indirect  directions")
+    for name, context in contexts.items():
+        made = context if isinstance(context, al.Context) else context(model, batches[0])
+        effect = al.prefix_effect(model, batches, made, resamples=0, progress=False)
+        numbers = (effect.stolen, effect.direct, effect.indirect, effect.effective_rank)
+        values = [float(number.nanmean()) for number in numbers]
+        print("{:24}  {:6.2f}  {:6.2f}  {:8.2f}  {:10.1f}".format(name, *values))
 
 
 def main() -> None:
@@ -65,20 +79,18 @@ def main() -> None:
             for draw in range(options.draws)
         }
         how = {"held_out": held_out, "steps": options.steps, "seed": seed}
-        record = al.compare_contexts(
-            model,
-            batches,
-            {
-                "none": al.NoContext(),
-                "1 shot": partial(al.compress, keep=al.selection.everything),
-                "anchors only": al.compress,
-                **random_words,
-                "re-weighted": partial(al.reweight_demonstrations, beta=beta),
-                **trained(model, training, how, options.length),
-            },
-        )
+        contexts: dict[str, Any] = {
+            "none": al.NoContext(),
+            "1 shot": partial(al.compress, keep=al.selection.everything),
+            "anchors only": al.compress,
+            **random_words,
+            "re-weighted": partial(al.reweight_demonstrations, beta=beta),
+            **trained(model, training, how, options.length),
+        }
+        record = al.compare_contexts(model, batches, contexts)
         print(f"\n{name}: {len(queries)} queries; numbers in brackets are 95 % intervals")
         print(record.table().T.to_string())
+        print_effects(model, batches, contexts)
         record.plot().write_html(f"contexts_{name}.html")
 
 

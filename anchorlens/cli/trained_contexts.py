@@ -1,6 +1,6 @@
 """The contexts of `anchorlens contexts`: demonstrations, parts of them, and what is trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from ..contexts.placement import rebased
 from ..contexts.prefix_context import NoContext, PrefixContext
 from ..contexts.reweighted import reweight_demonstrations
 from ..contexts.selection import everything, random_and_format
+from ..contexts.soft_prompt import train_soft_prompt
 from ..contexts.trained_prefix import train_prefix
 from ..contexts.training import TrainingRecord
 from ..errors import ModelError
@@ -105,31 +106,44 @@ def reweighted(model: HookedModel, prompts: SplitPrompts, output: Output) -> Mak
     return partial(reweight_demonstrations, beta=beta)
 
 
-def trained_prefixes(
+def trained_contexts(
     model: HookedModel, prompts: SplitPrompts, training: Training, output: Output
 ) -> dict[str, PrefixContext]:
-    """A prefix from scratch, and one from the anchors where the model's positions can be moved."""
-    options: dict[str, Any] = {
-        "held_out": prompts.held_out,
-        "steps": training.steps,
-        "seed": training.seed,
-        "progress": not output.quiet,
-    }
-    output.note("training a prefix")
-    folder = training.folder
-    scratch = train_prefix(
-        model, prompts.training, length=training.length, folder=folder / "prefix", **options
-    )
-    try:
+    """A soft prompt, a prefix, and a prefix from the anchors, where the model can have them."""
+
+    def prefix(**options: Any) -> PrefixContext:
+        return train_prefix(model, prompts.training, length=training.length, **options)
+
+    def soft_prompt(**options: Any) -> PrefixContext:
+        return train_soft_prompt(model, prompts.training, length=training.length, **options)
+
+    def prefix_from_anchors(**options: Any) -> PrefixContext:
         anchors = compress(model, prompts.training[0], positions=rebased)
-    except ModelError as error:
-        output.note(f"no prefix from the anchors: {error}")
-        return {"prefix": scratch}
-    output.note("training a prefix that starts from the anchors")
-    started = train_prefix(
-        model, prompts.training, start=anchors, folder=folder / "prefix_from_anchors", **options
-    )
-    return {"prefix": scratch, "prefix from anchors": started}
+        return train_prefix(model, prompts.training, start=anchors, **options)
+
+    trainers = {
+        "soft prompt": soft_prompt,
+        "prefix": prefix,
+        "prefix from anchors": prefix_from_anchors,
+    }
+    contexts = {}
+    for name, train in trainers.items():
+        output.note(f"training: {name}")
+        try:
+            contexts[name] = train(
+                held_out=prompts.held_out,
+                steps=training.steps,
+                seed=training.seed,
+                progress=not output.quiet,
+                folder=_folder_of(training.folder, name),
+            )
+        except ModelError as error:  # learned positions cannot be moved, for example
+            output.note(f"no {name}: {error}")
+    return contexts
+
+
+def _folder_of(folder: Path, name: str) -> Path:
+    return folder / name.replace(" ", "_")
 
 
 def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, TrainingRecord]:
@@ -144,7 +158,7 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
     }
 
 
-def forget_training(folder: Path, names: Sequence[str] = ("prefix", "prefix_from_anchors")) -> None:
+def forget_training(folder: Path) -> None:
     """Delete the stored states, so that training begins again."""
-    for name in names:
-        (folder / name / "training.pt").unlink(missing_ok=True)
+    for path in folder.glob("*/training.pt"):
+        path.unlink(missing_ok=True)

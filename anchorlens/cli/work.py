@@ -43,7 +43,7 @@ from .trained_contexts import (
     prompts_of,
     reweighted,
     split_of,
-    trained_prefixes,
+    trained_contexts,
     training_records,
     untrained_contexts,
 )
@@ -243,7 +243,7 @@ def contexts(
     if fresh:
         forget_training(rows)
         forget_rows(rows / "contexts")
-    trained = trained_prefixes(loaded, parts, Training(length, steps, seed, rows), output)
+    trained = trained_contexts(loaded, parts, Training(length, steps, seed, rows), output)
     compared = {
         **untrained_contexts(draws),
         "re-weighted": reweighted(loaded, parts, output),

@@ -24,8 +24,8 @@ def test_contexts_are_trained_compared_and_reported(
     printed = capsys.readouterr()
     record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
-    assert list(record.info["contexts"]) == [*names, "prefix"]
-    assert "no prefix from the anchors: positions cannot be rebased" in printed.err
+    assert list(record.info["contexts"]) == [*names, "soft prompt", "prefix"]
+    assert "no prefix from anchors: positions cannot be rebased" in printed.err
     values = json.loads(printed.out)["contexts"]
     assert values["anchors only"]["kl"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
