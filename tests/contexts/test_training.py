@@ -172,7 +172,7 @@ def test_training_says_which_queries_it_used(gpt2: Any) -> None:
 
 def test_functions_are_stored_by_name_without_an_address(gpt2: Any) -> None:
     info = trained(gpt2, steps=0).info
-    assert info["optimizer"] == "Adam(lr=0.01)" and info["loss"] == "label_cross_entropy"
+    assert info["optimizer"] == "Adam(lr=0.003)" and info["loss"] == "label_cross_entropy"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trained(gpt2, clip=float("inf"), steps=1).info["clip"] == "inf"
