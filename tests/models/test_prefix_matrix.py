@@ -9,7 +9,7 @@ from architectures import ALL
 from comparison import batch_of, precise, weights_of
 from measures import difference
 from test_cache_matrix import NO_CACHE
-from test_matrix import LINE, hooked
+from test_matrix import KINDS, LINE, hooked
 from torch import Tensor
 
 import anchorlens as al
@@ -42,7 +42,7 @@ def test_the_identities_of_a_prefix_hold(name: str, kind: str) -> None:
         layers = list(runs.layers())
         check_attention(model, batch, layers, queries[:, runs.rows], runs.rows)
         for number in PROMPTS:
-            check_outputs(name, batch, layers, number, runs.rows)
+            check_outputs(name, kind, batch, layers, number, runs.rows)
 
 
 def check_attention(
@@ -69,13 +69,13 @@ def check_attention(
 
 
 def check_outputs(
-    name: str, batch: al.PromptBatch, layers: list[LayerTerms], number: int, rows: slice
+    name: str, kind: str, batch: al.PromptBatch, layers: list[LayerTerms], number: int, rows: slice
 ) -> None:
     """I2, and that the direct and the indirect change are all that changes."""
     prompt = plain.prompts_of(batch)[number]
     mask, query = batch.attention_mask[number], al.edges.query(batch)[number]
     cut = al.edges.between(query[None], al.edges.demonstrations(batch)[number][None])[0]
-    weights = weights_of(name, torch.float64)
+    weights, limit = weights_of(name, torch.float64), KINDS[kind].limits[torch.float64]
     with_prefix = plain.head_outputs(weights, prompt)
     without = plain.head_outputs(weights, prompt, cut[mask][:, mask])
     for layer, (terms, z, z_0) in enumerate(zip(layers, with_prefix, without, strict=True)):
@@ -83,10 +83,10 @@ def check_outputs(
         here = query[rows]
         left = 1 - terms.stolen[number, :, here, None]
         rescaled, taken = terms.rescaled[number, :, here], terms.taken[number, :, here]
-        assert difference(left * rescaled + taken, z) < 1e-9
-        assert difference(terms.without[number, :, here], z_0) < 1e-9
+        assert difference(left * rescaled + taken, z) < limit
+        assert difference(terms.without[number, :, here], z_0) < limit
         direct, indirect = terms.direct[number, :, here], terms.indirect[number, :, here]
-        assert difference(direct + indirect, z - z_0) < 1e-9
+        assert difference(direct + indirect, z - z_0) < limit
         if layer == 0:
             assert float(indirect.abs().max()) < 1e-7 * float(z_0.abs().max())
         else:
