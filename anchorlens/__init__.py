@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .contexts.prefix_context import PrefixContext as PrefixContext
     from .contexts.query_pass import Context as Context
     from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.reweighted import ReweightedContext as ReweightedContext
+    from .contexts.reweighted import reweight_demonstrations as reweight_demonstrations
     from .contexts.soft_prompt import SoftPrompt as SoftPrompt
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.trained_prefix import train_prefix as train_prefix
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from .experiments.compression_loyalty import answer_times as answer_times
     from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
     from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
+    from .experiments.context_comparison import ContextsRecord as ContextsRecord
+    from .experiments.context_comparison import compare_contexts as compare_contexts
+    from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
     from .experiments.isolation import IsolationRecord as IsolationRecord
@@ -60,6 +65,10 @@ if TYPE_CHECKING:
     from .metrics.metric import Metric as Metric
     from .metrics.metric import Observation as Observation
     from .metrics.metric import ObservesPrefix as ObservesPrefix
+    from .metrics.prefix_effect import PrefixEffect as PrefixEffect
+    from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .metrics.prefix_plots import plot_prefix_directions as plot_prefix_directions
+    from .metrics.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency

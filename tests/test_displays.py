@@ -49,11 +49,14 @@ def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
+    yield al.PrefixEffect()
     yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
     yield al.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
     yield from (batch, batch.before(9), al.compress(model, batch))
+    beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
+    yield al.reweight_demonstrations(model, batch, beta)
     yield al.Accuracy().observe(model, batch)
     with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))

@@ -30,8 +30,9 @@ def test_an_example_runs_and_writes_a_page(
     options += ["--draws", "1"] if "--draws" in text else []
     options += ["--depth", "2"] if "--depth" in text else []
     options += ["--epochs", "1"] if "--epochs" in text else []
+    options += ["--steps", "1", "--training", "4", "--held-out", "3"] if "--steps" in text else []
     # Five sentiments of each class fit into the tiny model's context.
-    options += ["--task", "sentiment", "--seeds", "42", "43"] if "--task" in text else []
+    options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [path.name, "--model", str(shallow_folder), *options])
     runpy.run_path(str(path), run_name="__main__")

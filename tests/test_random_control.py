@@ -45,6 +45,12 @@ def test_random_words_depend_only_on_the_seed_and_the_demonstrations(
         assert all(draw[index] == draw[0] for index in draw)
 
 
+def test_any_whole_number_is_a_seed(gpt2: Any) -> None:
+    batch = questions(gpt2, 1)[0]
+    draws = [random_positions(batch, seed) for seed in (-(2**70), 2**62, 2**62 + 1, 2**70)]
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) > 1
+
+
 def test_isolate_random_uses_one_draw_in_all_layers(gpt2: Any) -> None:
     batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
     patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))

@@ -310,6 +310,53 @@ def paper(
 
 
 @app.command()
+@ends_with_one_line("the same command goes on from there")
+def contexts(
+    context: typer.Context,
+    model: Model,
+    task: Annotated[
+        str,
+        typer.Option(
+            help=f"One of {', '.join(TASK_NAMES)}.",
+            autocompletion=lambda: list(TASK_NAMES),
+        ),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of "
+            "--task."
+        ),
+    ] = None,
+    queries: Annotated[int, typer.Option(min=1, help="Queries of the comparison.")] = 40,
+    training: Annotated[int, typer.Option(min=1, help="Queries for training.")] = 32,
+    held_out: Annotated[
+        int, typer.Option(min=1, help="Queries by which the best step of a training is chosen.")
+    ] = 16,
+    shots: Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300,
+    length: Annotated[int, typer.Option(min=1, help="Positions of a trained context.")] = 10,
+    draws: Draws = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
+    device: Device = None,
+    dtype: WeightType = None,
+    out: Out = Path("anchorlens-contexts"),
+    fresh: Fresh = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Compare what can stand before a query: demonstrations, label words, trained prefixes.
+
+    Contexts are trained on other queries than those of the comparison. After an interruption the
+    same command goes on.
+    """
+    from . import work
+
+    work.contexts(**_arguments(context), settings=_settings(context))
+
+
+@app.command()
 def models(
     part: Annotated[
         str, typer.Argument(help="A part of a name, such as llama; all by default.")

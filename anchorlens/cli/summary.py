@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..experiments.context_comparison import ContextsRecord
 from ..report.claims import Claim, claims
 from ..results.depth import shallow_and_deep
 from ..results.record import Record
@@ -128,6 +129,22 @@ def _confusions(distances: Any) -> tuple[dict[str, str], Values]:
     agreement = "too few pairs of classes" if isnan(value) else f"{value:.2f}"
     texts = {f"confusions, rank correlation in layer {layer}": f"  {agreement}"}
     return texts, {"anchor_distances": {"layer": layer, "rank_correlation": value}}
+
+
+def of_contexts(record: ContextsRecord) -> Values:
+    """The numbers of each context that are no list, with their intervals."""
+    names = [name for name, axes in record.axes().items() if axes == ("context",)]
+    return {
+        context: {name: _at(record, name, number) for name in names}
+        for number, context in enumerate(record.info["contexts"])
+    }
+
+
+def _at(record: ContextsRecord, name: str, number: int) -> Values:
+    value: Values = {"value": float(getattr(record, name)[number])}
+    if name in record.intervals:
+        value["interval"] = record.intervals[name][:, number].tolist()
+    return value
 
 
 def number_with_interval(record: Record, name: str) -> Values:

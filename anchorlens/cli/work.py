@@ -12,6 +12,7 @@ import torch
 from pandas import DataFrame
 
 from ..errors import PromptError
+from ..experiments.context_comparison import ContextsRecord, compare_contexts
 from ..models.load import load_model
 from ..models.quiet import quiet_libraries
 from ..prompts.batch import PromptBatch
@@ -28,12 +29,24 @@ from ..runs.fingerprint import versions
 from ..runs.store import forget_rows
 from ..system.files import write_atomically
 from ..system.processes import fails_together, is_main
-from .analysis import Page, analyse, make_folder, rows_folder
+from .analysis import Page, analyse, file_name, make_folder, rows_folder
 from .before_weights import check_depth, checked_tokenizer
 from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
 from .option_lists import is_given
-from .output import Output
+from .output import Output, PrintedTable
 from .own_task import TaskOptions, task_with_examples
+from .summary import of_contexts
+from .trained_contexts import (
+    SplitPrompts,
+    Training,
+    forget_training,
+    prompts_of,
+    reweighted,
+    split_of,
+    trained_prefixes,
+    training_records,
+    untrained_contexts,
+)
 
 
 @fails_together()
@@ -186,6 +199,80 @@ def paper(
     output.document({"model": model, "numbers": numbers.to_dict("records"), "report": report})
     after = f"a task of your own: anchorlens run --model {model} --help"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
+
+
+@fails_together()
+@quiet_libraries()
+def contexts(
+    *,
+    model: str,
+    task: str,
+    data: Path | None,
+    queries: int,
+    training: int,
+    held_out: int,
+    shots: int,
+    seed: int,
+    steps: int,
+    length: int,
+    draws: int,
+    batch_size: int,
+    device: str | None,
+    dtype: str | None,
+    out: Path,
+    fresh: bool,
+    output: Output,
+    settings: Mapping[str, Any],
+) -> None:
+    """Train contexts, and compare them with demonstrations and their label words."""
+    check_task(task)
+    examples = examples_of_task(task) if data is None else examples_of_folder(data / task)
+    split = split_of(examples, shots, training, held_out, queries, seed)
+    make_folder(out)
+
+    def prompts(tokenizer: Any) -> SplitPrompts:
+        return prompts_of(tokenizer, TASKS[BUNDLED.get(task, task)], split, batch_size)
+
+    tokenizer = checked_tokenizer(
+        model, device, 1, lambda tokenizer: chain.from_iterable(prompts(tokenizer))
+    )
+    output.note(f"loading {model}")
+    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
+    parts = prompts(loaded.tokenizer)
+    rows = rows_folder(out, task)
+    if fresh:
+        forget_training(rows)
+        forget_rows(rows / "contexts")
+    trained = trained_prefixes(loaded, parts, Training(length, steps, seed, rows), output)
+    compared = {
+        **untrained_contexts(draws),
+        "re-weighted": reweighted(loaded, parts, output),
+        **trained,
+    }
+    output.note(f"{task}: {sum(map(len, parts.queries))} queries, {len(compared)} contexts")
+    record = compare_contexts(
+        loaded, parts.queries, compared, folder=rows / "contexts", progress=not output.quiet
+    )
+    if is_main():
+        record.save(out / task / "contexts.safetensors")
+        for name, context in trained.items():
+            context.save(out / task / f"{file_name(name)}.safetensors")
+    output.tables([_printed(record, task)])
+    saved = _save_settings(settings, out)
+    results = {task: {"contexts": record, **training_records(trained)}}
+    title = f"What stands before a query: contexts for {model}"
+    report = _report(results, out, title=title, settings=saved)
+    values = {"task": task, "contexts": of_contexts(record)}
+    output.document({"model": model, **values, "report": report})
+    after = f"the flows in the demonstrations: anchorlens run --model {model} --task {task}"
+    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+
+
+def _printed(record: ContextsRecord, task: str) -> PrintedTable:
+    """The table of the contexts; numbers in brackets are 95 % intervals."""
+    frame = record.table()
+    rows = {("", str(name)): dict(texts) for name, texts in frame.iterrows()}
+    return PrintedTable(rows, title=f"{task}, contexts [95 % intervals]", corner="context")
 
 
 def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:

@@ -272,7 +272,12 @@ def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) ->
     names = ("tokens", "attention_mask", "groups")
     columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
     dropped = int((~selected).sum())
-    return replace(batch, **columns, target_positions=batch.target_positions - dropped)
+    return replace(
+        batch,
+        **columns,
+        target_positions=batch.target_positions - dropped,
+        query_start=batch.query_start - dropped,
+    )
 
 
 def _block_dropped(

@@ -29,7 +29,7 @@ from .training import (
     train,
 )
 
-ADAM = partial(torch.optim.Adam, lr=0.01)
+ADAM = partial(torch.optim.Adam, lr=0.003)
 
 
 def train_prefix(

@@ -109,7 +109,7 @@ class DiagnosisRecord(Record):
             dashed=["distance with position"],
         )
         mark = {"annotation_text": f"layer {layer}", "annotation_position": "bottom right"}
-        curves.update_yaxes(range=[-1.05, 1.05]).add_vline(layer, line_dash="dot", **mark)
+        curves.update_yaxes(range=[-1.05, 1.05]).add_vline(layer, line=figures.DOTTED, **mark)
         return figures.stacked(matrices, curves)
 
     def _class_names(self) -> list[str]:

@@ -163,14 +163,16 @@ def prefix_of(
     cache: Any,
     attention_mask: Bool[Tensor, "batch position"],
     points: Sequence[tuple[Tensor, HookFunction]] = (),
+    before: Prefix | None = None,
 ) -> Prefix:
     """The prefix that a pass over prompts stored in its cache.
 
     Args:
         cache: The cache that the model filled.
-        attention_mask: False where a column of the prompts is padding.
+        attention_mask: False where a column that was run is padding.
         points: Tensors at hook points of that pass, each with the function that receives its
             gradient; none if it ran without gradients.
+        before: The prefix from which that pass continued.
 
     Raises:
         ModelError: The cache is empty or does not hold all positions.
@@ -180,6 +182,11 @@ def prefix_of(
     else:
         entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
         pairs = [(key.transpose(1, 2), value.transpose(1, 2)) for key, value in entries]
+    next_position = attention_mask.sum(1)
+    if before is not None:
+        mask = before.attention_mask.to(attention_mask.device).expand(len(attention_mask), -1)
+        attention_mask = torch.cat([mask, attention_mask], dim=1)
+        next_position = next_position + before.next_position.to(next_position.device)
     length = attention_mask.shape[1]
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
         raise ModelError("the model takes no key-value cache, or stores only a part of it")
@@ -188,9 +195,21 @@ def prefix_of(
         keys=tuple(key.detach() for key in keys),
         values=tuple(value.detach() for value in values),
         attention_mask=attention_mask,
-        next_position=attention_mask.sum(1),
+        next_position=next_position,
         graph=Graph((*keys, *values), tuple(points)) if points else None,
     )
+
+
+def cached_heads(model: HookedModel, count: int) -> Int[Tensor, " head"]:
+    """For each query head the number of the cached head that it reads, of ``count`` in a layer.
+
+    Neighbouring query heads share one. Only in JetMoe the cached heads are repeated in turn.
+    """
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    heads = torch.arange(model.cfg.n_heads)
+    if getattr(config, "model_type", None) == "jetmoe":
+        return heads % count
+    return heads // (len(heads) // count)
 
 
 def _hooked_transformer_cache(

@@ -158,8 +158,9 @@ def run_prefix(
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
+    prefix: Prefix | None = None,
 ) -> Prefix:
-    """Run all tokens of a batch once, so that any number of passes can continue from them.
+    """Run the tokens of a batch once, so that any number of passes can continue from them.
 
     Args:
         model: A prepared model.
@@ -168,9 +169,11 @@ def run_prefix(
         observers: Hooks that observe the tensors after the interventions.
         backward_hooks: Called in each pass after this prefix that has a loss, with the gradient
             [batch, ...] of its prompts at a hook point's output.
+        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run.
 
     Returns:
-        Keys and values of every layer, for ``run_pass(..., prefix=...)``.
+        Keys and values of every layer, those of ``prefix`` first, for ``run_pass(...,
+        prefix=...)``.
 
     Raises:
         ModelError: The model was not prepared, or takes no key-value cache.
@@ -186,9 +189,10 @@ def run_prefix(
         torch.set_grad_enabled(bool(backward_hooks)),
         model.hooks(fwd_hooks=[*needed, *hooks, *observers, *last]),
     ):
-        cache = cache_of(model, len(batch))
-        model(batch.tokens, **inputs_after(model, batch, cache))
-        return prefix_of(cache, batch.attention_mask, points)
+        tokens = batch.tokens[:, batch.query_rows]
+        cache = cache_of(model, len(batch), prefix)
+        model(tokens, **inputs_after(model, batch, cache, prefix))
+        return prefix_of(cache, batch.attention_mask[:, batch.query_rows], points, prefix)
 
 
 def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:

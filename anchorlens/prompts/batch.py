@@ -14,7 +14,7 @@ from ..errors import PromptError
 from .groups import LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import PromptView
 from .token_texts import token_texts
-from .verbalizer import Verbalizer
+from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "begins_with_bos", "first_query")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
@@ -146,9 +146,7 @@ class PromptBatch:
             >>> logits = al.target_logits(model, batches, progress=False)
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
-        if self.verbalizer is None:
-            return logits[:, self.label_token_ids.to(logits.device)]
-        return self.verbalizer.scores(logits)
+        return label_scores(logits, self.verbalizer or self.label_token_ids)
 
     @property
     def is_whole(self) -> bool:
@@ -380,7 +378,7 @@ class PromptBatch:
         _check_positions(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
-        return replace(batch, demonstrations_id=_demonstrations_ids(batch))
+        return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
 
 class LeadingTokens(PromptBatch):
@@ -402,7 +400,8 @@ def digest(tokens: Sequence[int]) -> int:
     return int.from_bytes(bits[:7], "big")
 
 
-def _demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
+def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
+    """A number for the tokens of each prompt up to its last label word."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     inside = batch.attention_mask & (positions <= batch.label_ends.max(1, keepdim=True).values)
     rows = zip(batch.tokens, inside, strict=True)

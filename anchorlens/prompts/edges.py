@@ -69,6 +69,29 @@ def target(batch: PromptBatch) -> Positions:
     return positions == batch.target_positions[:, None]
 
 
+def demonstrations(batch: PromptBatch) -> Positions:
+    """Positions of all tokens before the query, without BOS."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return batch.attention_mask & (positions < batch.query_start[:, None]) & ~bos(batch)
+
+
+def bos(batch: PromptBatch) -> Positions:
+    """The position of BOS; all False in prompts that do not begin with one."""
+    first = batch.attention_mask.long().argmax(1, keepdim=True)
+    nowhere = torch.zeros_like(batch.attention_mask)
+    return nowhere.scatter(1, first, True) if batch.begins_with_bos else nowhere
+
+
+def query(batch: PromptBatch) -> Positions:
+    """Positions from the first token of the query to the target position.
+
+    The group ``query`` does not hold the target position, which is a group by itself.
+    """
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    up_to_target = positions <= batch.target_positions[:, None]
+    return batch.attention_mask & up_to_target & (positions >= batch.query_start[:, None])
+
+
 def every(batch: PromptBatch) -> Edges:
     """All edges up to the target position; later tokens cannot influence it."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)

@@ -15,6 +15,7 @@ import plotly.io
 from markupsafe import Markup
 
 from ..errors import AnchorlensError
+from ..experiments.context_comparison import ContextsRecord
 from ..experiments.isolation import IsolationRecord, plot_isolation
 from ..prompts.prompt_html import PROMPT_CSS
 from ..results.record import Record, has_plot, meaning_of
@@ -34,6 +35,13 @@ _DRAWN = {
     *("image", "pie", "scatter", "scatterternary", "violin"),
 }
 _NUMERIC = ("value", "low", "high")
+# Names of results and of their settings that say too little to a reader of the page.
+_NAMES = {
+    "attention_aucroc": "attention and prediction",
+    "anchor_distances": "distances and confusions",
+    "drawn": "intervals draw",
+    "units": "how many of these",
+}
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
@@ -48,6 +56,7 @@ class _Section:
     figure: str = ""
     height: int = _HEIGHT
     min_width: int = _MIN_WIDTH
+    table: pd.DataFrame | None = None
     fields: Sequence[tuple[str, str]] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -246,6 +255,7 @@ def _section(
     return replace(
         _figure_section(section_id, _heading(heading), figure),
         caption=record.caption or meaning_of(type(record)),
+        table=record.table() if isinstance(record, ContextsRecord) else None,
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),
@@ -340,11 +350,12 @@ def _plain(value: Any) -> str:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return _NAMES.get(name, name.replace("_", " "))
 
 
 def _heading(name: str) -> str:
-    return _words(name[:1].upper() + name[1:])
+    words = _words(name)
+    return words[:1].upper() + words[1:]
 
 
 def _id(*parts: str | int) -> str:

@@ -151,7 +151,8 @@ def with_intervals(
         seed: Seed of a separate generator; the global random state is not touched.
 
     Returns:
-        The record with an interval for every tensor field without a prompt axis. ``info`` also
+        The record with an interval for every tensor field without a prompt axis, but for those in
+        its ``without_intervals``. ``info`` also
         tells what is ``drawn`` and the number of ``units``. An interval is NaN if no resample has
         a number, and for a single unit in all but ``proportions`` and ``differences``.
     """
@@ -167,7 +168,11 @@ def with_intervals(
     if not resamples:
         return record
     generator = torch.Generator().manual_seed(seed)
-    averaged = [name for name, axes in record.axes().items() if "prompt" not in axes]
+    averaged = [
+        name
+        for name, axes in record.axes().items()
+        if "prompt" not in axes and name not in record.without_intervals
+    ]
     drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
     records_of_sets: list[_R] = []
     with warnings.catch_warnings():

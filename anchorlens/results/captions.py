@@ -33,3 +33,15 @@ CONFUSIONS = (
     "Right: AUC-ROC of telling two classes apart (actual). Low, that is dark, means confused in "
     "both. In the paper the most confused pair of TREC is dark on both sides."
 )
+PREFIX_EFFECT = (
+    "Top: stolen attention, the part of the attention of the query's rows that goes to the "
+    "demonstrations, 0 to 1. Bottom: what changes the output of the attention. Direct: attention "
+    "taken in this layer. Indirect: what the demonstrations changed in earlier layers; 0 in the "
+    "first layer. Both are lengths, in units of the output without demonstrations. The paper has "
+    "no such figure."
+)
+CONTEXTS = (
+    "The same queries after each context. Loyalty: to the demonstrations, that is to the answers "
+    "from whole prompts. Stolen attention: the part of the target's attention that goes to the "
+    "context, without BOS, as a mean over layers and heads. The paper has no such figure."
+)

@@ -23,6 +23,7 @@ from ..errors import AnchorlensError
 # which dark pages hide.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
+DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark pages
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 # Tokens, and the flows into them, have a mark: 0 (other), 1 (label word) or 2 (target).
 SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
@@ -56,7 +57,8 @@ def lines_by_layer(
         reference: height of a dotted horizontal line, such as chance.
 
     Returns:
-        The figure; its x axis counts layers from 0.
+        The figure; its x axis counts layers from 0. A band that goes far beyond all lines is cut
+        by the edge of the figure, because the lines would be flat otherwise.
 
     Raises:
         AnchorlensError: shapes or counts do not fit, or `dashed` holds no name of a series.
@@ -79,11 +81,13 @@ def lines_by_layer(
         band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
         bands.append(band.update(legendgroup=row, showlegend=False))
     figure = go.Figure(lines if low is None else bands + lines, _layout(title, 420))
-    if reference is not None:
-        figure.add_hline(reference, line_dash="dot", annotation_text=f"reference {reference:g}")
+    if reference is not None:  # named in the legend, where the name covers no line
+        name = f"reference {reference:g}"
+        figure.add_hline(reference, line=DOTTED, showlegend=True, name=name)
     figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=_literal(y_title))
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
+    figure.update_yaxes(range=_range_of_lines(values, ends))
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
 
@@ -259,8 +263,8 @@ def confusion_pair(
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(_layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
     # Two matrices beside each other need this width: a narrow page scrolls them.
-    figure.update_layout(meta={"min_width": 300 + 60 * count})
-    axis = _name_ticks(class_names) | {"showgrid": False, "zeroline": False}
+    figure.update_layout(meta={"min_width": 300 + max(60 * count, 340)})
+    axis = _name_ticks(class_names)
     figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
     return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
 
@@ -404,6 +408,20 @@ def _outline(low: list[float], high: list[float]) -> dict[str, list[Any]]:
     return {"x": x, "y": y}
 
 
+def _range_of_lines(
+    values: Float[Tensor, "series layer"], ends: Float[Tensor, "end series layer"]
+) -> list[float] | None:
+    """The range of the y axis where bands go far beyond the lines; None where they do not."""
+    lines, bands = values[values.isfinite()], ends[ends.isfinite()]
+    if not len(lines) or not len(bands):
+        return None
+    lowest, highest = lines.min().item(), lines.max().item()
+    room = (highest - lowest) / 2
+    shown = [max(bands.min().item(), lowest - room), min(bands.max().item(), highest + room)]
+    is_cut = shown != [bands.min().item(), bands.max().item()]
+    return shown if is_cut and room > 0 else None
+
+
 def _arcs(
     flows: Float[Tensor, "query key"], strongest: int, texts: list[str], marks: list[int]
 ) -> dict[str, list[list[Any]]]:
@@ -433,7 +451,8 @@ def _tint(color: str) -> str:
 def _name_ticks(names: Sequence[str]) -> dict[str, Any]:
     """Write names at 0, 1, ... of an axis; as values plotly would merge equal names and sort."""
     lines = [[_literal(line) for line in wrap(name, 18) or [name]] for name in names]
-    return {"tickvals": list(range(len(names))), "ticktext": ["<br>".join(of) for of in lines]}
+    texts = {"tickvals": list(range(len(names))), "ticktext": ["<br>".join(of) for of in lines]}
+    return texts | {"showgrid": False, "zeroline": False}  # they mean nothing between names
 
 
 def _layout(title: str, height: int) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Record:
     # Fields such as "aucroc" that are computed for each given set of demonstrations and then
     # averaged, with the function from the values and intervals of the sets to that of the mean.
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {}
+    # Fields such as a maximum or a rank, which are smaller in resamples because prompts repeat.
+    without_intervals: ClassVar[Collection[str]] = ()
 
     if TYPE_CHECKING:
 

@@ -2,7 +2,8 @@
 
 python docs/theme/gallery.py [picture ...]     # from the root of the repository, after `make demo`
 
-It needs Chromium (apt install chromium), which draws the figures without a window.
+It needs Chromium and Liberation Sans, a font with the widths of Arial (apt install chromium
+fonts-liberation). Chromium draws the figures without a window.
 """
 
 import html
@@ -12,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -20,9 +20,22 @@ from plotly.offline import get_plotlyjs
 DOCS = Path(__file__).parents[1]
 PARTS = re.compile(r"^```python\n(.*?)^```|\]\((images/gallery/\S+)\)", re.MULTILINE | re.DOTALL)
 WIDTH = 900  # pixels
-PAGE = """<meta charset="utf-8"><body><pre id="svg"></pre><script>{library}</script><script>
-Plotly.toImage({figure}, {{format: "svg", width: {width}, height: {height}}})
-  .then(url => {{ document.getElementById("svg").textContent = url; }});
+FONT = "Arial, Helvetica, sans-serif"
+# Another font would make texts wider than the legend that clips them, so each text gets its width.
+PAGE = """<meta charset="utf-8"><body><pre id="svg"></pre><div></div>
+<script>{library}</script><script>
+Plotly.toImage({figure}, {{format: "svg", width: {width}, height: {height}}}).then((url) => {{
+  const holder = document.querySelector("div");
+  holder.innerHTML = decodeURIComponent(url.slice(url.indexOf(",") + 1));
+  const texts = [...holder.querySelectorAll("text, tspan")].filter((text) => !text.children.length);
+  for (const text of texts.filter((text) => text.textContent.trim())) {{
+    text.setAttribute("textLength", text.getComputedTextLength().toFixed(1));
+    text.setAttribute("lengthAdjust", "spacingAndGlyphs");
+  }}
+  document.getElementById("svg").textContent =
+    new XMLSerializer().serializeToString(holder.firstElementChild);
+  holder.remove();
+}});
 </script>"""
 CHROMIUM = ("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom")
 
@@ -43,14 +56,15 @@ def pictures(page: Path) -> list[tuple[str, str]]:
 def svg_of(figure: go.Figure) -> str:
     """The figure as svg, drawn by a browser."""
     height = figure.layout.height or 420
+    figure = go.Figure(figure).update_layout(font_family=FONT)
     page = PAGE.format(library=get_plotlyjs(), figure=figure.to_json(), width=WIDTH, height=height)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figure.html"
         path.write_text(page)
         command = [*CHROMIUM, "--virtual-time-budget=10000", path.as_uri()]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [url] = re.findall(r'<pre id="svg">data:image/svg\+xml,(.*?)</pre>', shown, re.DOTALL)
-    return unquote(html.unescape(url))
+    [svg] = re.findall(r'<pre id="svg">(.+?)</pre>', shown, re.DOTALL)
+    return html.unescape(svg)
 
 
 def main() -> None:

@@ -273,6 +273,22 @@ def calls() -> list[Call]:
         ),
         Call(al.answer_times, {**all_of, "repeats": 1}, {"batches": bad_lists, "repeats": sizes}),
         Call(
+            al.reweight_demonstrations,
+            {"model": model, "demonstrations": batch, "beta": torch.zeros(3, 2, 6)},
+            {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
+            ("beta",),
+        ),
+        Call(
+            al.compare_contexts,
+            {**all_of, "contexts": {"none": al.NoContext()}, "repeats": 1, **QUICK},
+            {
+                "batches": bad_lists,
+                "contexts": [{}, [], None, {1: al.NoContext()}, {"none": 3}],
+                "repeats": sizes,
+                "resamples": COUNTS,
+            },
+        ),
+        Call(
             al.text_anchor_prompts,
             {
                 **{"tokenizer": setup.tokenizer, "task": setup.task, "demonstrations": setup.demos},

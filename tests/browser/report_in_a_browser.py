@@ -158,6 +158,35 @@ def test_print_leaves_out_what_cannot_be_used_on_paper(report: Path, browser: An
         assert page.pdf().startswith(b"%PDF")
 
 
+def test_paper_shows_the_whole_of_each_figure(report: Path, browser: Any) -> None:
+    with Visit(browser, report, WIDE) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        # 186 mm between the margins of A4.
+        fits = "[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth <= 703)"
+        page.wait_for_function(fits)
+        for figure in page.locator(".figure").all():
+            assert outside(figure) == []
+
+
+def outside(figure: Any) -> list[str]:
+    """The texts of a figure that are not, or only in part, in its picture."""
+    return list(
+        figure.evaluate(
+            """figure => {
+              const picture = figure.querySelector(".main-svg").getBoundingClientRect();
+              return [...figure.querySelectorAll(".legendtext, .xtitle, .ytitle, .annotation-text")]
+                .filter((text) => {
+                  const box = text.getBoundingClientRect();
+                  return box.left < picture.left || box.right > picture.right
+                    || box.top < picture.top || box.bottom > picture.bottom;
+                }).map((text) => text.textContent);
+            }"""
+        )
+    )
+
+
 def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -> None:
     evil = "</script><script>throw new Error('run')</script><b>x</b>"
     flows = al.PromptFlows(

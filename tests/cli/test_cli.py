@@ -51,7 +51,7 @@ def test_demo_writes_report_results_and_settings(
     for task in ("questions", "sentiment"):
         assert f">{task}</h2>" in page
         assert f"{task}, claims of the paper" in printed
-    for heading in ("One prompt", "Saliency flows", "Attention aucroc", "Isolation"):
+    for heading in ("One prompt", "Saliency flows", "Attention and prediction", "Isolation"):
         assert page.count(f">{heading}</h3>") == 2
     for task in ("questions", "sentiment"):
         assert task in printed

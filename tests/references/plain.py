@@ -137,6 +137,20 @@ def with_pattern_times(model: Any, prompt: Prompt, factor: Tensor) -> Tensor:
     return logits
 
 
+def head_outputs(model: Any, prompt: Prompt, cut: Tensor | None = None) -> list[Tensor]:
+    """Return what each layer's heads give out before W_O: [head, position, d_head].
+
+    With ``cut`` [query, key] these scores are cut in all layers and heads.
+    """
+    layers = model.config.num_hidden_layers
+    no_cut = torch.zeros(prompt.tokens.shape[1], prompt.tokens.shape[1], dtype=torch.bool)
+    edges = no_cut if cut is None else cut
+    with _Outputs(prompt) as outputs, _EditedSoftmax(prompt, cut=edges.expand(layers, -1, -1)):
+        logits_of(model, prompt)
+    assert len(outputs.seen) == layers
+    return outputs.seen
+
+
 def isolation_edges(prompt: Prompt) -> Tensor:
     """Return the edges (p, j), j < p, of every label word."""
     return edges_into(prompt.anchors, prompt)
@@ -259,6 +273,26 @@ class _Operands(_AttentionMode):
 
     def _by_head(self, operand: Tensor) -> Tensor:
         return operand.detach().reshape(-1, self.length, operand.shape[-1])
+
+
+class _Outputs(_AttentionMode):
+    """Stores the product of each pattern with the values: the first product after the softmax."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.waits = False
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.is_softmax(func, out):
+            self.waits = True
+        elif self.waits and func in PRODUCTS:
+            self.waits = False
+            self.seen.append(out.detach().reshape(-1, self.length, out.shape[-1]))
+        return out
 
 
 @contextmanager

@@ -93,8 +93,34 @@ def test_lines_differ_in_marker_symbol_and_dash() -> None:
 def test_lines_show_the_reference_at_its_value() -> None:
     figure = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES)
     assert (figure.layout.shapes[0].y0, figure.layout.shapes[0].y1) == (0.5, 0.5)
-    assert figure.layout.annotations[0].text == "reference 0.5"
+    assert (figure.layout.shapes[0].name, figure.layout.shapes[0].showlegend) == (
+        "reference 0.5",
+        True,
+    )
     assert not lines_by_layer(torch.ones(1, 3), ["a"], **TITLES).layout.shapes
+
+
+def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
+    values = torch.tensor([[0.0, math.nan, 1.0]])
+    low, high = values - torch.tensor([9.0, 1.0, 0.1]), values + 0.25
+    figure = lines_by_layer(values, ["a"], low=low, high=high, **TITLES)
+    assert figure.layout.yaxis.range == (-0.5, 1.25)
+    near = lines_by_layer(values, ["a"], low=values - 0.25, high=high, **TITLES)
+    assert near.layout.yaxis.range is None
+    flat = lines_by_layer(values * 0, ["a"], low=values * 0 - 1, high=values * 0, **TITLES)
+    assert flat.layout.yaxis.range is None
+
+
+def test_axes_of_names_have_no_lines_between_the_names() -> None:
+    bars = grouped_bars(torch.ones(2, 1), ["a", "b"], ["x"], **TITLES)
+    matrices = confusion_pair(torch.ones(2, 2), torch.ones(2, 2), ["a", "b"], **PANELS)
+    for axis in (*bars.select_xaxes(), *matrices.select_xaxes(), *matrices.select_yaxes()):
+        assert (axis.showgrid, axis.zeroline) == (False, False)
+
+
+def test_two_matrices_have_room_for_their_titles() -> None:
+    matrices = confusion_pair(torch.ones(2, 2), torch.ones(2, 2), ["a", "b"], **PANELS)
+    assert matrices.layout.meta["min_width"] >= 600
 
 
 def test_ticks_of_layers_are_whole_numbers() -> None:
@@ -176,7 +202,7 @@ def test_stacked_figures_have_separate_axes() -> None:
     assert references == [("x3 domain", "y3"), ("x3", "y3 domain")]
     notes = {note.text: (note.xref, note.yref) for note in layout.annotations}
     assert notes["predicted"] == notes["actual"] == ("paper", "paper")
-    assert notes["reference 0.5"] == ("x3 domain", "y3") and notes["here"] == ("x3", "y3 domain")
+    assert notes["here"] == ("x3", "y3 domain")
 
 
 @pytest.mark.parametrize("strongest", [1, 10, 66, 500])

@@ -357,6 +357,27 @@ def test_prompts_must_begin_where_the_prefix_ends(gpt2: Any) -> None:
         al.train_reweighting(gpt2, [ready], epochs=1, progress=False)
 
 
+def test_a_prefix_of_inference_mode_can_be_differentiated_after_it(gpt2: Any) -> None:
+    (batch,) = questions(gpt2, 3)
+    ready, before = replace(batch, first_query=12), batch.prompt(0).before(12)
+    given = list[torch.Tensor]()
+
+    def gradient(values: torch.Tensor, hook: Any) -> None:
+        given.append(values)
+
+    expected = run_pass(gpt2, ready, prefix=run_prefix(gpt2, before), loss=al.label_cross_entropy)
+    name = "blocks.0.hook_resid_post"
+    with torch.inference_mode():
+        plain, with_graph = (
+            run_prefix(gpt2, before),
+            run_prefix(gpt2, before, backward_hooks=[(name, gradient)]),
+        )
+    for prefix in (plain, with_graph):
+        logits = run_pass(gpt2, ready, prefix=prefix, loss=al.label_cross_entropy)
+        assert torch.equal(logits, expected)
+    assert given[0].shape == (3, 12, 24) and given[0].abs().sum() > 0
+
+
 def test_modules_after_the_blocks_see_all_demonstrations(gpt2: Any) -> None:
     prompt, widths = questions(gpt2, 1)[0].before(12), []
     name = "unembed.hook_out" if hasattr(gpt2, "original_model") else "ln_final.hook_scale"

@@ -59,6 +59,7 @@ for (const root of document.querySelectorAll(".prompt")) {
     const arcs = arcsOf(rows).sort((a, b) => a[2] - b[2]);
     const width = svg.clientWidth || 300, largest = arcs.at(-1)?.[2] ?? 1;
     svg.setAttribute("height", rows.length * ROW);
+    svg.setAttribute("viewBox", `0 0 ${width} ${rows.length * ROW}`);  // paper is narrower
     svg.replaceChildren(...arcs.filter(([, , size]) => size > largest / 100).map(([from, to, size]) => {
       const [y1, y2] = [(from + 0.5) * ROW, (to + 0.5) * ROW], part = size / largest;
       const bulge = Math.min(width - 8, 24 + (y2 - y1) * 0.9) * 1.3;

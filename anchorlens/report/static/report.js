@@ -11,7 +11,11 @@
   const axisStyle = (isDark) => ({
     gridcolor: isDark ? "#3a434c" : "#e3e7eb", linecolor: isDark ? "#6b7680" : "#9aa4ae",
     zerolinecolor: isDark ? "#6b7680" : "#9aa4ae", automargin: true });
-  const layoutOf = ({ data, layout }, isDark) => {
+  const inLegend = (item) => item.showlegend ?? "name" in item;
+  // Error bars have one colour in plotly, which dark pages hide.
+  const dataOf = ({ data }, isDark) => data.map((trace) => (trace.error_y
+    ? { ...trace, error_y: { ...trace.error_y, color: isDark ? "#e6e9ec" : "#1c2024" } } : trace));
+  const layoutOf = ({ data, layout }, isDark, isNarrow) => {
     const hasCells = data.some((trace) => trace.type === "heatmap");
     const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)",
       // Empty cells must not look like dark ones.
@@ -23,21 +27,29 @@
     delete style.title;  // the heading of the section says it
     style.margin = { ...layout.margin, t: Math.max(20, (layout.margin?.t ?? 60) - 40) };
     style.hoverlabel = { bgcolor: isDark ? "#1e242a" : "#fff" };
-    if (narrow.matches) {
-      style.legend = { ...layout.legend, orientation: "h", x: 0, y: -0.18, yanchor: "top" };
-      style.margin = { ...style.margin, l: 44, r: 8 };
+    if (isNarrow) {  // the legend is below, one name in a line
+      const rows = [...data, ...(layout.shapes ?? [])].filter(inLegend).length;
+      style.legend = { ...layout.legend, orientation: "h",
+        x: 0, y: 0, yref: "container", yanchor: "bottom" };
+      style.margin = { ...style.margin, l: 44, r: 8, b: 60 + 20 * rows };
     }
     return style;
   };
-  const draw = (number, isDark = dark.matches) =>
-    Plotly.react(holders[number], figures[number].data, layoutOf(figures[number], isDark), config);
-  const drawAll = (isDark) => holders.forEach((_, number) => draw(number, isDark));
+  const show = (number, isDark, isNarrow, size) => {
+    const figure = figures[number], layout = layoutOf(figure, isDark, isNarrow);
+    Plotly.react(holders[number], dataOf(figure, isDark), { ...layout, ...size }, config);
+  };
+  const draw = (number) => show(number, dark.matches, narrow.matches, {});
+  const drawAll = () => holders.forEach((_, number) => draw(number));
+  // Paper has no scroll bars: all of a figure must fit between the margins of A4, and two on a page.
+  const drawForPaper = () => holders.forEach((holder, number) => show(number, false, true,
+    { width: 680, height: 0.8 * parseFloat(holder.style.height) }));
   // One figure a task, so that the page can be read while the others are drawn.
   holders.forEach((_, number) => setTimeout(() => draw(number), 0));
-  dark.addEventListener("change", () => drawAll());
-  narrow.addEventListener("change", () => drawAll());
-  addEventListener("beforeprint", () => drawAll(false));
-  addEventListener("afterprint", () => drawAll());
+  dark.addEventListener("change", drawAll);
+  narrow.addEventListener("change", drawAll);
+  addEventListener("beforeprint", drawForPaper);
+  addEventListener("afterprint", drawAll);
 
   const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   for (const button of document.querySelectorAll("button.download"))

@@ -1,0 +1,149 @@
+"""The contexts of `anchorlens contexts`: demonstrations, parts of them, and what is trained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..contexts.compression import compress
+from ..contexts.placement import rebased
+from ..contexts.prefix_context import NoContext, PrefixContext
+from ..contexts.reweighted import reweight_demonstrations
+from ..contexts.selection import everything, random_and_format
+from ..contexts.trained_prefix import train_prefix
+from ..contexts.training import TrainingRecord
+from ..errors import ModelError
+from ..experiments.context_comparison import MakeContext
+from ..experiments.reweighting import train_reweighting
+from ..models.hooked import HookedModel
+from ..prompts.batch import PromptBatch
+from ..prompts.build import build_prompts
+from ..prompts.examples import Example, sample_demonstrations, sample_queries
+from ..prompts.tasks import Task
+from .command_data import Examples
+from .output import Output
+
+
+class Split(NamedTuple):
+    """Examples of a task that do not overlap."""
+
+    demonstrations: list[Example]
+    training: list[Example]
+    held_out: list[Example]
+    queries: list[Example]
+
+
+class SplitPrompts(NamedTuple):
+    """The prompts of a split; all have the same demonstrations."""
+
+    training: list[PromptBatch]
+    held_out: list[PromptBatch]
+    queries: list[PromptBatch]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How contexts are trained.
+
+    Attributes:
+        length: Number of positions of a context that starts from nothing.
+        steps: Number of optimizer steps.
+        seed: Seeds the starts and the order of the batches.
+        folder: Where the states are stored.
+    """
+
+    length: int
+    steps: int
+    seed: int
+    folder: Path
+
+
+def split_of(
+    examples: Examples, shots: int, training: int, held_out: int, queries: int, seed: int
+) -> Split:
+    """Draw demonstrations, and examples for training, for choosing and for the comparison.
+
+    Raises:
+        DataError: There are too few examples.
+    """
+    demos = sample_demonstrations(examples.pool, shots, seed)
+    drawn = sample_queries(examples.pool, training + held_out, seed, exclude=demos)
+    chosen = sample_queries(examples.tests, queries, seed, exclude=[*demos, *drawn])
+    return Split(demos, drawn[:training], drawn[training:], chosen)
+
+
+def prompts_of(tokenizer: Any, task: Task, split: Split, batch_size: int) -> SplitPrompts:
+    """The prompts of each part of a split."""
+    parts = (split.training, split.held_out, split.queries)
+    return SplitPrompts(
+        *(
+            build_prompts(tokenizer, task, split.demonstrations, part, batch_size=batch_size)
+            for part in parts
+        )
+    )
+
+
+def untrained_contexts(draws: int) -> dict[str, Any]:
+    """Nothing, the demonstrations, and parts of them."""
+    return {
+        "none": NoContext(),
+        "demonstrations": partial(compress, keep=everything),
+        "anchors only": compress,
+        **{
+            f"random words, draw {draw}": partial(compress, keep=random_and_format(draw))
+            for draw in range(draws)
+        },
+    }
+
+
+def reweighted(model: HookedModel, prompts: SplitPrompts, output: Output) -> MakeContext:
+    """Demonstrations whose label words are re-weighted, trained on the training prompts."""
+    output.note("training the factors of the label words")
+    steps = [batch.prompt(row) for batch in prompts.training for row in range(len(batch))]
+    beta = train_reweighting(model, steps, progress=not output.quiet)
+    return partial(reweight_demonstrations, beta=beta)
+
+
+def trained_prefixes(
+    model: HookedModel, prompts: SplitPrompts, training: Training, output: Output
+) -> dict[str, PrefixContext]:
+    """A prefix from scratch, and one from the anchors where the model's positions can be moved."""
+    options: dict[str, Any] = {
+        "held_out": prompts.held_out,
+        "steps": training.steps,
+        "seed": training.seed,
+        "progress": not output.quiet,
+    }
+    output.note("training a prefix")
+    folder = training.folder
+    scratch = train_prefix(
+        model, prompts.training, length=training.length, folder=folder / "prefix", **options
+    )
+    try:
+        anchors = compress(model, prompts.training[0], positions=rebased)
+    except ModelError as error:
+        output.note(f"no prefix from the anchors: {error}")
+        return {"prefix": scratch}
+    output.note("training a prefix that starts from the anchors")
+    started = train_prefix(
+        model, prompts.training, start=anchors, folder=folder / "prefix_from_anchors", **options
+    )
+    return {"prefix": scratch, "prefix from anchors": started}
+
+
+def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, TrainingRecord]:
+    """How each training went, by heading."""
+    return {
+        f"training, {name}": replace(
+            context.training,
+            info={key: context.info[key] for key in context.info if key != "queries_in_training"},
+        )
+        for name, context in contexts.items()
+    }
+
+
+def forget_training(folder: Path, names: Sequence[str] = ("prefix", "prefix_from_anchors")) -> None:
+    """Delete the stored states, so that training begins again."""
+    for name in names:
+        (folder / name / "training.pt").unlink(missing_ok=True)

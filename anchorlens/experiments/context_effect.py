@@ -1,0 +1,110 @@
+"""What a context does to the attention of the queries that it answers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..contexts.query_pass import Context
+from ..errors import MetricError
+from ..metrics.prefix_effect import (
+    PositionsOfBatch,
+    PrefixEffect,
+    PrefixEffectRecord,
+    effect_record,
+    effect_rows,
+)
+from ..models.hooked import HookedModel
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..runs.study import Study
+
+
+def prefix_effect(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    context: Context,
+    *,
+    rows: PositionsOfBatch = edges.query,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> PrefixEffectRecord:
+    """What a context does to the attention of its queries: ``PrefixEffect`` with it as the prefix.
+
+    All keys of the context but BOS are the prefix; BOS and the query are the content.
+
+    Args:
+        model: The model with which the context was made.
+        batches: Prompts from ``build_prompts``, whose demonstrations the context replaces.
+        context: What stands before the queries, such as ``al.compress(...)``.
+        rows: Function of the queries after the context to the positions that count:
+            ``al.edges.query`` or ``al.edges.target``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed; the same call after an interruption continues
+            from there.
+        progress: Show a progress bar.
+
+    Returns:
+        The record; its only group is ``context``.
+
+    Raises:
+        MetricError: ``context`` is none, or ``rows`` gives positions outside the query.
+        ModelError: The context was made with another model, or the model takes no key-value cache.
+        PromptError: The prompts do not fit the model or the context.
+
+    Examples:
+        >>> context = al.compress(model, batch)
+        >>> effect = al.prefix_effect(model, batches, context, progress=False)
+        >>> effect.axis_names("group")
+        ('context',)
+    """
+    if not isinstance(context, Context):
+        raise MetricError(
+            "a context has size, query_pass and logits, as that of al.compress; got a "
+            f"{type(context).__name__}"
+        )
+    effect = PrefixEffect(rows=rows)
+    settings = {"experiment": "prefix effect", "context": context, "rows": rows}
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title="prefix effect",
+    )
+    with study:
+        # This checks the model and its weights, and then the prompts and rows of all batches.
+        context.logits(model, study.batches[0].prompt(0))
+        for batch in study.batches:
+            effect.rows_of(context.query_pass(model, batch).batch)
+
+        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+            query_pass = context.query_pass(model, batch)
+            queries = with_known_bos(query_pass.batch, batch)
+            of_prompts = effect_rows(
+                model,
+                queries,
+                edges.demonstrations(queries)[:, None],
+                effect.rows_of(queries),
+                prefix=query_pass.prefix,
+                hooks=query_pass.hooks,
+            )
+            # One context stands before all queries, whatever their demonstrations were.
+            same = torch.zeros(len(queries), dtype=torch.long)
+            return {**of_prompts, "prefix_id": same}
+
+        collected = study.collect(rows_of_batch)
+        return study.record(lambda rows: effect_record(rows, ["context"]), collected)
+
+
+def with_known_bos(queries: PromptBatch, batch: PromptBatch) -> PromptBatch:
+    """Queries after a context that know whether it begins with the BOS of the prompts."""
+    prompts = torch.arange(len(batch), device=batch.tokens.device)
+    first = batch.tokens[prompts, batch.attention_mask.long().argmax(1)]
+    same = bool((queries.tokens[:, 0] == first).all())
+    return replace(queries, begins_with_bos=batch.begins_with_bos and same)

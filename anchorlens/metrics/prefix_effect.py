@@ -1,0 +1,437 @@
+"""What demonstrations, or another prefix, do to the attention of the query's rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import MetricError
+from ..models.hooked import Hook, HookedModel
+from ..models.kv_cache import Prefix
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..results import captions, figures, prefix_figures
+from ..results.record import Record, Rows, rows_by_set
+from ..system.names import name_of
+from .metric import Observation, observes_nothing
+from .prefix_terms import LayerTerms, prefix_runs
+
+PositionsOfBatch = Callable[[PromptBatch], edges.Positions]
+
+# The most positions of a prefix whose weights are stored, to bound the size of the rows.
+POSITIONS = 256
+
+
+def _text(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "text")
+
+
+def _label(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "label")
+
+
+def _format(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & edges.group(batch, "format")
+
+
+def _other(batch: PromptBatch) -> edges.Positions:
+    return edges.demonstrations(batch) & ~(_text(batch) | _label(batch) | _format(batch))
+
+
+DEMONSTRATIONS: Mapping[str, PositionsOfBatch] = {
+    "text": _text,
+    "label": _label,
+    "format": _format,
+    "other": _other,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefixEffectRecord(Record):
+    """What a prefix does to the attention of the rows after it, by layer and head.
+
+    Means are over rows, then over prompts, then over sets of demonstrations. ``m`` is a row's
+    attention to the prefix, ``m b`` what it takes from there, and ``z`` the output of a head before
+    W_O: z+ with the prefix, z0 without it, z~ = (z+ - m b) / (1 - m) rescaled.
+
+    Attributes:
+        stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
+        stolen_by_group: The same for each group of the prefix's tokens; the groups sum to
+            ``stolen``.
+        bos: Attention to BOS, from 0 to 1; NaN where prompts have no BOS outside the prefix.
+        direct: |m (b - z~)| / |z0|, from 0 up: the change by the attention that is taken in this
+            layer. Heads are side by side in one vector.
+        indirect: |z~ - z0| / |z0|, from 0 up: the change by what the prefix did in earlier layers;
+            0 up to rounding in the first.
+        concentration: s_1^2 / sum s^2 of the last rows' m b of all prompts, from 1 / d_head to 1.
+            At 1 the prefix moves the head along one line, for every query. It is 1 for one prompt.
+        effective_rank: exp(entropy(s^2 / sum s^2)) of the same, from 1 to d_head: the number of
+            directions in which the prefix moves the head.
+        spread: 99th minus 1st percentile over prompts of a prefix position's part of m, in the
+            last row over all heads; the mean over positions, from 0 to 1. At 0 the query does not
+            change which tokens of the prefix are read. NaN for one prompt.
+        invariance: Largest |A+ / (1 - m) - A| between tokens outside the prefix, where A is
+            measured in a run in which this layer alone does not see the prefix. The theory says 0;
+            rounding gives about 1e-6 in float32.
+
+    Fields are NaN where a prefix has all attention (m = 1), and ``concentration``,
+    ``effective_rank`` and ``spread`` also where it has none.
+    """
+
+    stolen: Float[Tensor, "layer head"]
+    stolen_by_group: Float[Tensor, "layer head group"]
+    bos: Float[Tensor, "layer head"]
+    direct: Float[Tensor, " layer"]
+    indirect: Float[Tensor, " layer"]
+    concentration: Float[Tensor, "layer head"]
+    effective_rank: Float[Tensor, "layer head"]
+    spread: Float[Tensor, " layer"]
+    invariance: Float[Tensor, " layer"]
+
+    caption: ClassVar[str] = captions.PREFIX_EFFECT
+    without_intervals: ClassVar[Sequence[str]] = (
+        "concentration",
+        "effective_rank",
+        "spread",
+        "invariance",
+    )
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The groups of tokens by name."""
+        return self.info.get("groups") if axis == "group" else super().axis_names(axis)
+
+    def plot(self) -> go.Figure:
+        """Stolen attention by layer and head, above direct and indirect changes by layer."""
+        return figures.stacked(self.plot_stolen(), self.plot_changes())
+
+    def plot_stolen(self) -> go.Figure:
+        """Stolen attention by layer and head."""
+        return prefix_figures.heads_by_layer(
+            self.stolen, title="Attention that the prefix takes", bar_title="stolen attention"
+        )
+
+    def plot_changes(self) -> go.Figure:
+        """The direct change beside the indirect one, by layer, with intervals."""
+        bounds = [self.intervals.get(name) for name in ("direct", "indirect")]
+        known = all(bound is not None for bound in bounds)
+        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
+        return figures.lines_by_layer(
+            torch.stack([self.direct, self.indirect]),
+            ["direct: attention taken in this layer", "indirect: changed in earlier layers"],
+            title="How the prefix changes the output of the attention",
+            y_title="change / output without prefix",
+            low=low,
+            high=high,
+        )
+
+
+@dataclass(frozen=True)
+class PrefixEffect:
+    """What demonstrations do to the attention of the query, as a prefix before it.
+
+    With prefix keys P, content keys C (BOS and the query itself) and a row i of the query,
+
+    ``z+_i = (1 - m_i) z~_i + m_i b_i``, ``m_i = sum_{p in P} A+_ip``, ``b_i = sum_p (A+_ip / m_i)
+    v_p``.
+
+    A prefix acts on a head only by what it takes (m) and where it moves the output (b). See
+    "Prefix effect" in the definitions, also for what is an identity and what is measured (Petrov,
+    Torr and Bibi, "When Do Prompting and Prefix-Tuning Work?", ICLR 2024, section 4).
+
+    The metric makes three forward passes of its own over whole prompts: as they are; with the edges
+    from the query to the prefix cut in all layers; and with these cut in one layer at a time. All
+    tokens stay at their positions.
+
+    Args:
+        keys: The groups of the prefix's tokens: for each name a function of the batch to positions
+            before the query. By default the texts, label words, format and other tokens
+            (instructions) of the demonstrations. Groups must not overlap.
+        rows: Function of the batch to the positions of the query that count:
+            ``al.edges.query`` (the default) or ``al.edges.target``.
+        name: Key of the result.
+
+    Raises:
+        MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
+            two groups, or are not before the query; ``rows`` gives positions outside the query; or
+            hooks change the run, which its own passes do not have.
+        ModelError: The model takes no key-value cache, from which values are read.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.PrefixEffect()], progress=False)
+        >>> effect = results["prefix_effect"]
+        >>> effect.stolen.shape == (model.cfg.n_layers, model.cfg.n_heads)
+        True
+        >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
+    """
+
+    keys: Mapping[str, PositionsOfBatch] = field(default_factory=lambda: DEMONSTRATIONS, hash=False)
+    rows: PositionsOfBatch = edges.query
+    name: str = "prefix_effect"
+    needs_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        names_functions = isinstance(self.keys, Mapping) and all(
+            isinstance(name, str) and callable(function) for name, function in self.keys.items()
+        )
+        if not names_functions or not self.keys:
+            raise MetricError(
+                "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
+                f"{self.keys!r}"
+            )
+        if not callable(self.rows):
+            raise MetricError(
+                f"rows is a function of the batch, such as al.edges.target; got {self.rows!r}"
+            )
+
+    def __repr__(self) -> str:
+        """One line: the groups and the rows, by the names of their functions."""
+        keys = ", ".join(f"{name}: {name_of(function)}" for name, function in self.keys.items())
+        return f"PrefixEffect({self.name}; keys {keys}; rows {name_of(self.rows)})"
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for positions that are no prefix or no query, and for a changed run."""
+        if changed:
+            raise MetricError(
+                f"{self.name} makes passes of its own, which do not have the hooks that change "
+                "this run; run it without hooks, or write these into the model (model.add_hook)"
+            )
+        for batch in batches:
+            self.groups_of(batch)
+            self.rows_of(batch)
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe nothing of the run; the rows come from passes of its own over whole prompts."""
+        whole = batch.whole()
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return effect_rows(model, whole, self.groups_of(whole), self.rows_of(whole))
+
+        return Observation(rows)
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe nothing: the passes of its own run whole prompts."""
+        return observes_nothing()
+
+    def result(self, rows: Rows) -> PrefixEffectRecord:
+        """Means over prompts, then over sets of demonstrations."""
+        return effect_record(rows, tuple(self.keys))
+
+    def groups_of(self, batch: PromptBatch) -> Bool[Tensor, "batch group key"]:
+        """The positions of each group, checked."""
+        before = batch.attention_mask & ~_from_query(batch)
+        sets = [self._checked(batch, name, function) for name, function in self.keys.items()]
+        groups = torch.stack(sets, dim=1)
+        for wrong, reason in (
+            (groups.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
+            (groups.sum(1) > 1, "is in two groups; every token can be in one"),
+        ):
+            if wrong.any():
+                prompt, position = wrong.nonzero()[0].tolist()
+                raise MetricError(
+                    f"the keys of {self.name} must be tokens before the query, but position "
+                    f"{position} of prompt {prompt} {reason}"
+                )
+        if not groups.any(2).any(1).all():
+            raise MetricError(
+                f"the keys of {self.name} hold no token of some prompt, so that there is no "
+                "prefix; give demonstrations, or other keys"
+            )
+        return groups
+
+    def rows_of(self, batch: PromptBatch) -> edges.Positions:
+        """The positions of the rows that count, checked."""
+        rows = self._checked(batch, "rows", self.rows)
+        outside = rows & ~edges.query(batch)
+        if outside.any() or not rows.any(1).all():
+            raise MetricError(
+                f"the rows of {self.name} must be positions of every query, from its first token "
+                "to the target (al.edges.query, al.edges.target); got "
+                + (f"{int(outside.sum())} others" if outside.any() else "none in some prompt")
+            )
+        return rows
+
+    def _checked(
+        self, batch: PromptBatch, name: str, function: PositionsOfBatch
+    ) -> edges.Positions:
+        positions: Any = function(batch)
+        is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
+        if not is_mask or positions.shape != batch.tokens.shape:
+            got = (
+                f"{positions.dtype} {tuple(positions.shape)}"
+                if isinstance(positions, Tensor)
+                else type(positions).__name__
+            )
+            raise MetricError(
+                f"{name!r} of {self.name} must give a tensor of True and False with the shape "
+                f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
+                f"{got}"
+            )
+        return positions
+
+
+def effect_rows(
+    model: HookedModel,
+    batch: PromptBatch,
+    groups: Bool[Tensor, "batch group key"],
+    rows: edges.Positions,
+    *,
+    prefix: Prefix | None = None,
+    hooks: Sequence[Hook] = (),
+) -> dict[str, Tensor]:
+    """What each prompt contributes to a ``PrefixEffectRecord``, on the CPU.
+
+    Args:
+        model: A prepared model that is frozen.
+        batch: Prompts on the model's device.
+        groups: The keys of each group of the prefix, before the query.
+        rows: The positions of the query that count.
+        prefix: Keys and values of the tokens before ``batch.query_rows``.
+        hooks: Interventions that belong to the prefix.
+
+    Raises:
+        ModelError: The model takes no key-value cache, from which values are read.
+    """
+    runs = prefix_runs(model, batch, groups.any(1), edges.query(batch), prefix=prefix, hooks=hooks)
+    selected = rows[:, runs.rows].cpu()
+    positions = torch.arange(selected.shape[1])
+    last = torch.where(selected, positions, 0).amax(1)
+    sampled = _sampled(runs.in_prefix.cpu())
+    outside = (edges.bos(batch) & ~runs.in_prefix).cpu()
+    of_layers = [
+        _rows_of_layer(terms, groups.cpu(), outside, selected, last, sampled)
+        for terms in runs.layers()
+    ]
+    by_layer = {name: _stacked([layer[name] for layer in of_layers]) for name in of_layers[0]}
+    # The second moments of m b are what is needed, but these would be d_head times as many numbers.
+    wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
+    by_layer["taken"] = by_layer["taken"].to(wide)
+    ids = batch.demonstrations_id.cpu()
+    return {**by_layer, "demonstrations_id": ids, "prefix_id": ids}
+
+
+def effect_record(rows: Rows, groups: Sequence[str]) -> PrefixEffectRecord:
+    """The record of the rows of all prompts."""
+    sets = rows_by_set(rows)
+
+    def mean(name: str) -> Tensor:
+        return torch.stack([of_set[name].double().nanmean(0) for of_set in sets]).nanmean(0)
+
+    shares = torch.stack([_shares_of_directions(of_set["taken"].double()) for of_set in sets])
+    # Rows of pooled sets have one id, but a position is the same token only within a set.
+    prefixes = rows_by_set({"within": rows["within"], "demonstrations_id": rows["prefix_id"]})
+    stolen_by_group = mean("stolen_by_group")
+    return PrefixEffectRecord(
+        stolen=stolen_by_group.sum(-1),
+        stolen_by_group=stolen_by_group,
+        bos=mean("bos"),
+        direct=mean("direct"),
+        indirect=mean("indirect"),
+        concentration=shares.amax(-1).mean(0),
+        effective_rank=torch.special.entr(shares).sum(-1).exp().mean(0),
+        spread=torch.stack([_spread(of_set["within"]) for of_set in prefixes]).nanmean(0),
+        invariance=_largest(rows["deviation"], 0),
+        info={"groups": tuple(groups)},
+    )
+
+
+def _rows_of_layer(
+    terms: LayerTerms,
+    groups: Bool[Tensor, "batch group key"],
+    bos: Bool[Tensor, "batch key"],
+    selected: Bool[Tensor, "batch query"],
+    last: Int[Tensor, " batch"],
+    sampled: Int[Tensor, "batch sample"],
+) -> dict[str, Tensor]:
+    """What each prompt contributes in one layer."""
+    prompts = torch.arange(len(last))
+
+    def mean(values: Float[Tensor, "batch query *axes"]) -> Float[Tensor, "batch *axes"]:
+        inside = selected.view(*selected.shape, *(1,) * (values.ndim - 2))
+        return torch.where(inside, values, torch.nan).nanmean(1)
+
+    by_group = torch.einsum("bhqk,bgk->bqhg", terms.pattern, groups.double())
+    to_bos = torch.einsum("bhqk,bk->bqh", terms.pattern, bos.double())
+    size = _length(terms.without)
+    deviation = (terms.expected - terms.alone).abs().amax(-1)
+    deviation = torch.where(selected[:, None], deviation, torch.nan)
+    of_last = terms.pattern[prompts, :, last].sum(1)  # over heads
+    weights = of_last.gather(1, sampled.clamp(min=0))
+    within = weights / terms.stolen[prompts, :, last].sum(1)[:, None]
+    return {
+        "stolen_by_group": mean(by_group),
+        "bos": torch.where(bos.any(1)[:, None], mean(to_bos), torch.nan),
+        "direct": mean(_length(terms.direct) / size),
+        "indirect": mean(_length(terms.indirect) / size),
+        "taken": terms.taken[prompts, :, last],
+        "within": torch.where(sampled >= 0, within, torch.nan),
+        "deviation": _largest(deviation, (1, 2)),
+    }
+
+
+def _stacked(of_layers: Sequence[Tensor]) -> Tensor:
+    """The rows of all layers in one tensor [batch, layer, ...].
+
+    Layers may have heads of different widths. Zeros change neither directions nor lengths.
+    """
+    width = max(values.shape[-1] for values in of_layers)
+    same = [
+        torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+        if values.ndim > 1
+        else values
+        for values in of_layers
+    ]
+    return torch.stack(same, dim=1)
+
+
+def _length(outputs: Float[Tensor, "batch head query d_head"]) -> Float[Tensor, "batch query"]:
+    """The length of the outputs of all heads, side by side in one vector."""
+    return outputs.square().sum((1, 3)).sqrt()
+
+
+def _largest(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The largest value that is not NaN; NaN where all are."""
+    largest = values.nan_to_num(nan=-torch.inf).amax(dims)
+    return torch.where(largest == -torch.inf, torch.nan, largest)
+
+
+def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"]:
+    """Positions of the prefix, at most ``POSITIONS`` at equal distances; -1 where there are less.
+
+    The number does not depend on the prefix, so that rows of all prompts have one shape.
+    """
+    sampled = torch.full((len(in_prefix), POSITIONS), -1)
+    for row, inside in zip(sampled, in_prefix, strict=True):
+        positions = inside.nonzero().flatten()
+        count = min(len(positions), POSITIONS)
+        row[:count] = positions[torch.arange(count) * len(positions) // max(count, 1)]
+    return sampled
+
+
+def _shares_of_directions(
+    vectors: Float[Tensor, "prompt layer head d_head"],
+) -> Float[Tensor, "layer head direction"]:
+    """s^2 / sum s^2 of the singular values s of each head's vectors; NaN where all are zero."""
+    of_heads = vectors.movedim(0, 2)
+    products = (
+        of_heads @ of_heads.mT if of_heads.shape[2] < of_heads.shape[3] else of_heads.mT @ of_heads
+    )
+    squares = torch.linalg.eigvalsh(products).clamp(min=0)
+    return squares / squares.sum(-1, keepdim=True)
+
+
+def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " layer"]:
+    """99th minus 1st percentile over prompts, the mean over positions; NaN for one prompt."""
+    if len(within) < 2:
+        return torch.full(within.shape[1:2], torch.nan, dtype=torch.double)
+    low, high = within.double().nanquantile(torch.tensor([0.01, 0.99]).double(), dim=0)
+    return (high - low).nanmean(-1)
+
+
+def _from_query(batch: PromptBatch) -> edges.Positions:
+    """Positions from the first token of the query to the end, padding included."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return positions >= batch.query_start[:, None]

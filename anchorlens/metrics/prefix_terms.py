@@ -1,0 +1,214 @@
+"""What a prefix adds to the attention of query rows, from passes with it and without it.
+
+For one head, query row i, content keys C and prefix keys P: ``z+`` is the output with the prefix
+(before W_O), ``z0`` the output of a pass without it, and
+
+    m   = sum_{p in P} A+_ip                        attention to the prefix
+    m b = sum_{p in P} A+_ip v_p                    what the row takes from the prefix
+    z~  = sum_{j in C} A+_ij v_j / (1 - m)          the output without m b, rescaled
+    z+ - z0 = m (b - z~)  +  (z~ - z0)              direct and indirect
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..hooks import block_edges
+from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
+from ..models.kv_cache import Prefix, cached_heads
+from ..passes.forward import run_prefix
+from ..prompts.batch import PromptBatch
+from ..prompts.edges import Positions, between
+
+Pattern = Float[Tensor, "batch head query key"]
+Values = Float[Tensor, "batch _ key d_head"]
+Outputs = Float[Tensor, "batch head query d_head"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRun:
+    """Patterns of some query rows, and the values that they weight, in every layer.
+
+    Attributes:
+        patterns: The rows of every head.
+        values: The cached values, which several heads may share.
+        heads: For each head the number of its values.
+    """
+
+    patterns: Sequence[Pattern]
+    values: Sequence[Values]
+    heads: Sequence[Int[Tensor, " head"]]
+
+    def layer(self, number: int) -> tuple[Pattern, Values]:
+        """Pattern and values of each head of a layer, in float64 on the CPU."""
+        pattern, values = self.patterns[number].cpu(), self.values[number].cpu()
+        return pattern.double(), values.double()[:, self.heads[number]]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixRuns:
+    """The attention of the same query rows in three passes.
+
+    Attributes:
+        with_prefix: The pass as it is.
+        without: The pass in which no layer has the edges from the queries to the prefix.
+        alone: The pattern of each layer if this layer alone lacks these edges.
+        rows: The columns of the batch to which the query rows of the patterns belong.
+        in_prefix: True for the keys of the prefix.
+        has_sinks: Whether rows of the patterns sum to less than 1, because of attention sinks.
+    """
+
+    with_prefix: AttentionRun
+    without: AttentionRun
+    alone: Sequence[Pattern]
+    rows: slice
+    in_prefix: Bool[Tensor, "batch key"]
+    has_sinks: bool
+
+    def layers(self) -> Iterator["LayerTerms"]:
+        """The terms of each layer."""
+        runs = (self.with_prefix, self.without)
+        for layer, alone in enumerate(self.alone):
+            with_prefix, without = (run.layer(layer) for run in runs)
+            yield terms_of_layer(
+                with_prefix, without, alone.cpu().double(), self.in_prefix.cpu(), self.has_sinks
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTerms:
+    """The terms of one layer, in float64 on the CPU.
+
+    Attributes:
+        pattern: A+, the pattern with the prefix.
+        stolen: m, the attention to the prefix.
+        taken: m b, what the head takes from the prefix.
+        rescaled: z~, the output of the content alone; NaN where m = 1.
+        without: z0, the output of the pass without the prefix.
+        expected: A+ / (1 - m) at the content's keys, 0 at those of the prefix; NaN where m = 1.
+        alone: The pattern if this layer alone lacks the edges to the prefix.
+    """
+
+    pattern: Pattern
+    stolen: Float[Tensor, "batch head query"]
+    taken: Outputs
+    rescaled: Outputs
+    without: Outputs
+    expected: Pattern
+    alone: Pattern
+
+    @property
+    def direct(self) -> Outputs:
+        """m (b - z~): what the attention taken in this layer changes."""
+        return self.taken - self.stolen[..., None] * self.rescaled
+
+    @property
+    def indirect(self) -> Outputs:
+        """z~ - z0: what the prefix changed in earlier layers."""
+        return self.rescaled - self.without
+
+
+def prefix_runs(
+    model: HookedModel,
+    batch: PromptBatch,
+    in_prefix: Positions,
+    queries: Positions,
+    *,
+    prefix: Prefix | None = None,
+    hooks: Sequence[Hook] = (),
+) -> PrefixRuns:
+    """Run a batch with a prefix and without it.
+
+    The tokens are the same in all passes, and edges are cut before the softmax. So all tokens stay
+    at their positions, whatever kind of positions the model has.
+
+    Args:
+        model: A prepared model.
+        batch: Prompts on the model's device.
+        in_prefix: The keys of the prefix.
+        queries: The positions that lose the prefix, all of them after it.
+        prefix: Keys and values of the tokens before ``batch.query_rows``.
+        hooks: Interventions of all passes.
+
+    Raises:
+        ModelError: The model takes no key-value cache, which holds the values.
+    """
+    columns = queries.any(0).nonzero().flatten()
+    first, last = int(columns[0]), int(columns[-1])
+    rows = slice(first - batch.first_query, last + 1 - batch.first_query)
+    layers = range(model.cfg.n_layers)
+    cut = block_edges(model, between(queries, in_prefix), layers, first_query=batch.first_query)
+
+    def run(acting: Sequence[Hook]) -> AttentionRun:
+        patterns: dict[int, Tensor] = {}
+
+        def store(layer: int, pattern: Tensor) -> None:
+            # A view would hold the memory of all rows.
+            patterns[layer] = pattern[:, :, rows].detach().clone()
+
+        observers = hooks_by_layer(model, pattern_name, store)
+        cached = run_prefix(model, batch, hooks=acting, observers=observers, prefix=prefix)
+        return AttentionRun(
+            patterns=[patterns[layer] for layer in layers],
+            values=cached.values,
+            heads=[cached_heads(model, values.shape[1]) for values in cached.values],
+        )
+
+    with_prefix = run(hooks)
+    without = run([*hooks, *cut])
+    alone: dict[int, Tensor] = {}
+
+    def restore(layer: int) -> Hook:
+        """Store the pattern without the edges, and continue with the pattern that has them.
+
+        So every layer gets the input that it has with the prefix.
+        """
+
+        def store_and_restore(pattern: Tensor, hook: object) -> Tensor:
+            alone[layer] = pattern[:, :, rows].detach().clone()
+            restored = pattern.clone()
+            restored[:, :, rows] = with_prefix.patterns[layer]
+            return restored
+
+        return pattern_name(layer), store_and_restore
+
+    run_prefix(model, batch, hooks=[*hooks, *cut, *map(restore, layers)], prefix=prefix)
+    return PrefixRuns(
+        with_prefix=with_prefix,
+        without=without,
+        alone=[alone[layer] for layer in layers],
+        rows=slice(first, last + 1),
+        in_prefix=in_prefix,
+        has_sinks=has_sinks(model),
+    )
+
+
+def terms_of_layer(
+    with_prefix: tuple[Pattern, Values],
+    without: tuple[Pattern, Values],
+    alone: Pattern,
+    in_prefix: Bool[Tensor, "batch key"],
+    has_sinks: bool,
+) -> LayerTerms:
+    """The terms of a layer from the patterns and values of the passes with and without a prefix.
+
+    Tensors are of float64 on the CPU, with values for every head.
+    """
+    (pattern, values), (pattern_0, values_0) = with_prefix, without
+    inside = in_prefix[:, None, None]
+    to_prefix, to_content = pattern * inside, pattern * ~inside
+    # 1 - m. The sum over the content is more exact where m is near 1; a sink has a part of it.
+    left = to_content.sum(-1)
+    if has_sinks:
+        left = left + (1 - pattern.sum(-1))
+    return LayerTerms(
+        pattern=pattern,
+        stolen=to_prefix.sum(-1),
+        taken=to_prefix @ values,
+        rescaled=to_content @ values / left[..., None],
+        without=pattern_0 @ values_0,
+        expected=to_content / left[..., None],
+        alone=alone,
+    )

@@ -1,0 +1,130 @@
+"""Draws what a prefix does to attention: heads by layer, patterns side by side, directions.
+
+As those of ``figures``, each function returns a new figure and changes nothing.
+"""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+from torch import Tensor
+
+from .figures import PALETTE, VISIBLE, _check_shape, _layout, _literal, _name_ticks
+
+
+def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title: str) -> go.Figure:
+    """Draw a number from 0 to 1 for each layer and head as a heatmap.
+
+    Args:
+        values: a number for each layer and head; NaN leaves a gap.
+        title: text over the figure.
+        bar_title: what the numbers are, for the colour bar.
+
+    Returns:
+        The figure, with a row for each head.
+
+    Examples:
+        >>> heads_by_layer(torch.tensor([[0.25, 0.75]]), title="", bar_title="m").data[0].z
+        ([0.25], [0.75])
+    """
+    heat = go.Heatmap(z=values.T.tolist(), coloraxis="coloraxis", hoverongaps=False)
+    heat.update(hovertemplate="layer %{x}, head %{y}: %{z:.3g}<extra></extra>", xgap=1, ygap=1)
+    layers, heads = values.shape
+    figure = go.Figure(heat, _layout(title, max(320, 180 + 14 * heads)))
+    bar = {"title": {"text": _literal(bar_title), "side": "right"}, "thickness": 12}
+    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
+    figure.update_layout(xaxis_title="layer", yaxis_title="head")
+    figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
+    return figure.update_yaxes(
+        dtick=1 + heads // 16, autorange="reversed", showgrid=False, zeroline=False
+    )
+
+
+def patterns_side_by_side(
+    patterns: Float[Tensor, "panel query key"],
+    panels: Sequence[str],
+    queries: Sequence[str],
+    keys: Sequence[str],
+    *,
+    title: str,
+) -> go.Figure:
+    """Draw attention patterns over the same tokens beside each other, in the same colours.
+
+    Args:
+        patterns: attention weights, from 0 to 1; NaN leaves a gap.
+        panels: a title for each pattern.
+        queries: the texts of the query tokens, in order.
+        keys: the texts of the key tokens, in order.
+        title: text over the figure.
+
+    Returns:
+        The figure, with one panel for each pattern.
+
+    Raises:
+        AnchorlensError: the shape of ``patterns`` is not that of the names.
+
+    Examples:
+        >>> figure = patterns_side_by_side(
+        ...     torch.eye(2)[None], ["with"], ["a", "b"], ["a", "b"], title="")
+        >>> figure.data[0].z
+        ([1.0, 0.0], [0.0, 1.0])
+    """
+    _check_shape(
+        patterns, (len(panels), len(queries), len(keys)), "pass a name per panel, query and key"
+    )
+    names = [_literal(name) for name in panels]
+    figure = make_subplots(
+        1, len(panels), subplot_titles=names, shared_yaxes=True, horizontal_spacing=0.03
+    )
+    for column, pattern in enumerate(patterns, start=1):
+        heat = go.Heatmap(z=pattern.tolist(), coloraxis="coloraxis", hoverongaps=False)
+        heat.update(hovertemplate="query %{y}, key %{x}: %{z:.3g}<extra></extra>")
+        figure.add_trace(heat, 1, column)
+    bar = {"title": {"text": "attention", "side": "right"}, "thickness": 12}
+    figure.update_layout(_layout(title, max(420, 240 + 16 * len(queries))), margin={"t": 90})
+    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
+    figure.update_layout(meta={"min_width": 200 + 260 * len(panels)})
+    plain = {"showgrid": False, "zeroline": False}
+    figure.update_xaxes(_name_ticks([key.translate(VISIBLE) for key in keys]) | plain, title="key")
+    rows = _name_ticks([query.translate(VISIBLE) for query in queries]) | plain
+    figure.update_yaxes(rows, autorange="reversed")
+    return figure.update_yaxes(title="query", col=1).update_annotations(font={"size": 13})
+
+
+def directions(
+    points: Float[Tensor, "point 2"],
+    names: Sequence[str],
+    shares: tuple[float, float],
+    *,
+    title: str,
+) -> go.Figure:
+    """Draw vectors by their coordinates along two directions, in the same unit on both axes.
+
+    Args:
+        points: coordinates of each vector along the first and the second direction.
+        names: the name of each vector, which is shown under the pointer.
+        shares: the part of the sum of squares along each of the two directions, from 0 to 1.
+        title: text over the figure.
+
+    Returns:
+        The figure, with the origin in it.
+
+    Raises:
+        AnchorlensError: there is not one name for each point.
+
+    Examples:
+        >>> directions(torch.tensor([[1.0, 0.0]]), ["prompt 0"], (1.0, 0.0), title="").data[0].x
+        (1.0,)
+    """
+    _check_shape(points, (len(names), 2), "pass one name per point")
+    x, y = points.T.tolist()
+    dots = go.Scatter(x=x, y=y, mode="markers", text=[_literal(name) for name in names])
+    dots.update(marker={"color": PALETTE[0], "size": 8, "opacity": 0.7})
+    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
+    figure = go.Figure(dots, _layout(title, 460))
+    first, second = (f"{share:.0%} of the sum of squares" for share in shares)
+    figure.update_layout(xaxis_title=f"first direction, {first}")
+    figure.update_layout(yaxis_title=f"second direction, {second}")
+    figure.update_xaxes(rangemode="tozero").update_yaxes(scaleanchor="x", rangemode="tozero")
+    return figure

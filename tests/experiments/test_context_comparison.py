@@ -1,0 +1,323 @@
+"""Contexts that are compared: the numbers by hand, intervals, sets, resuming, and bad input."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same, difference
+from tiny_models import questions, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, HookError, MetricError, ModelError, PromptError
+from anchorlens.experiments import context_comparison
+from anchorlens.passes.forward import run_pass
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0, "repeats": 1}
+DEMONSTRATIONS = partial(al.compress, keep=al.selection.everything)
+
+
+def plain_run(weights: Any, tokens: Tensor, start: int, dropped: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and patterns [layer, head, key] of plain transformers at the last token.
+
+    From ``start`` on no token attends to the dropped positions.
+    """
+    count = len(tokens)
+    allowed = torch.ones(count, count).tril().bool()
+    allowed[start:, dropped] = False
+    mask = torch.zeros(count, count).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        out = weights(
+            tokens[None],
+            attention_mask=mask[None, None],
+            position_ids=torch.arange(count)[None],
+            output_attentions=True,
+            use_cache=False,
+        )
+    return out.logits[0, -1].double(), torch.cat(out.attentions)[:, :, -1].double()
+
+
+def loyalty_by_hand(whole: Tensor, changed: Tensor, labels: Tensor) -> tuple[float, float, float]:
+    """Whether the label stays, the overlap of the top 5, and KL(whole || changed)."""
+    tops = [set(logits.topk(5).indices.tolist()) for logits in (whole, changed)]
+    kl = whole.softmax(0) @ (whole.log_softmax(0) - changed.log_softmax(0))
+    same = whole[labels].argmax() == changed[labels].argmax()
+    return float(same), len(tops[0] & tops[1]) / len(tops[0] | tops[1]), float(kl)
+
+
+@pytest.mark.parametrize(("name", "side"), [("gpt2", "right"), ("llama", "left")])
+def test_all_numbers_equal_those_of_plain_transformers(
+    request: pytest.FixtureRequest, name: str, side: str
+) -> None:
+    model = request.getfixturevalue(name)
+    make = {"gpt2": tiny_gpt2, "llama": tiny_llama}[name]
+    weights: Any = make(len(model.tokenizer))
+    weights.set_attn_implementation("eager")  # the others give out no patterns
+    batches = questions(model, 12, batch_size=5, padding_side=side)
+    contexts: dict[str, Any] = {
+        "none": al.NoContext(),
+        "anchors only": al.compress,
+        "demonstrations": DEMONSTRATIONS,
+    }
+    record = al.compare_contexts(model, batches, contexts, **QUIET)
+    kept = al.compress(model, batches[0]).kept
+    bos = batches[0].begins_with_bos
+    expected: dict[str, list[Any]] = {
+        each: [] for each in ("correct", "label", "word", "kl", "stolen", "whole")
+    }
+    for batch in (batch.padded_right() for batch in batches):
+        assert batch.gold is not None
+        for row in range(len(batch)):
+            tokens = batch.tokens[row][batch.attention_mask[row]]
+            start, labels = int(batch.query_start[row]), batch.label_token_ids
+            nothing = torch.zeros(start, dtype=torch.bool)
+            alone = torch.cat([tokens[:bos], tokens[start:]])
+            whole, _ = plain_run(weights, tokens, start, torch.arange(0))
+            runs = [
+                (*plain_run(weights, alone, 0, torch.arange(0)), nothing[:0]),
+                (*plain_run(weights, tokens, start, (~kept).nonzero()[:, 0]), ~nothing),
+                (*plain_run(weights, tokens, start, torch.arange(0)), ~nothing),
+            ]
+            loyalties = [loyalty_by_hand(whole, logits, labels) for logits, _, _ in runs]
+            for k, each in enumerate(("label", "word", "kl")):
+                expected[each].append([loyalty[k] for loyalty in loyalties])
+            gold = batch.gold[row]
+            right = [float(logits[labels].argmax() == gold) for logits, _, _ in runs]
+            expected["correct"].append(right)
+            expected["whole"].append(float(whole[labels].argmax() == gold))
+            expected["stolen"].append(
+                [
+                    pattern[..., bos : len(keys)].sum(-1).mean(1).tolist()
+                    for _, pattern, keys in runs
+                ]
+            )
+    mean = {each: torch.tensor(values).double().mean(0) for each, values in expected.items()}
+    assert torch.equal(record.accuracy, mean["correct"])
+    assert record.whole_accuracy == mean["whole"]
+    assert torch.equal(record.label_loyalty, mean["label"])
+    assert difference(record.word_loyalty, mean["word"]) < 1e-6
+    assert difference(record.kl, mean["kl"]) < 1e-4
+    assert difference(record.stolen_by_layer, mean["stolen"]) < 1e-5
+    assert difference(record.stolen, mean["stolen"].mean(1)) < 1e-5
+    assert torch.equal(record.gain_over_first, record.accuracy - record.accuracy[0])
+    assert torch.equal(record.gain_over_demonstrations, record.accuracy - record.whole_accuracy)
+    # Keys and values of each layer, of 4 bytes a number.
+    channels = {"gpt2": 24, "llama": 2 * 8}[name]
+    a_position = 2 * 3 * channels * 4
+    counts = [0, int(kept.sum()), len(kept)]
+    assert record.bytes_stored.tolist() == [count * a_position for count in counts]
+    assert (record.seconds > 0).all()
+    # So that this can fail: the contexts differ, and the demonstrations are all loyal.
+    assert len(set(record.kl.tolist())) == 3 and record.label_loyalty[2] == 1
+
+
+def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
+    contexts: dict[str, Any] = {"anchors only": al.compress, "none": al.NoContext()}
+    records = [
+        al.compare_contexts(llama, questions(llama, 9, **options), contexts, **QUIET)
+        for options in ({"batch_size": 4}, {"batch_size": 3, "padding_side": "left"})
+    ]
+    for name, value in records[0].tensors().items():
+        if name != "seconds":
+            assert difference(value, getattr(records[1], name)) < 1e-5, name
+
+
+def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
+    sets = [questions(gpt2, 5, seed=seed, batch_size=2) for seed in (1, 2)]
+    calls: list[int] = []
+
+    def anchors(model: Any, batch: al.PromptBatch) -> al.CompressedContext:
+        calls.append(int(batch.demonstrations_id[0]))
+        return al.compress(model, batch)
+
+    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": anchors}
+    joined = al.compare_contexts(gpt2, sets[0] + sets[1], contexts, **QUIET)
+    assert len(calls) <= 3 and len(set(calls)) == 2  # one set again for the times
+    alone = [al.compare_contexts(gpt2, batches, contexts, **QUIET) for batches in sets]
+    assert torch.equal(joined.correct, torch.cat([record.correct for record in alone]))
+    both = torch.stack([record.stolen for record in alone]).mean(0)
+    assert difference(joined.stolen, both) < 1e-6
+    assert (
+        difference(joined.bytes_stored, torch.stack([r.bytes_stored for r in alone]).mean(0)) == 0
+    )
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
+    batches = questions(gpt2, 30)
+    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+    record = al.compare_contexts(gpt2, batches, contexts, progress=False, repeats=1)
+    whole = al.run(gpt2, batches, [al.Accuracy()], progress=False)["accuracy"]
+    columns = dict(zip(contexts, record.correct.T, strict=True))
+    over_first = al.compare_accuracies(columns)
+    over_whole = al.compare_accuracies({"whole": whole.correct, **columns})
+    assert torch.equal(record.gain_over_first, over_first.gain)
+    assert torch.equal(record.gain_over_demonstrations, over_whole.gain[1:])
+    assert torch.equal(record.intervals["gain_over_first"], over_first.intervals["gain"])
+    bounds = over_whole.intervals["gain"][:, 1:]
+    assert torch.equal(record.intervals["gain_over_demonstrations"], bounds)
+    assert torch.equal(record.intervals["accuracy"], over_first.intervals["accuracy"])
+    assert "seconds" not in record.intervals and "stolen_by_layer" in record.intervals
+    low, high = record.intervals["gain_over_first"][:, 1]
+    assert low < record.gain_over_first[1] < high
+
+
+def test_a_call_after_an_interruption_goes_on(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    batches = questions(gpt2, 9, batch_size=3)
+    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+    expected = al.compare_contexts(gpt2, batches, contexts, **QUIET)
+    rows, calls = context_comparison._rows, list[int]()
+
+    def stops_at(last: int) -> None:
+        def counted(*arguments: Any) -> Any:
+            calls.append(len(calls))
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return rows(*arguments)
+
+        calls.clear()
+        monkeypatch.setattr(context_comparison, "_rows", counted)
+
+    stops_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **QUIET)
+    stops_at(99)
+    record = al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **QUIET)
+    assert len(calls) == 2  # the first stored batch is computed again, then the third
+    assert torch.equal(record.correct, expected.correct)
+    assert torch.equal(record.stolen_by_layer, expected.stolen_by_layer)
+    reordered: dict[str, Any] = dict(reversed(contexts.items()))
+    with pytest.raises(al.errors.StoreError, match="another run"):
+        al.compare_contexts(gpt2, batches, reordered, folder=tmp_path, **QUIET)
+
+
+def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: Any) -> None:
+    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+    options: dict[str, Any] = {"progress": False, "repeats": 1}
+    record = al.compare_contexts(gpt2, questions(gpt2, 21), contexts, **options)
+    table = record.table()
+    low, high = record.intervals["accuracy"][:, 1]
+    assert (
+        table.loc["anchors only", "accuracy"] == f"{record.accuracy[1]:.2f} [{low:.2f}, {high:.2f}]"
+    )
+    assert table.loc["anchors only", "KB stored"] == f"{record.bytes_stored[1] / 1000:.0f}"
+    assert table.loc["anchors only", "ms a query"] == f"{1000 * record.seconds[1]:.1f}"
+    figure = record.plot()
+    assert [bars.name for bars in figure.data][::3] == ["accuracy", "stolen attention"]
+    assert figure.data[3].y == tuple(record.stolen.tolist())
+    assert figure.data[0].error_y.array == tuple(
+        (record.intervals["accuracy"][1] - record.accuracy).tolist()
+    )
+    assert_same(al.load_record(record.save(tmp_path / "contexts.safetensors")), record, 0)
+    frame = record.to_frame()
+    assert set(frame[frame.quantity == "stolen_by_layer"].context) == set(contexts)
+
+
+@pytest.mark.every_kind
+def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any) -> None:
+    batches = questions(llama, 7, batch_size=4)
+    generator = torch.Generator().manual_seed(0)
+    beta = torch.randn(llama.cfg.n_layers, llama.cfg.n_heads, 6, generator=generator)
+    context = al.reweight_demonstrations(llama, batches[0], beta)
+    assert isinstance(context, al.Context)
+    for batch in batches:
+        right = batch.padded_right()
+        expected = run_pass(llama, right, hooks=al.reweight_anchors(llama, right, beta))
+        assert difference(context.logits(llama, batch), expected) < 1e-5
+        assert difference(run_pass(llama, right), expected) > 1e-3
+    plain = al.compress(llama, batches[0], al.selection.everything)
+    assert context.size == plain.size
+    neutral = al.reweight_demonstrations(llama, batches[0], torch.zeros_like(beta))
+    assert torch.equal(neutral.logits(llama, batches[0]), plain.logits(llama, batches[0]))
+
+
+def test_reweighting_refuses_a_beta_that_does_not_fit(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+    with pytest.raises(HookError, match=re.escape("(layer, head, anchor) = (3, 2, 6)")):
+        al.reweight_demonstrations(gpt2, batch, torch.zeros(3, 2, 5))
+
+
+@pytest.fixture
+def passes(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes every pass of the model an error."""
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("the model ran")
+
+    hook = gpt2.register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("contexts", "words"),
+    [
+        ({}, "contexts are given by name, .*; got none"),
+        ([al.NoContext()], "contexts are given by name, .*; got a list"),
+        ({1: al.NoContext()}, "the name of a context must be text; got 1"),
+        ({" ": al.NoContext()}, "the name of a context must be text; got ' '"),
+        ({"none": al.NoContext}, "'none' must be a context, .*; got the class NoContext"),
+        ({"none": None}, "'none' must be a context, which has size, .*; got None"),
+    ],
+)
+def test_what_is_no_mapping_of_contexts_is_refused(
+    gpt2: Any, passes: None, contexts: Any, words: str
+) -> None:
+    with pytest.raises(PromptError, match=words):
+        al.compare_contexts(gpt2, questions(gpt2, 3), contexts, **QUIET)
+
+
+def test_prompts_that_cannot_be_compared_are_refused(gpt2: Any, passes: None) -> None:
+    none = {"none": al.NoContext()}
+    unlabelled = al.build_prompts(
+        gpt2.tokenizer,
+        al.TASKS["trec"],
+        al.sample_demonstrations(al.load_examples("questions")),
+        ["Who wrote it?"],
+    )
+    with pytest.raises(MetricError, match="accuracy needs the true label"):
+        al.compare_contexts(gpt2, unlabelled, none, **QUIET)
+    with pytest.raises(MetricError, match="repeats must be a whole number from 1; got 0"):
+        al.compare_contexts(gpt2, questions(gpt2, 3), none, **{**QUIET, "repeats": 0})
+
+
+def test_a_batch_of_several_sets_is_refused(gpt2: Any, passes: None) -> None:
+    examples = al.load_examples("questions")
+    sets = [al.sample_demonstrations(examples, seed=seed) for seed in (1, 2)]
+    batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], sets, examples[-2:])
+    with pytest.raises(PromptError, match=r"'anchors' makes a context for each set.*has several"):
+        al.compare_contexts(gpt2, batches, {"anchors": al.compress}, **QUIET)
+
+
+def test_a_function_that_makes_no_context_is_refused(gpt2: Any) -> None:
+    contexts: Any = {"mine": lambda model, batch: [1]}
+    with pytest.raises(PromptError, match=r"function of 'mine' must return .* returned a list"):
+        al.compare_contexts(gpt2, questions(gpt2, 3), contexts, **QUIET)
+
+
+def test_queries_of_the_training_are_refused(gpt2: Any) -> None:
+    batches = questions(gpt2, 12, batch_size=4)
+    options: dict[str, Any] = {"length": 2, "steps": 0, "progress": False}
+    prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
+    with pytest.raises(PromptError, match="the context 'prefix': 4 of these queries were used"):
+        al.compare_contexts(gpt2, batches[1:], {"prefix": prefix}, **QUIET)
+    with pytest.raises(PromptError, match="the context 'made': 4 of these queries were used"):
+        al.compare_contexts(gpt2, batches[:1], {"made": lambda model, batch: prefix}, **QUIET)
+    assert al.compare_contexts(gpt2, batches[2:], {"prefix": prefix}, **QUIET).stolen[0] > 0
+
+
+def test_a_context_that_does_not_fit_is_refused(gpt2: Any, llama: Any) -> None:
+    batches, others = questions(gpt2, 3), questions(gpt2, 3, seed=2)
+    context = al.compress(gpt2, batches[0])
+    with pytest.raises(PromptError, match="the context 'anchors': the prompts do not begin"):
+        al.compare_contexts(gpt2, batches + others, {"anchors": context}, **QUIET)
+    of_llama = al.compress(llama, questions(llama, 3)[0])
+    with pytest.raises(ModelError, match="the context 'anchors': this context was made with"):
+        al.compare_contexts(gpt2, batches, {"anchors": of_llama}, **QUIET)
+    assert issubclass(ModelError, AnchorlensError)

@@ -1,0 +1,96 @@
+"""What contexts do to attention: as demonstrations as a prefix, and checked before they run."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same
+from tiny_models import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, ModelError
+from anchorlens.metrics.prefix_effect import effect_record, effect_rows
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+
+
+def every_demonstration(batch: al.PromptBatch) -> Tensor:
+    return al.edges.demonstrations(batch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.every_kind
+def test_a_context_of_all_tokens_acts_as_the_demonstrations(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """Without a BOS the whole context is the prefix; with one BOS is content in both."""
+    model = request.getfixturevalue(name)
+    batches = questions(model, 5, batch_size=3)
+    metric = al.PrefixEffect(keys={"context": every_demonstration})
+    expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
+    context = al.compress(model, batches[0], keep=al.selection.everything)
+    effect = al.prefix_effect(model, batches, context, **QUIET)
+    names = ("invariance", "indirect")
+    rounding: dict[str, Any] = {key: torch.zeros(3).double() for key in names}
+    assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
+    assert (effect.indirect - expected.indirect).abs().max() < 1e-4
+    assert effect.invariance.max() < 1e-5
+
+
+def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
+    """It acts as the whole prompt without the edges from the query to the other tokens."""
+    batches = questions(gpt2, 4)
+    context = al.compress(gpt2, batches[0], keep=al.selection.anchors_and_format)
+    effect = al.prefix_effect(gpt2, batches, context, rows=al.edges.target, **QUIET)
+    (batch,) = batches
+    metric = al.PrefixEffect(
+        keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
+        rows=al.edges.target,
+    )
+    dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
+    hooks = al.block_edges(gpt2, al.edges.between(al.edges.query(batch), dropped), range(3))
+    rows = effect_rows(gpt2, batch, metric.groups_of(batch), metric.rows_of(batch), hooks=hooks)
+    expected = effect_record(rows, ["context"])
+    for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
+        assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
+    assert (effect.indirect - expected.indirect).abs().max() < 1e-5
+    whole = al.run(gpt2, batches, [al.PrefixEffect(rows=al.edges.target)], **QUIET)
+    assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
+
+
+def selected(batch: al.PromptBatch, context: al.CompressedContext) -> Tensor:
+    mask = torch.zeros_like(batch.attention_mask)
+    mask[:, : len(context.kept)] = context.kept
+    return mask
+
+
+def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
+    effect = al.prefix_effect(llama, questions(llama, 3), al.NoContext(), **QUIET)
+    assert not effect.stolen.any() and not effect.direct.any()
+    assert effect.indirect.max() < 1e-6
+    assert (effect.bos > 0).all()
+    assert effect.concentration.isnan().all() and effect.spread.isnan().all()
+
+
+def test_a_folder_resumes_the_effect_of_a_context(gpt2: Any, tmp_path: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    context = al.compress(gpt2, batches[0])
+    first = al.prefix_effect(gpt2, batches, context, folder=tmp_path, **QUIET)
+    second = al.prefix_effect(gpt2, batches, context, folder=tmp_path, **QUIET)
+    assert_same(first, second, 0)
+
+
+def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
+    batches = questions(gpt2, 3)
+    wrong: Any = batches[0]
+    with pytest.raises(MetricError, match="a context has size, query_pass and logits"):
+        al.prefix_effect(gpt2, batches, wrong, **QUIET)
+    context = al.compress(gpt2, batches[0])
+    with pytest.raises(MetricError, match="positions of every query"):
+        al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
+    with pytest.raises(ModelError, match="made with"):
+        al.prefix_effect(llama, questions(llama, 3), context, **QUIET)

@@ -1,0 +1,340 @@
+"""What a prefix does to attention: cases by hand, scores, one token, masks, padding, errors."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from measures import assert_same
+from tiny_models import questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError, MetricError, PromptError
+from anchorlens.metrics.prefix_effect import POSITIONS, _sampled, effect_record, effect_rows
+from anchorlens.metrics.prefix_terms import LayerTerms, terms_of_layer
+from anchorlens.passes.forward import run_pass, run_prefix
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+NAN = float("nan")
+
+
+def effect_of(model: Any, batches: list[al.PromptBatch], **options: Any) -> Any:
+    metric = al.PrefixEffect(**options)
+    return al.run(model, batches, [metric], **QUIET)["prefix_effect"]
+
+
+def of_class(batch: al.PromptBatch, number: int) -> Tensor:
+    nowhere = torch.zeros_like(batch.attention_mask)
+    return nowhere.scatter(1, batch.label_positions, batch.label_classes == number)
+
+
+def first_anchor(batch: al.PromptBatch) -> Tensor:
+    return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions[:, :1], True)
+
+
+def by_hand(pattern: list[float], *, sinks: bool = False) -> LayerTerms:
+    """One head and one row, which attends to two prefix tokens, a content token and itself."""
+    values = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 4.0]]).double()[None, None]
+    rows = torch.tensor([pattern, [0.0, 0.0, 0.5, 0.5]]).double()[:, None, None, None]
+    inside = torch.tensor([[True, True, False, False]])
+    return terms_of_layer((rows[0], values), (rows[1], values), rows[1], inside, sinks)
+
+
+def test_terms_of_a_row_by_hand() -> None:
+    terms = by_hand([0.25, 0.25, 0.125, 0.375])
+    assert float(terms.stolen) == 0.5
+    assert terms.taken.flatten().tolist() == [1.0, 0.0]  # 0.25 * 1 + 0.25 * 3
+    assert terms.rescaled.flatten().tolist() == [0.0, 3.5]  # (0.125 * 2 + 0.375 * 4) / 0.5
+    assert terms.without.flatten().tolist() == [0.0, 3.0]
+    assert terms.direct.flatten().tolist() == [1.0, -1.75]
+    assert terms.indirect.flatten().tolist() == [0.0, 0.5]
+    assert terms.expected.flatten().tolist() == [0.0, 0.0, 0.25, 0.75]
+
+
+def test_a_sink_has_a_part_of_what_the_prefix_leaves() -> None:
+    pattern = [0.25, 0.25, 0.125, 0.125]  # the sink has 0.25
+    assert by_hand(pattern).expected.flatten().tolist() == [0.0, 0.0, 0.5, 0.5]
+    terms = by_hand(pattern, sinks=True)
+    assert terms.expected.flatten().tolist() == [0.0, 0.0, 0.25, 0.25]
+    assert terms.rescaled.flatten().tolist() == [0.0, 1.5]
+
+
+def test_a_prefix_with_all_attention_leaves_no_output_to_compare() -> None:
+    terms = by_hand([0.5, 0.5, 0.0, 0.0])
+    assert float(terms.stolen) == 1 and terms.taken.flatten().tolist() == [2.0, 0.0]
+    for name in ("rescaled", "direct", "indirect", "expected"):
+        assert getattr(terms, name).isnan().any(), name
+
+
+def test_shares_of_attention_sum_to_one(llama: Any) -> None:
+    """The prefix, BOS, and the query, which is everything else."""
+    batches = questions(llama, 3)
+    effect = effect_of(llama, batches)
+    assert effect.stolen_by_group.sum(-1).allclose(effect.stolen)
+    assert effect.axis_names("group") == ("text", "label", "format", "other")
+    means: list[Tensor] = []
+    for batch in batches:
+        query = al.edges.query(batch)
+        seen: dict[int, Tensor] = {}
+
+        def see(pattern: Tensor, hook: Any, seen: Any = seen) -> None:
+            seen[len(seen)] = pattern
+
+        names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]
+        run_pass(llama, batch, observers=[(name, see) for name in names])
+        to_query = torch.stack([(a * query[:, None, None]).sum(-1) for a in seen.values()], 1)
+        for number, rows in enumerate(query):
+            means.append(to_query[number][..., rows].mean(-1))
+    total = effect.stolen + effect.bos + torch.stack(means).mean(0)
+    assert (total - 1).abs().max() < 1e-5
+    assert float(effect.bos.min()) > 1e-4 and float(effect.stolen.max()) < 0.99
+
+
+def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
+    batch = questions(gpt2, 5)[0]
+    classes = {str(c): partial(of_class, number=c) for c in range(6)}
+    metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
+    rows = effect_rows(gpt2, batch, metric.groups_of(batch), metric.rows_of(batch))
+    observation = al.AttentionAUCROC().observe(gpt2, batch)
+    logits = run_pass(gpt2, batch, observers=observation.hooks)
+    scores = observation.rows(logits, None)["attention"].sum(2)
+    assert rows["stolen_by_group"].sum(2).allclose(scores, atol=1e-6)
+    assert scores.min() > 1e-4
+
+
+def test_one_token_moves_a_head_along_one_line(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+    one = effect_of(gpt2, batches, keys={"one": first_anchor})
+    assert (one.concentration - 1).abs().max() < 1e-6
+    assert (one.effective_rank - 1).abs().max() < 1e-4
+    all_tokens = effect_of(gpt2, batches)
+    assert float(all_tokens.concentration.min()) < 0.99
+    assert float(all_tokens.effective_rank.max()) > 1.05
+
+
+def test_equal_values_move_a_head_along_one_line(hooked: Any, byte_level: Any) -> None:
+    weights: Any = tiny_gpt2(len(byte_level))
+    with torch.no_grad():
+        for block in weights.transformer.h:
+            block.attn.c_attn.weight[:, 48:] = 0  # the values are their biases
+    model = hooked(weights, byte_level)
+    effect = effect_of(model, questions(model, 6))
+    assert (effect.concentration - 1).abs().max() < 1e-6
+    assert (effect.effective_rank - 1).abs().max() < 1e-4
+
+
+def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
+    batch = questions(llama, 4)[0]
+    metric = al.PrefixEffect()
+    groups, rows = metric.groups_of(batch), metric.rows_of(batch)
+    cut = al.edges.between(al.edges.query(batch), groups.any(1))
+    hooks = al.block_edges(llama, cut, range(3))
+    effect = effect_record(effect_rows(llama, batch, groups, rows, hooks=hooks), list(metric.keys))
+    for name in ("stolen", "direct"):
+        assert not getattr(effect, name).any(), name
+    assert effect.indirect.max() < 1e-6
+    for name in ("concentration", "effective_rank", "spread"):
+        assert getattr(effect, name).isnan().all(), name
+
+
+def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> None:
+    batch = questions(gpt2, 4)[0]
+    whole, target = (
+        effect_of(gpt2, [batch], rows=rows) for rows in (al.edges.query, al.edges.target)
+    )
+    assert (whole.stolen - target.stolen).abs().max() > 1e-2
+    # The target is the last row of both.
+    for name in ("concentration", "effective_rank", "spread"):
+        assert torch.equal(getattr(whole, name), getattr(target, name))
+
+
+@pytest.mark.every_kind
+def test_results_do_not_depend_on_padding_and_batches(gemma3: Any) -> None:
+    batches = questions(gemma3, 5, batch_size=5)
+    expected = effect_of(gemma3, batches)
+    others = [
+        questions(gemma3, 5, batch_size=1),
+        questions(gemma3, 5, batch_size=2, padding_side="left"),
+    ]
+    for given in others:
+        effect = effect_of(gemma3, given)
+        rounding = {name: torch.zeros(3).double() for name in ("invariance", "indirect")}
+        assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
+        assert (effect.indirect - expected.indirect).abs().max() < 1e-4
+        assert effect.invariance.max() < 1e-5
+
+
+def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+    results = al.run(gpt2, batches, [al.PrefixEffect(), al.SaliencyFlows()], **QUIET)
+    assert "run once" in results["prefix_effect"].info["shared_prefix"]
+    alone = effect_of(gpt2, batches)
+    assert_same(results["prefix_effect"], replace(alone, info={}), 1e-12)
+
+
+def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> dict[str, Tensor]:
+    """Rows of one layer, one head and one group."""
+    count = len(taken)
+    ones, known = torch.ones(count, 1, 1), torch.ones(count, 1)
+    weights = torch.full((count, 1, POSITIONS), torch.nan)
+    weights[:, 0, : within.shape[1]] = within
+    return {
+        "stolen_by_group": ones[..., None] / 2,
+        "bos": ones * torch.nan,
+        "direct": known,
+        "indirect": known * torch.nan,
+        "taken": taken[:, None, None],
+        "within": weights,
+        "deviation": torch.arange(count)[:, None] / 10,
+        "demonstrations_id": torch.tensor(ids),
+        "prefix_id": torch.tensor(ids),
+    }
+
+
+def test_directions_and_spread_equal_numpy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    taken = torch.randn(7, 4, generator=generator).double()
+    within = torch.rand(7, 5, generator=generator).double()
+    record = effect_record(rows_by_hand(taken, within, [3] * 7), ["all"])
+    squares = np.linalg.svd(taken.numpy(), compute_uv=False) ** 2
+    shares = squares / squares.sum()
+    assert float(record.concentration) == pytest.approx(shares[0])
+    assert float(record.effective_rank) == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    low, high = np.percentile(within.float().numpy(), [1, 99], axis=0)
+    assert float(record.spread) == pytest.approx((high - low).mean(), rel=1e-5)
+    assert float(record.invariance) == pytest.approx(0.6)
+    assert float(record.indirect.isnan()) and float(record.stolen) == 0.5
+
+
+def test_sets_of_demonstrations_are_compared_with_themselves() -> None:
+    """Two sets of unlike lengths, in each of which nothing varies, as they are and pooled."""
+    taken = torch.tensor([[1.0, 0.0]] * 3 + [[0.0, 2.0]] * 2)
+    within = torch.tensor([[0.5, 0.25, 0.25]] * 3 + [[0.75, 0.25, NAN]] * 2)
+    rows = rows_by_hand(taken, within, [0, 0, 0, 1, 1])
+    record = effect_record(rows, ["all"])
+    assert float(record.concentration) == 1 and float(record.spread) == 0
+    pooled = effect_record({**rows, "demonstrations_id": torch.zeros(5)}, ["all"])
+    assert float(pooled.concentration) == pytest.approx(8 / 11) and float(pooled.spread) == 0
+    single = effect_record(rows_by_hand(taken[:1], within[:1], [0]), ["all"])
+    assert float(single.concentration) == 1 and single.spread.isnan().all()
+
+
+def test_of_a_long_prefix_some_positions_at_equal_distances_are_stored() -> None:
+    inside = torch.zeros(2, 1100, dtype=torch.bool)
+    inside[0, 1:1025], inside[1, 7:10] = True, True
+    long, short = _sampled(inside)
+    assert long.tolist() == list(range(1, 1025, 4))
+    assert short[:4].tolist() == [7, 8, 9, -1] and (short[3:] == -1).all()
+
+
+def test_a_maximum_and_ranks_have_no_interval(gpt2: Any) -> None:
+    results = al.run(gpt2, questions(gpt2, 20), [al.PrefixEffect()], progress=False, resamples=30)
+    effect = results["prefix_effect"]
+    assert set(effect.intervals) == {"stolen", "stolen_by_group", "bos", "direct", "indirect"}
+    low, high = effect.intervals["stolen"]
+    assert (low < effect.stolen).all() and (effect.stolen < high).all()
+
+
+def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -> None:
+    batch = questions(gemma3, 4)[0]
+    whole = run_prefix(gemma3, batch)
+    length = int(batch.query_start[0])
+    shared = run_prefix(gemma3, batch.prompt(0).before(length))
+    continued = run_prefix(gemma3, batch.after(length), prefix=shared)
+    assert torch.equal(continued.attention_mask, whole.attention_mask)
+    assert torch.equal(continued.next_position, whole.next_position)
+    inside = batch.attention_mask
+    for ours, theirs in zip(
+        (*continued.keys, *continued.values), (*whole.keys, *whole.values), strict=True
+    ):
+        assert ours.mT.movedim(-1, 1)[inside].allclose(theirs.mT.movedim(-1, 1)[inside], atol=1e-5)
+
+
+def test_the_figures_show_the_numbers(llama: Any) -> None:
+    batch = questions(llama, 4)[0]
+    effect = effect_of(llama, [batch])
+    heat, *lines = effect.plot().data
+    assert torch.tensor(heat.z, dtype=torch.double).T.equal(effect.stolen)
+    assert [line.y for line in lines] == [
+        pytest.approx(values.tolist()) for values in (effect.direct, effect.indirect)
+    ]
+    without, with_prefix, rescaled = (
+        torch.tensor(panel.z, dtype=torch.double)
+        for panel in al.plot_prefix_pattern(llama, batch, 1, 2, prompt=1).data
+    )
+    prompt = batch.prompt(1)
+    inside = al.edges.demonstrations(prompt)[0]
+    assert rescaled[:, inside].isnan().all() and not without[:, inside].any()
+    assert without[:, ~inside].allclose(rescaled[:, ~inside], atol=1e-6)
+    assert len(without) == int(al.edges.query(prompt).sum())
+    stolen = with_prefix[:, inside].sum(1)
+    assert with_prefix[:, ~inside].allclose((1 - stolen)[:, None] * without[:, ~inside], atol=1e-6)
+
+
+def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
+    batch = questions(llama, 4)[0]
+    one = al.PrefixEffect(keys={"one": first_anchor})
+    (dots,) = al.plot_prefix_directions(llama, batch, -1, 0, effect=one).data
+    assert len(dots.x) == int(al.edges.query(batch).sum())
+    assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))
+    (dots,) = al.plot_prefix_directions(llama, batch, -1, 0).data
+    assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
+
+
+def float_positions(batch: al.PromptBatch) -> Tensor:
+    return batch.attention_mask.float()
+
+
+def nothing(batch: al.PromptBatch) -> Tensor:
+    return torch.zeros_like(batch.attention_mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": {"query": al.edges.query}}, "lies in the query"),
+        (
+            {"keys": {"a": al.edges.anchors, "b": al.edges.demonstrations}},
+            "is in two groups; every token can be in one",
+        ),
+        ({"keys": {"a": nothing}}, "hold no token of some prompt"),
+        ({"keys": {"a": float_positions}}, "'a' of prefix_effect must give a tensor of True"),
+        ({"rows": al.edges.demonstrations}, "positions of every query"),
+        ({"rows": nothing}, "none in some prompt"),
+        ({"rows": lambda batch: None}, "'rows' of prefix_effect must give .* got NoneType"),
+    ],
+)
+def test_positions_that_are_no_prefix_or_no_query_are_refused(
+    gpt2: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(MetricError, match=message):
+        effect_of(gpt2, questions(gpt2, 3), **options)
+
+
+def test_wrong_options_and_changed_runs_are_refused(gpt2: Any) -> None:
+    for options, message in (
+        ({"keys": al.edges.anchors}, "keys are functions of the batch by name"),
+        ({"keys": {}}, "keys are functions of the batch by name"),
+        ({"rows": "target"}, "rows is a function of the batch"),
+    ):
+        wrong: Any = options
+        with pytest.raises(MetricError, match=message):
+            al.PrefixEffect(**wrong)
+    batches = questions(gpt2, 3)
+    with pytest.raises(MetricError, match="passes of its own"):
+        al.run(
+            gpt2,
+            batches,
+            [al.PrefixEffect()],
+            hooks=lambda batch: al.isolate_labels(gpt2, batch, 0),
+            **QUIET,
+        )
+    with pytest.raises(HookError, match="heads must be numbers from 0 to 1"):
+        al.plot_prefix_pattern(gpt2, batches[0], 0, 7)
+    with pytest.raises(PromptError, match="the batch has the prompts 0 to 2"):
+        al.plot_prefix_pattern(gpt2, batches[0], 0, 0, prompt=3)
