@@ -102,12 +102,7 @@ class PrefixContext:
             PromptError: A query is too long, or the prompts begin with another BOS.
         """
         device = device_of(model)
-        bos = bos_of(batch)
-        if not torch.equal(bos.cpu(), self.tokens[: len(bos)].cpu()) or len(bos) != self.n_bos:
-            raise PromptError(
-                f"this context was made for prompts that begin with {self._bos_in_words()}, but "
-                "these do not; build them with the tokenizer of the context's model"
-            )
+        self.check_bos(batch)
         queries = queries_after(batch.to(device), self.tokens)
         check_fits(model, queries)
         return QueryPass(queries.after(len(self.tokens)), self.prefix.to(device))
@@ -129,6 +124,15 @@ class PrefixContext:
         ensure_prepared(model)
         refuse_another_model(model, self.info)
         return checked_logits(self, model, batch)
+
+    def check_bos(self, batch: PromptBatch) -> None:
+        """Raise an error if prompts begin with another BOS than those of this context."""
+        bos = bos_of(batch)
+        if not torch.equal(bos.cpu(), self.tokens[: len(bos)].cpu()) or len(bos) != self.n_bos:
+            raise PromptError(
+                f"this context was made for prompts that begin with {self._bos_in_words()}, but "
+                "these do not; build them with the tokenizer of the context's model"
+            )
 
     @property
     def n_bos(self) -> int:
