@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
-from ..models.hooked import HookedModel, vocabulary_of
+from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from .embedded import embeddings_of
 
@@ -40,11 +40,6 @@ class NearestTokens:
         """
         table = model.W_E.detach()
         norms = table.norm(dim=1).to(torch.promote_types(table.dtype, torch.float32))
-        if allowed.shape != (vocabulary_of(model),) or allowed.dtype != torch.bool:
-            raise PromptError(
-                f"allowed must be True or False for each of the {vocabulary_of(model)} tokens of "
-                f"the model; got {allowed.dtype} {tuple(allowed.shape)}"
-            )
         allowed = allowed.to(table.device) & (norms > 0)
         if not allowed.any():
             raise PromptError(
@@ -87,6 +82,6 @@ def check_embeds_by_table(
     raise ModelError(
         f"the output of hook_embed in {model.cfg.model_name} is no multiple of the rows of W_E "
         f"(shapes {tuple(embeddings.shape)} and {tuple(rows.shape)}), so that the token nearest to "
-        "an embedding is not known (factorised embeddings, or a norm after them); train a prefix or "
-        "a soft prompt"
+        "an embedding is not known (factorised embeddings, or a norm after them); train a prefix "
+        "or a soft prompt"
     )

@@ -108,8 +108,7 @@ def train_hard_prompt(
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         tokenizer = tokenizer_of(model, tokenizer)
         ids = start_tokens(model, class_words(training) if start is None else start, length)
-        plain = plain_tokens(tokenizer, vocabulary_of(model)).to(ids.device)
-        nearest = NearestTokens.of(model, plain if allowed is None else allowed.to(plain) & plain)
+        nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))
         _check_start(nearest, ids)
         check_training(model, training, others, settings)
         bos = bos_of(training[0]).to(device_of(model))
@@ -232,6 +231,21 @@ def next_token_loss(
 ) -> Float[Tensor, " batch"]:
     """Cross entropy of each token but the first, in nats, from the logits before it."""
     return torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+
+
+def _allowed(
+    model: HookedModel, tokenizer: Any, allowed: Bool[Tensor, " vocab"] | None
+) -> Bool[Tensor, " vocab"]:
+    """The plain tokens among those that the user allows."""
+    plain = plain_tokens(tokenizer, vocabulary_of(model))
+    if allowed is None:
+        return plain
+    if allowed.shape != plain.shape or allowed.dtype != torch.bool:
+        raise PromptError(
+            f"allowed must be True or False for each of the {len(plain)} tokens of the model; got "
+            f"{allowed.dtype} {tuple(allowed.shape)}"
+        )
+    return plain & allowed.to(plain.device)
 
 
 def _check_start(nearest: NearestTokens, ids: Int[Tensor, " length"]) -> None:
