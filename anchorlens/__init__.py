@@ -10,6 +10,7 @@ from .system.public_names import imported_at_first_use
 
 # PyTorch, pandas and SciPy take seconds to import; `anchorlens --help` needs none of them.
 if TYPE_CHECKING:
+    from .contexts import hard_prompts as hard_prompts
     from .contexts import placement as placement
     from .contexts import selection as selection
     from .contexts.compression import compress as compress
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from .contexts.soft_prompt import SoftPrompt as SoftPrompt
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
     from .contexts.stored import load_context as load_context
+    from .contexts.token_prompt import HardPrompt as HardPrompt
+    from .contexts.token_prompt import hard_prompt as hard_prompt
+    from .contexts.token_prompt import random_hard_prompts as random_hard_prompts
     from .contexts.trained_prefix import train_prefix as train_prefix
+    from .contexts.trained_tokens import train_hard_prompt as train_hard_prompt
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
     from .experiments import sites as sites

@@ -66,6 +66,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.Study(model, [batch], {}, folder="rows")
     training, held_out = questions(model, 2, batch_size=1)
     yield al.train_soft_prompt(model, [training], held_out=[held_out], steps=0, progress=False)
+    yield al.hard_prompt(model, [300] * 99, held_out=[held_out])
     yield al.isolate_labels(model, batch, range(3))
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     yield from (*al.claims(flows), al.Verdict.AGREES)

@@ -111,13 +111,8 @@ class PrefixContext:
         Raises:
             PromptError: A query is too long, or the prompts begin with another BOS.
         """
-        device, bos = device_of(model), bos_of(batch).tolist()
-        if bos != self.info["bos"]:
-            raise PromptError(
-                f"this context was made for prompts that begin with {_bos_in_words(self.info)}, "
-                f"but these begin with {_bos_in_words({'bos': bos})}; build them with the "
-                "tokenizer of the context's model"
-            )
+        self.check_bos(batch)
+        device = device_of(model)
         check_queries(model, [batch], len(self.tokens))
         queries = queries_after(batch.to(device), self.tokens)
         return QueryPass(queries.after(len(self.tokens)), self.prefix.to(device))
@@ -139,6 +134,16 @@ class PrefixContext:
         ensure_prepared(model)
         refuse_another_model(model, self.info)
         return checked_logits(self, model, batch)
+
+    def check_bos(self, batch: PromptBatch) -> None:
+        """Raise an error if prompts begin with another BOS than those of this context."""
+        bos = bos_of(batch).tolist()
+        if bos != self.info["bos"]:
+            raise PromptError(
+                f"this context was made for prompts that begin with {_bos_in_words(self.info)}, "
+                f"but these begin with {_bos_in_words({'bos': bos})}; build them with the "
+                "tokenizer of the context's model"
+            )
 
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file, with a digest of its contents.

@@ -31,6 +31,7 @@ from .trained_prefix import check_length, random_tokens
 from .training import (
     MakeOptimizer,
     Settings,
+    TrainingRecord,
     check_training,
     describe_training,
     prepared_study,
@@ -48,6 +49,7 @@ class SoftPrompt(PrefixContext):
         embeddings: The learned embeddings after the BOS, in the space of ``hook_embed``.
     """
 
+    training: TrainingRecord
     embeddings: Float[Tensor, "length d_model"]
 
 

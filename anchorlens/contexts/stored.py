@@ -9,8 +9,9 @@ from ..system.digest_file import read_with_digest
 from .context import CompressedContext
 from .prefix_context import PrefixContext
 from .soft_prompt import SoftPrompt
+from .token_prompt import HardPrompt
 
-_OURS: tuple[type[PrefixContext], ...] = (PrefixContext, SoftPrompt)
+_OURS: tuple[type[PrefixContext], ...] = (PrefixContext, SoftPrompt, HardPrompt)
 
 
 def load_context(path: str | Path) -> CompressedContext | PrefixContext:

@@ -306,7 +306,7 @@ def train(
 
         def check() -> None:
             try:
-                accuracy, loss = _answers(model, trainable, held_out, settings.loss)
+                accuracy, loss = answers(model, trainable.query_pass, held_out, settings.loss)
             except NotFiniteError:
                 if state.step == 0:
                     raise
@@ -340,14 +340,17 @@ def train(
     return state.best, state.record()
 
 
-def _answers(
-    model: HookedModel, trainable: Trainable, batches: Sequence[PromptBatch], loss: Loss
+def answers(
+    model: HookedModel,
+    query_pass: Callable[[PromptBatch], QueryPass],
+    batches: Sequence[PromptBatch],
+    loss: Loss,
 ) -> tuple[float, float]:
-    """Accuracy and mean loss over batches."""
+    """Accuracy and mean loss over batches on the model's device, whose queries run so."""
     right: list[Tensor] = []
     losses: list[Tensor] = []
     for batch in batches:
-        logits = trainable.query_pass(batch).logits(model)
+        logits = query_pass(batch).logits(model)
         gold = require_gold(batch.gold, "accuracy")
         right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
         losses.append(loss(logits, batch))

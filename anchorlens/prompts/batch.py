@@ -378,7 +378,7 @@ class PromptBatch:
         _check_positions(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
-        return replace(batch, demonstrations_id=_demonstrations_ids(batch))
+        return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
 
 class LeadingTokens(PromptBatch):
@@ -400,7 +400,8 @@ def digest(tokens: Sequence[int]) -> int:
     return int.from_bytes(bits[:7], "big")
 
 
-def _demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
+def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
+    """A number for the tokens of each prompt up to its last label word."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     inside = batch.attention_mask & (positions <= batch.label_ends.max(1, keepdim=True).values)
     rows = zip(batch.tokens, inside, strict=True)

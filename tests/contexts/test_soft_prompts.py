@@ -33,11 +33,6 @@ def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pr
     return batches[:1], batches[1:]
 
 
-def record_of(prompt: al.SoftPrompt) -> al.TrainingRecord:
-    assert prompt.training is not None
-    return prompt.training
-
-
 def with_tokens(model: Any, batch: al.PromptBatch) -> tuple[al.PromptBatch, int]:
     """Queries after the tokens, and the number of BOS tokens before them."""
     bos = bos_of(batch)
@@ -112,7 +107,7 @@ def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
     assert difference(logits, run_pass(llama, queries)) < 1e-5
     gold: Any = held_out[0].gold
     right = torch.eq(held_out[0].label_scores(logits).argmax(-1), gold).float().mean()
-    assert record_of(prompt).held_out_accuracy.tolist() == [pytest.approx(float(right))]
+    assert prompt.training.held_out_accuracy.tolist() == [pytest.approx(float(right))]
 
 
 def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemma3: Any) -> None:
@@ -123,7 +118,7 @@ def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemm
         for side in ("left", "right")
         for *training, held_out in [halves(gemma3, padding_side=side)]
     ]
-    first, second = (record_of(prompt) for prompt in prompts)
+    first, second = (prompt.training for prompt in prompts)
     assert first.losses[-1] < 0.8 * first.losses[0]
     assert torch.equal(prompts[0].embeddings, prompts[1].embeddings)
     assert first.held_out_loss.equal(second.held_out_loss)
@@ -176,7 +171,7 @@ def test_an_interrupted_training_continues_to_the_same_embeddings(
     resumed = al.train_soft_prompt(gpt2, training, **call)
     assert calls < 9 + 10, "it began again"
     assert torch.equal(resumed.embeddings, whole.embeddings)
-    assert torch.equal(record_of(resumed).losses, record_of(whole).losses)
+    assert torch.equal(resumed.training.losses, whole.training.losses)
     with pytest.raises(StoreError, match="another context"):
         al.train_soft_prompt(gpt2, training, **(call | {"length": 3}))
 

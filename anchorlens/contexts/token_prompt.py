@@ -1,0 +1,254 @@
+"""Hard prompts: tokens before a query, their text, and what is lost when people copy the text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import PromptError
+from ..models.hooked import HookedModel, check_fits, device_of, vocabulary_of
+from ..passes.losses import Loss, check_loss, label_cross_entropy
+from ..prompts.batch import PromptBatch
+from ..prompts.insertion import insert_after_bos
+from ..prompts.plain_tokens import plain_tokens
+from ..runs.study import Study
+from ..system.processes import gather_from_processes
+from .context import model_identity
+from .embedded import prefix_of_tokens, start_tokens
+from .prefix_context import PrefixContext
+from .query_pass import QueryPass, bos_of, check_queries, queries_after
+from .trained_prefix import check_length
+from .training import TrainingRecord, answers
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class HardPrompt(PrefixContext):
+    """Tokens that stand before a query.
+
+    Attributes:
+        text: Their text, without the BOS.
+        encoded: The tokens of this text, with the BOS of ``tokens``. They can be others: a
+            tokenizer may join what the search put side by side.
+        encoded_accuracy: Share of held-out queries that are answered right after ``encoded``, from
+            0 to 1. ``training.best_accuracy`` is that of ``tokens``.
+    """
+
+    training: TrainingRecord
+    text: str
+    encoded: Int[Tensor, " encoded"]
+    encoded_accuracy: Float[Tensor, ""]
+
+    def _summary(self) -> dict[str, str]:
+        back = "back to them" if self.encodes_back else "to other tokens"
+        accuracy = f"{back}, accuracy {float(self.encoded_accuracy):.3f}"
+        return {"text": repr(self.text), **super()._summary(), "text encodes": accuracy}
+
+    @property
+    def ids(self) -> Int[Tensor, " length"]:
+        """The token ids without the BOS."""
+        return self.tokens[len(self.info["bos"]) :]
+
+    @property
+    def encodes_back(self) -> bool:
+        """Whether the tokenizer encodes the text to the same tokens."""
+        return torch.equal(self.encoded, self.tokens)
+
+    def insert(self, batch: PromptBatch) -> PromptBatch:
+        """The user's prompts with these tokens after the BOS, before the demonstrations.
+
+        All positions move with them, so that every metric applies to the result.
+
+        Args:
+            batch: Prompts, padded on either side.
+
+        Raises:
+            PromptError: The prompts begin with another BOS, or their tensors do not agree.
+
+        Examples:
+            >>> prompt = al.hard_prompt(model, [300, 301], held_out=batches)
+            >>> flows = al.run(model, [prompt.insert(batch)], [al.Accuracy()], progress=False)
+        """
+        self.check_bos(batch)
+        return insert_after_bos(batch, self.ids)
+
+
+def hard_prompt(
+    model: HookedModel,
+    tokens: Sequence[int],
+    *,
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any = None,
+    loss: Loss = label_cross_entropy,
+) -> HardPrompt:
+    """A hard prompt of given tokens, without a search.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        tokens: Token ids without the BOS; any are allowed.
+        held_out: Prompts with their true labels, on which the accuracy is measured.
+        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
+        loss: Function of (logits, batch) to a number for each prompt.
+
+    Raises:
+        PromptError: ``tokens`` are not token ids, a prompt has no true label, or a query after them
+            is too long.
+        ModelError: The model's hooks do not act, or it takes no key-value cache.
+
+    Examples:
+        >>> prompt = al.hard_prompt(model, [300, 301], held_out=batches)
+        >>> prompt.text == model.tokenizer.decode([300, 301])
+        True
+    """
+    return _measured(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
+
+
+def random_hard_prompts(
+    model: HookedModel,
+    *,
+    held_out: Sequence[PromptBatch],
+    length: int = 10,
+    draws: int = 20,
+    seed: int = 0,
+    tokenizer: Any = None,
+    loss: Loss = label_cross_entropy,
+) -> list[HardPrompt]:
+    """Hard prompts of random plain tokens: the baseline of a search.
+
+    Compare a search with all of them, and not with the best one, which is chosen on the queries on
+    which it is measured.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        held_out: Prompts with their true labels, on which the accuracy is measured.
+        length: Number of tokens of each prompt.
+        draws: Number of prompts.
+        seed: Seeds the tokens; the global random state is not touched.
+        tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
+        loss: Function of (logits, batch) to a number for each prompt.
+
+    Raises:
+        PromptError: As ``hard_prompt``, or ``length`` or ``draws`` is below 1.
+
+    Examples:
+        >>> prompts = al.random_hard_prompts(model, held_out=batches, length=2, draws=3)
+        >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
+    """
+    check_length(length)
+    if not isinstance(draws, int) or draws < 1:
+        raise PromptError(f"draws must be a whole number from 1; got {draws!r}")
+
+    def drawn(tokenizer: Any) -> list[list[int]]:
+        plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
+        if not len(plain):
+            raise PromptError("the tokenizer has no plain token that the model embeds")
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        indices = torch.randint(len(plain), (draws, length), generator=generator)
+        return [[int(token) for token in row] for row in plain[indices]]
+
+    return _measured(model, held_out, tokenizer, loss, drawn)
+
+
+def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
+    """The given tokenizer, or that of the model.
+
+    Raises:
+        PromptError: There is none.
+    """
+    found = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    if found is None:
+        raise PromptError("the model has no tokenizer, which gives tokens their text; pass it")
+    return found
+
+
+def made_of_tokens(
+    model: HookedModel,
+    tokens: Int[Tensor, " position"],
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any,
+    *,
+    loss: Loss,
+    training: TrainingRecord,
+    info: dict[str, Any],
+) -> HardPrompt:
+    """The hard prompt of tokens with their BOS, whose text is encoded and measured too.
+
+    The model is prepared and frozen, and the prompts are checked.
+    """
+    n_bos = len(info["bos"])
+    text = str(tokenizer.decode(tokens[n_bos:].tolist(), clean_up_tokenization_spaces=False))
+    again = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    encoded = torch.cat([tokens[:n_bos], again.to(tokens.device)])
+    accuracy = float(training.best_accuracy)
+    if not torch.equal(encoded, tokens):
+        accuracy, _ = answers_after_tokens(model, encoded, held_out, loss)
+    return HardPrompt(
+        prefix=prefix_of_tokens(model, held_out[0], tokens),
+        tokens=tokens.cpu(),
+        training=training,
+        info=info,
+        text=text,
+        encoded=encoded.cpu(),
+        encoded_accuracy=torch.tensor(accuracy),
+    )
+
+
+def answers_after_tokens(
+    model: HookedModel,
+    tokens: Int[Tensor, " position"],
+    batches: Sequence[PromptBatch],
+    loss: Loss,
+) -> tuple[float, float]:
+    """Accuracy and mean loss of the queries after tokens with their BOS."""
+    prefix = prefix_of_tokens(model, batches[0], tokens)
+
+    def query_pass(batch: PromptBatch) -> QueryPass:
+        queries = queries_after(batch, tokens)
+        check_fits(model, queries)
+        return QueryPass(queries.after(len(tokens)), prefix)
+
+    moved = [batch.to(device_of(model)) for batch in batches]
+    return answers(model, query_pass, moved, loss)
+
+
+def _measured(
+    model: HookedModel,
+    held_out: Sequence[PromptBatch],
+    tokenizer: Any,
+    loss: Loss,
+    choose: Any,
+) -> list[HardPrompt]:
+    """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""
+    study = Study(model, held_out, {"experiment": "hard prompts"}, resamples=0, progress=False)
+    with study:
+        if any(batch.gold is None for batch in study.batches):
+            raise PromptError("accuracy needs the true label of each query; give queries with them")
+        check_loss(loss, study.batches, vocabulary_of(model), device_of(model))
+        tokenizer = tokenizer_of(model, tokenizer)
+        bos = bos_of(study.batches[0]).to(device_of(model))
+        chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
+        prompts = [torch.cat([bos, ids]) for ids in chosen]
+        check_queries(model, study.batches, max(map(len, prompts)))
+        info = {
+            **study.describe(),
+            **model_identity(model),
+            "bos": bos_of(study.batches[0]).tolist(),
+            "queries_in_training": [],
+        }
+        made = []
+        for tokens in prompts:
+            accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
+            record = TrainingRecord(
+                losses=torch.zeros(0),
+                checked_steps=torch.tensor([0]),
+                held_out_accuracy=torch.tensor([accuracy]),
+                held_out_loss=torch.tensor([mean_loss]),
+            )
+            made.append(
+                made_of_tokens(
+                    model, tokens, study.batches, tokenizer, loss=loss, training=record, info=info
+                )
+            )
+        return gather_from_processes("hard prompts", made)[0]

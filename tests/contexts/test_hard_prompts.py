@@ -1,0 +1,432 @@
+"""Hard prompts: projection, search, text, and prompts with inserted tokens."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measures import difference
+from tiny_models import LONG_LABELS, questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.contexts.nearest_tokens import NearestTokens, check_embeds_by_table
+from anchorlens.contexts.trained_tokens import (
+    SearchedTokens,
+    next_token_loss,
+    prompts_of_next_tokens,
+)
+from anchorlens.contexts.training import Settings, train
+from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
+from anchorlens.passes.forward import run_pass
+from anchorlens.prompts.batch import check_batch
+from anchorlens.prompts.plain_tokens import plain_tokens
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"progress": False, "check_every": 2}
+SGD = partial(torch.optim.SGD, lr=30.0)
+
+
+def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.PromptBatch]]:
+    batches = questions(model, 8, batch_size=4, **options)
+    return batches[:1], batches[1:]
+
+
+def searched(model: Any, **options: Any) -> al.HardPrompt:
+    training, held_out = halves(model)
+    call = {"held_out": held_out, "length": 3, "steps": 6, **QUIET} | options
+    return al.train_hard_prompt(model, training, **call)
+
+
+def test_the_projection_equals_a_full_cosine_and_is_idempotent(gemma3: Any) -> None:
+    count = len(gemma3.W_E)
+    generator = torch.Generator().manual_seed(0)
+    allowed = torch.rand(count, generator=generator) < 0.5
+    nearest = NearestTokens.of(gemma3, allowed)
+    points = torch.randn(50, 32, generator=generator)
+    rows = gemma3.W_E.detach().double()
+    cosines = torch.nn.functional.cosine_similarity(points.double()[:, None], rows, dim=-1)
+    expected = cosines.masked_fill(~allowed, -2).argmax(1)
+    ids = nearest.ids(points)
+    assert torch.equal(ids, expected)
+    assert torch.equal(nearest.ids(7 * gemma3.W_E.detach()[ids]), ids)
+    # The nearest by dot product are others, because longer rows win.
+    assert not torch.equal((points @ gemma3.W_E.T).masked_fill(~allowed, -99).argmax(1), ids)
+
+
+def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(101, 37, generator=generator)
+    for twin in (100, 64, 33, 20):
+        table[twin] = table[8]
+    allowed = torch.ones(101, dtype=torch.bool)
+    allowed[[8, 20]] = False
+    points = table[8] + 0.05 * torch.randn(40, 37, generator=generator)
+    nearest = NearestTokens(table, table.norm(dim=1), allowed)
+    assert nearest.ids(points).unique().tolist() == [33]
+
+
+def test_the_embeddings_are_neither_copied_nor_normalised(gpt2: Any) -> None:
+    nearest = NearestTokens.of(gpt2, torch.ones(len(gpt2.W_E), dtype=torch.bool))
+    assert nearest.table.data_ptr() == gpt2.W_E.data_ptr()
+
+
+def test_plain_tokens_are_those_that_survive_decoding_and_encoding(
+    sentencepiece_like: Any, byte_level: Any
+) -> None:
+    plain = plain_tokens(sentencepiece_like, 1000)
+    names = sentencepiece_like.convert_ids_to_tokens(range(900))
+    assert not plain[:259].any(), "special tokens, and bytes"
+    assert not plain[900:].any(), "tokens that the tokenizer does not know"
+    assert plain[names.index("▁the")] and plain.sum() > 500
+    byte_plain = plain_tokens(byte_level, 700)
+    for token in range(700):
+        text = byte_level.decode([token], clean_up_tokenization_spaces=False)
+        survives = byte_level(text)["input_ids"] == [token] and token != byte_level.eos_token_id
+        assert bool(byte_plain[token]) == survives
+    assert not byte_plain[byte_level.convert_tokens_to_ids("Ã")], "a part of a character"
+
+
+def test_unused_tokens_are_not_plain(byte_level: Any) -> None:
+    from copy import deepcopy
+
+    tokenizer = deepcopy(byte_level)
+    assert plain_tokens(tokenizer, 703)[700:].tolist() == [False] * 3
+    tokenizer.add_tokens(["<unused7>", "abcabc"])
+    assert not plain_tokens(tokenizer, 703)[700:].any(), "they were added"
+    before = plain_tokens(byte_level, 700)
+    byte_level.backend_tokenizer.enable_padding(length=4)
+    try:
+        assert torch.equal(plain_tokens(deepcopy(byte_level), 700), before)
+    finally:
+        byte_level.backend_tokenizer.no_padding()
+
+
+def test_fluency_is_the_cross_entropy_of_plain_transformers(llama: Any) -> None:
+    batch = questions(llama, 2)[0]
+    tokens = torch.tensor([int(batch.tokens[0, 0]), 300, 17, 301, 260])
+    prompts = prompts_of_next_tokens(batch, tokens)
+    losses = next_token_loss(run_pass(llama, prompts), tokens)
+    logits = llama.original_model(tokens[None]).logits
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[1:])
+    assert float(losses.mean()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any) -> SearchedTokens:
+    allowed = torch.ones(len(model.W_E), dtype=torch.bool)
+    fields: dict[str, Any] = {
+        "model": model,
+        "bos": batch.tokens[0, :1][: int(batch.begins_with_bos)],
+        "embeddings": model.W_E[[300, 17]].detach().clone().requires_grad_(),
+        "nearest": NearestTokens.of(model, allowed),
+        "method": method,
+        "steps": 4,
+        "seed": 0,
+        "example": batch.prompt(0),
+    }
+    return SearchedTokens(**(fields | changes))
+
+
+def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
+    """Anywhere near the embeddings of two tokens, P gets the gradient at them."""
+    batch = questions(gpt2, 3)[0]
+    at_tokens = trainable_of(gpt2, batch, al.hard_prompts.PEZ)
+    moved = (gpt2.W_E[[300, 17]] * 3 + 0.01).detach().requires_grad_()
+    nearby = trainable_of(gpt2, batch, al.hard_prompts.PEZ, embeddings=moved)
+    assert torch.equal(nearby.tokens, torch.tensor([300, 17]))
+    losses = [part.backward(batch, al.label_cross_entropy) for part in (at_tokens, nearby)]
+    assert losses[0] == losses[1]
+    assert at_tokens.embeddings.grad is not None and moved.grad is not None
+    assert torch.equal(moved.grad, at_tokens.embeddings.grad) and moved.grad.any()
+
+
+def test_the_objective_is_a_weighted_sum_of_both_losses(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0]
+
+    def objective(weight: float) -> tuple[float, Tensor]:
+        method = replace(al.hard_prompts.PEZ, fluency=weight)
+        trainable = trainable_of(gpt2, batch, method)
+        loss = trainable.backward(batch, al.label_cross_entropy)
+        gradient = trainable.embeddings.grad
+        assert gradient is not None
+        return loss, gradient
+
+    (task, at_task), (both, at_both), (fluency, at_fluency) = map(objective, (0.0, 0.25, 1.0))
+    assert both == pytest.approx(0.75 * task + 0.25 * fluency, rel=1e-5)
+    torch.testing.assert_close(at_both, 0.75 * at_task + 0.25 * at_fluency)
+    tokens = torch.tensor([300, 17])
+    expected = next_token_loss(run_pass(gpt2, prompts_of_next_tokens(batch, tokens)), tokens)
+    assert fluency == pytest.approx(float(expected.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_autoprompt_is_a_projected_step_of_gradient_descent(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 3)[0]
+    method = replace(al.hard_prompts.AUTOPROMPT, optimizer=SGD)
+    scale = 32**0.5 if name == "gemma3" else 1.0
+    start = (model.W_E[[300, 17]] * scale).detach().requires_grad_()
+    trainable = trainable_of(model, batch, method, embeddings=start)
+    before = start.detach().clone()
+    optimizer = SGD([start])
+    trainable.backward(batch, al.label_cross_entropy)
+    assert start.grad is not None
+    expected = trainable.nearest.ids(before - 30.0 * start.grad)
+    optimizer.step()
+    trainable.after_step(0)
+    assert torch.equal(trainable.tokens[len(trainable.bos) :], expected)
+    torch.testing.assert_close(start.detach(), model.W_E[expected].detach() * scale)
+    assert expected.tolist() != [300, 17]
+
+
+def test_the_published_script_stays_where_the_algorithm_goes_on(gpt2: Any) -> None:
+    """Steps too short to reach another token add up in P, unless P is projected after each."""
+    batch = questions(gpt2, 3)[0]
+    short = partial(torch.optim.SGD, lr=0.02)
+    tokens, lengths = [], []
+    for keep in (True, False):
+        method = al.hard_prompts.Descent(short, keep_continuous=keep)
+        trainable = trainable_of(gpt2, batch, method)
+        start = trainable.embeddings.detach().clone()
+        optimizer = short([trainable.embeddings])
+        for step in range(8):
+            trainable.embeddings.grad = torch.ones_like(start)
+            optimizer.step()
+            trainable.after_step(step)
+        tokens.append(trainable.tokens.tolist())
+        lengths.append(float((start - trainable.embeddings).detach().mean()))
+    assert lengths == [pytest.approx(8 * 0.02), pytest.approx(0.0, abs=1e-7)]
+    assert tokens[1] == [300, 17]
+
+
+def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    noise = al.hard_prompts.Langevin(lr=0.5)
+    assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
+    method = al.hard_prompts.Descent(SGD, noise=noise)
+
+    def moved(step: int, seed: int) -> Tensor:
+        trainable = trainable_of(gpt2, batch, method, seed=seed)
+        before = trainable.embeddings.detach().clone()
+        trainable.after_step(step)
+        return trainable.embeddings.detach() - before
+
+    assert torch.equal(moved(0, 1), moved(0, 1))
+    assert not torch.equal(moved(0, 1), moved(0, 2))
+    assert moved(0, 1).std() == pytest.approx(1.0, rel=0.3)
+    assert moved(4, 1).std() == pytest.approx(0.01, rel=0.3)
+
+
+def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> None:
+    """The loss is the distance of the first embedding to that of one token."""
+    batch = questions(gpt2, 2)[0]
+    wanted = gpt2.W_E[411].detach()
+    trainable = trainable_of(gpt2, batch, al.hard_prompts.PEZ)
+
+    class Quadratic(SearchedTokens):
+        def backward(self, batch: al.PromptBatch, loss: Any) -> float:
+            projected = gpt2.W_E[self.tokens].detach()
+            self.embeddings.grad = projected - wanted
+            return float((projected - wanted).square().sum())
+
+    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=0.2))
+    fields = vars(trainable) | {"method": method}
+    held_out = questions(gpt2, 2)
+    settings = Settings(20, method.optimizer, 1e9, 1, 0, al.label_cross_entropy, None, False)
+    quadratic = Quadratic(**fields)
+    train(gpt2, quadratic, [batch], held_out, settings)
+    assert quadratic.tokens.tolist() == [411, 411]
+
+
+def test_a_search_lowers_the_loss_and_depends_on_the_seed_alone(llama: Any) -> None:
+    prompt = searched(llama, start=[300, 301, 302], steps=8)
+    again = searched(llama, start=[300, 301, 302], steps=8)
+    assert torch.equal(prompt.tokens, again.tokens)
+    assert torch.equal(prompt.training.losses, again.training.losses)
+    best = prompt.training.best
+    assert prompt.training.checked_steps[best] > 0
+    plain = plain_tokens(llama.tokenizer, len(llama.W_E))
+    assert plain[prompt.ids].all() and prompt.ids.tolist() != [300, 301, 302]
+    _, held_out = halves(llama)
+    given = al.hard_prompt(llama, prompt.ids.tolist(), held_out=held_out)
+    assert float(given.training.best_accuracy) == float(prompt.training.best_accuracy)
+    assert torch.equal(given.logits(llama, held_out[0]), prompt.logits(llama, held_out[0]))
+
+
+def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
+    words = al.hard_prompts.class_words(halves(gpt2)[0])
+    prompt = searched(gpt2, steps=0, length=8)
+    assert prompt.ids.tolist() == [*words, *words][:8]
+    assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
+
+
+def test_an_interrupted_search_continues_to_the_same_tokens(gpt2: Any, tmp_path: Path) -> None:
+    """With Adafactor, whose state is stored, and with noise."""
+    noisy = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
+    options: dict[str, Any] = {"method": noisy, "start": [300]}
+    whole = searched(gpt2, **options)
+    calls = 0
+
+    def stopping(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return al.label_cross_entropy(logits, batch)
+
+    options |= {"folder": tmp_path, "loss": stopping}
+    with pytest.raises(KeyboardInterrupt):
+        searched(gpt2, **options)
+    resumed = searched(gpt2, **options)
+    assert calls < 9 + 10, "it began again"
+    assert torch.equal(resumed.tokens, whole.tokens)
+    assert torch.equal(resumed.training.losses, whole.training.losses)
+    with pytest.raises(StoreError, match="another context"):
+        searched(gpt2, **(options | {"start": [301]}))
+
+
+def test_the_text_is_encoded_again_and_measured(gpt2: Any) -> None:
+    _, held_out = halves(gpt2)
+    tokenizer = gpt2.tokenizer
+    joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    assert len(joined) == 1
+    pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
+    prompt = al.hard_prompt(gpt2, pieces, held_out=held_out)
+    assert prompt.text == " the" and prompt.encoded.tolist() == joined
+    assert not prompt.encodes_back
+    other = al.hard_prompt(gpt2, joined, held_out=held_out)
+    assert other.encodes_back
+    assert float(prompt.encoded_accuracy) == float(other.training.best_accuracy)
+    assert "to other tokens" in prompt._repr_html_()
+
+
+def test_a_hard_prompt_is_saved_and_loaded(llama: Any, tmp_path: Path) -> None:
+    _, held_out = halves(llama)
+    prompt = al.hard_prompt(llama, [300, 17], held_out=held_out)
+    loaded = al.HardPrompt.load(prompt.save(tmp_path / "hard.safetensors"))
+    assert loaded.text == prompt.text and loaded.info == prompt.info
+    assert torch.equal(loaded.encoded, prompt.encoded)
+    assert float(loaded.encoded_accuracy) == float(prompt.encoded_accuracy)
+    assert torch.equal(loaded.logits(llama, held_out[0]), prompt.logits(llama, held_out[0]))
+
+
+def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
+    _, held_out = halves(gpt2)
+    call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 3}
+    prompts = al.random_hard_prompts(gpt2, seed=1, **call)
+    ids = [prompt.ids.tolist() for prompt in prompts]
+    assert len(ids) == 3 and ids[0] != ids[1]
+    assert ids == [prompt.ids.tolist() for prompt in al.random_hard_prompts(gpt2, seed=1, **call)]
+    assert plain_tokens(gpt2.tokenizer, 700)[torch.tensor(ids)].all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
+    name: str, side: Any, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 3, padding_side=side)[0]
+    words = "What is it?\n"
+    ids = model.tokenizer(words, add_special_tokens=False)["input_ids"]
+    prompt = al.hard_prompt(model, ids, held_out=[batch])
+    longer = prompt.insert(batch)
+    check_batch(longer)
+    task = al.TASKS["trec"]
+    begun = al.Task(task.template, task.labels, prefix=words)
+    expected = questions_of(model, begun, side)
+    for field in ("tokens", "label_positions", "target_positions", "attention_mask"):
+        assert torch.equal(getattr(longer, field), getattr(expected, field)), field
+    assert torch.equal(longer.query_start, expected.query_start)
+    assert torch.equal(longer.groups[:, -5:], expected.groups[:, -5:])
+    assert torch.equal(longer.demonstrations_id, expected.demonstrations_id)
+    assert torch.equal(run_pass(model, longer), run_pass(model, expected))
+
+
+def questions_of(model: Any, task: al.Task, side: Any) -> al.PromptBatch:
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos][:3]
+    return al.build_prompts(model.tokenizer, task, demos, queries, padding_side=side)[0]
+
+
+@pytest.mark.filterwarnings("ignore:some pairs of classes:UserWarning")
+def test_every_metric_runs_on_prompts_with_inserted_tokens(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    prompt = al.hard_prompt(gpt2, [300, 17], held_out=batches)
+    metrics: list[Any] = [
+        al.SaliencyFlows(),
+        al.AttentionAUCROC(),
+        al.AnchorDistances(directions=2),
+        al.Accuracy(),
+    ]
+    longer = [prompt.insert(batch) for batch in batches]
+    results = al.run(gpt2, longer, metrics, resamples=0, progress=False)
+    assert len(results) == 4
+    # What a run shares of one kind of prompts is not taken for the other kind.
+    both = al.target_logits(gpt2, [*batches, *longer], progress=False)
+    alone = al.target_logits(gpt2, longer, progress=False)
+    assert difference(both[4:], alone) < 1e-5
+
+
+def test_prompts_with_another_bos_are_refused(gpt2: Any, llama: Any) -> None:
+    prompt = al.hard_prompt(gpt2, [300], held_out=questions(gpt2, 2))
+    with pytest.raises(PromptError, match="begin with no BOS"):
+        prompt.insert(questions(llama, 2)[0])
+
+
+@pytest.mark.changes_model
+def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> None:
+    batch = questions(gpt2, 2)[0]
+    tokens = torch.tensor([300, 17])
+    check_embeds_by_table(gpt2, batch, tokens)
+    gpt2.embed.original_component.register_forward_hook(
+        lambda module, arguments, output: torch.nn.functional.layer_norm(output + 1, [24])
+    )
+    with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
+        check_embeds_by_table(gpt2, batch, tokens)
+
+
+NONE = torch.zeros(700, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"length": 0}, PromptError, "length must be a whole number from 1; got 0"),
+        ({"allowed": NONE}, PromptError, "no token is allowed"),
+        ({"allowed": NONE[:5]}, PromptError, "each of the 700 tokens"),
+        ({"start": [0]}, PromptError, r"tokens \[0\] of the start are not allowed"),
+        ({"start": [700]}, PromptError, "from 0 to 699"),
+        ({"held_out": []}, PromptError, "no held-out prompts"),
+        ({"clip": 0}, MetricError, "clip must be a number above 0"),
+        (
+            {"length": 1, "start": [300], "method": al.hard_prompts.FLUENT_PROMPT},
+            PromptError,
+            "has no fluency",
+        ),
+    ],
+    ids=["length", "allowed", "shape", "start", "vocabulary", "held-out", "clip", "fluency"],
+)
+def test_a_bad_argument_is_an_error_before_the_search(
+    gpt2: Any, change: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        searched(gpt2, **change)
+
+
+def test_a_fluency_outside_0_to_1_is_an_error() -> None:
+    with pytest.raises(MetricError, match="fluency must be a weight from 0 to 1; got 2"):
+        replace(al.hard_prompts.PEZ, fluency=2)
+
+
+def test_label_words_of_several_tokens_are_no_start(gpt2: Any) -> None:
+    demos = [al.Example("a", 0), al.Example("b", 1)]
+    batches = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, [al.Example("c", 0)])
+    with pytest.raises(PromptError, match="a label word has several tokens"):
+        al.hard_prompts.class_words(batches)
