@@ -218,6 +218,7 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
 
     assert torch.equal(moved(0, 1), moved(0, 1))
     assert not torch.equal(moved(0, 1), moved(0, 2))
+    assert torch.sign(moved(0, 1)).ne(torch.sign(moved(1, 1))).any()
     assert moved(0, 1).std() == pytest.approx(1.0, rel=0.3)
     assert moved(4, 1).std() == pytest.approx(0.01, rel=0.3)
 
