@@ -33,7 +33,9 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match[1] == "div" else "inline"
-    return convert(html.unescape(match[2]).strip(), display=display)
+    formula = convert(html.unescape(match[2]).strip(), display=display)
+    # On a phone a wide formula scrolls, and so the keyboard has to reach it.
+    return formula.replace('display="block"', 'display="block" tabindex="0"')
 
 
 def _linked(match: re.Match[str]) -> str:
