@@ -14,13 +14,12 @@ from ..errors import PromptError, StoreError
 from ..models.hooked import HookedModel, device_of
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
-from ..models.model_state import frozen_in_eval_mode
-from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.batch import PromptBatch
 from ..results.html_tables import table, titled
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from .context import refuse_another_kind, refuse_another_model
-from .query_pass import QueryPass, bos_of, check_queries, queries_after
+from .query_pass import QueryPass, bos_of, checked_logits, checked_queries
 from .training import TrainingRecord
 
 _C = TypeVar("_C", bound="PrefixContext")
@@ -44,9 +43,8 @@ class NoContext:
 
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``."""
-        bos = bos_of(batch)
-        check_queries(model, [batch], len(bos))
-        return QueryPass(queries_after(batch.to(device_of(model)), bos), None)
+        moved = batch.to(device_of(model))
+        return QueryPass(checked_queries(model, moved, bos_of(moved)), None)
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of the queries of a batch."""
@@ -113,8 +111,7 @@ class PrefixContext:
         """
         self.check_bos(batch)
         device = device_of(model)
-        check_queries(model, [batch], len(self.tokens))
-        queries = queries_after(batch.to(device), self.tokens)
+        queries = checked_queries(model, batch.to(device), self.tokens)
         return QueryPass(queries.after(len(self.tokens)), self.prefix.to(device))
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
@@ -227,14 +224,3 @@ def prefix_at_start(
 
 def _bos_in_words(info: Mapping[str, Any]) -> str:
     return f"the BOS {info['bos'][0]}" if info["bos"] else "no BOS"
-
-
-def checked_logits(
-    context: Any, model: HookedModel, batch: PromptBatch
-) -> Float[Tensor, "batch vocab"]:
-    """The logits of a context for a checked batch, from the frozen model."""
-    ensure_prepared(model)
-    check_batch(batch)
-    with frozen_in_eval_mode(model):
-        logits: Tensor = context.query_pass(model, batch).logits(model)
-        return logits

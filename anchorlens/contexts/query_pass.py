@@ -11,8 +11,10 @@ from torch import Tensor
 from ..errors import PromptError
 from ..models.hooked import Hook, HookedModel, check_fits
 from ..models.kv_cache import Prefix
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import OTHER, PADDING
 
 
@@ -113,15 +115,34 @@ def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
     return first if batch.begins_with_bos else first[:0]
 
 
+def checked_queries(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> PromptBatch:
+    """``queries_after``, or an error if a query does not fit the model after these tokens."""
+    left = max(model.cfg.n_ctx - len(tokens), 0)
+    longest = int((batch.target_positions - batch.query_start).max()) + 1
+    if longest > left:
+        raise PromptError(
+            f"a query has {longest} tokens, but {left} of the model's context of "
+            f"{model.cfg.n_ctx} are left after {len(tokens)} positions; use shorter queries, or a "
+            "context with fewer positions"
+        )
+    queries = queries_after(batch, tokens)
+    check_fits(model, queries)
+    return queries
+
+
 def check_queries(model: HookedModel, batches: Sequence[PromptBatch], count: int) -> None:
     """Raise an error for queries that do not fit the model after ``count`` positions."""
-    left = max(model.cfg.n_ctx - count, 0)
     for batch in batches:
-        longest = int((batch.target_positions - batch.query_start).max()) + 1
-        if longest > left:
-            raise PromptError(
-                f"a query has {longest} tokens, but {left} of the model's context of "
-                f"{model.cfg.n_ctx} are left after {count} positions; use shorter queries, or a "
-                "context with fewer positions"
-            )
-        check_fits(model, queries_after(batch, batch.tokens.new_zeros(count)))
+        checked_queries(model, batch, batch.tokens.new_zeros(count))
+
+
+def checked_logits(
+    context: Context, model: HookedModel, batch: PromptBatch
+) -> Float[Tensor, "batch vocab"]:
+    """The logits of a context for a checked batch, from the frozen model."""
+    ensure_prepared(model)
+    check_batch(batch)
+    with frozen_in_eval_mode(model):
+        return context.query_pass(model, batch).logits(model)

@@ -13,8 +13,7 @@ from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch, check_batch
 from .compression import compress
 from .context import CompressedContext, refuse_another_model
-from .prefix_context import checked_logits
-from .query_pass import QueryPass
+from .query_pass import QueryPass, checked_logits
 from .selection import everything
 
 

@@ -1,6 +1,6 @@
 """Hard prompts: tokens before a query, their text, and what is lost when people copy the text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..models.hooked import HookedModel, check_fits, device_of, vocabulary_of
+from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..passes.losses import Loss, check_loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.insertion import insert_after_bos
@@ -19,7 +19,7 @@ from ..system.processes import gather_from_processes
 from .context import model_identity
 from .embedded import prefix_of_tokens, start_tokens
 from .prefix_context import PrefixContext
-from .query_pass import QueryPass, bos_of, check_queries, queries_after
+from .query_pass import QueryPass, bos_of, check_queries, checked_queries
 from .trained_prefix import check_length
 from .training import TrainingRecord, answers
 
@@ -205,9 +205,7 @@ def answers_after_tokens(
     prefix = prefix_of_tokens(model, batches[0], tokens)
 
     def query_pass(batch: PromptBatch) -> QueryPass:
-        queries = queries_after(batch, tokens)
-        check_fits(model, queries)
-        return QueryPass(queries.after(len(tokens)), prefix)
+        return QueryPass(checked_queries(model, batch, tokens).after(len(tokens)), prefix)
 
     moved = [batch.to(device_of(model)) for batch in batches]
     return answers(model, query_pass, moved, loss)
@@ -218,7 +216,7 @@ def _measured(
     held_out: Sequence[PromptBatch],
     tokenizer: Any,
     loss: Loss,
-    choose: Any,
+    choose: Callable[[Any], Sequence[Sequence[int]]],
 ) -> list[HardPrompt]:
     """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""
     study = Study(model, held_out, {"experiment": "hard prompts"}, resamples=0, progress=False)

@@ -13,12 +13,12 @@ from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
-from ..passes.forward import run_prefix
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..system.checksum import digest_of
 from ..system.processes import gather_from_processes
 from .context import CompressedContext, refuse_another_model
+from .embedded import prefix_of_tokens
 from .prefix_context import PrefixContext, prefix_at_start
 from .query_pass import QueryPass, bos_of, check_queries, queries_after
 from .training import (
@@ -59,7 +59,7 @@ def train_prefix(
         model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts with their true labels.
         held_out: Other prompts, by which the best context is chosen.
-        length: Number of positions; left out of account where ``start`` is given.
+        length: Number of positions that are learned. A ``start`` has its own number.
         start: A context whose keys and values are the start: demonstrations, what is selected of
             them, or a context that was trained. By default they are those of random tokens after
             the BOS.
@@ -133,8 +133,7 @@ def random_prefix(model: HookedModel, batch: PromptBatch, length: int, seed: int
     """Keys and values of the BOS and of random tokens after it."""
     bos = bos_of(batch).to(device_of(model))
     tokens = torch.cat([bos, random_tokens(model, length, seed)])
-    queries = queries_after(batch.to(device_of(model)), tokens)
-    return run_prefix(model, queries.prompt(0).before(len(tokens)))
+    return prefix_of_tokens(model, batch, tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,8 @@ change its tensors. Texts are shown literally: plotly would otherwise read `<b>`
 as TeX. NaN values leave gaps. Figures have a height in pixels and fill the width of the page.
 """
 
-import html
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, product
-from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -17,11 +15,16 @@ from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from ..errors import AnchorlensError
+from .figure_parts import (
+    PALETTE,
+    VISIBLE,
+    check,
+    check_shape,
+    layout,
+    literal,
+    name_ticks,
+)
 
-# The colours of Okabe and Ito, which colour-blind readers can distinguish; grey in place of black,
-# which dark pages hide.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark pages
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
@@ -30,7 +33,6 @@ SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
 FLOWS = ("other flow", "flow into label word ◆", "flow from label word ◆ to target ■")
 # Opacity and width in pixels of arcs up to 1/4, 1/2, 3/4 and 1 of the layer's largest flow.
 DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
-VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥", "\xa0": "⍽"})
 
 
 def lines_by_layer(
@@ -68,23 +70,23 @@ def lines_by_layer(
         >>> lines_by_layer(auc, ["label", "random"], title="AUC", y_title="AUC").data[0].y
         (0.5, 0.75)
     """
-    _check_shape(values, (len(names), *values.shape[-1:]), "pass one name per row of values")
-    _check(set(dashed) <= set(names), f"dashed among {list(names)}", dashed, "pass series' names")
+    check_shape(values, (len(names), *values.shape[-1:]), "pass one name per row of values")
+    check(set(dashed) <= set(names), f"dashed among {list(names)}", dashed, "pass series' names")
     ends, lines, bands = _ends(values, low, high), [], []
     for row, (name, heights) in enumerate(zip(names, values.tolist(), strict=True)):
         color, dash = PALETTE[row % len(PALETTE)], "dash" if name in dashed else "solid"
-        line = go.Scatter(x=list(range(len(heights))), y=heights, name=_literal(name))
+        line = go.Scatter(x=list(range(len(heights))), y=heights, name=literal(name))
         line.update(line={"color": color, "dash": dash, "width": 2.5}, mode="lines+markers")
         line.update(marker={"symbol": SYMBOLS[row % len(SYMBOLS)], "size": 7}, legendgroup=row)
         lines.append(line.update(customdata=ends[:, row].T.tolist(), hovertemplate=_hover(low)))
         band = go.Scatter(_outline(*ends[:, row].tolist()), mode="lines", line_color=color)
         band.update(fill="toself", fillcolor=color, opacity=0.2, hoverinfo="skip")
         bands.append(band.update(legendgroup=row, showlegend=False))
-    figure = go.Figure(lines if low is None else bands + lines, _layout(title, 420))
+    figure = go.Figure(lines if low is None else bands + lines, layout(title, 420))
     if reference is not None:  # named in the legend, where the name covers no line
         name = f"reference {reference:g}"
         figure.add_hline(reference, line=DOTTED, showlegend=True, name=name)
-    figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=_literal(y_title))
+    figure.update_layout(hovermode="x unified", xaxis_title="layer", yaxis_title=literal(y_title))
     layers = values.shape[1]
     figure.update_xaxes(dtick=1 + layers // 16, range=[-0.5, layers - 0.5])
     figure.update_yaxes(range=_range_of_lines(values, ends))
@@ -109,12 +111,12 @@ def lines_by_step(
         >>> lines_by_step({"loss": loss}, title="Training", y_title="nats").data[0].x
         (0, 10)
     """
-    figure = go.Figure(layout=_layout(title, 420))
+    figure = go.Figure(layout=layout(title, 420))
     for number, (name, (steps, values)) in enumerate(lines.items()):
         color = PALETTE[number % len(PALETTE)]
-        figure.add_scatter(x=steps.tolist(), y=values.tolist(), name=_literal(name))
+        figure.add_scatter(x=steps.tolist(), y=values.tolist(), name=literal(name))
         figure.data[-1].update(line={"color": color, "width": 2}, mode="lines")
-    return figure.update_layout(xaxis_title="step", yaxis_title=_literal(y_title))
+    return figure.update_layout(xaxis_title="step", yaxis_title=literal(y_title))
 
 
 def grouped_bars(
@@ -150,18 +152,18 @@ def grouped_bars(
         >>> grouped_bars(loyalty, *names, title="Isolation", y_title="loyalty").data[1].y
         (0.5, 1.0)
     """
-    _check_shape(values, (len(groups), len(series)), "pass one name per row and per column")
-    figure, ends = go.Figure(layout=_layout(title, 420)), _ends(values, low, high)
+    check_shape(values, (len(groups), len(series)), "pass one name per row and per column")
+    figure, ends = go.Figure(layout=layout(title, 420)), _ends(values, low, high)
     above, below = (ends[1] - values).T.tolist(), (values - ends[0]).T.tolist()
     for column, (name, heights) in enumerate(zip(series, values.T.tolist(), strict=True)):
-        bars = go.Bar(x=list(range(len(groups))), y=heights, name=_literal(name))
+        bars = go.Bar(x=list(range(len(groups))), y=heights, name=literal(name))
         errors = {"array": above[column], "arrayminus": below[column]}
         bars.update(error_y={**errors, "visible": low is not None})
         bars.update(customdata=ends[..., column].T.tolist(), hovertemplate="%{x}<br>" + _hover(low))
         pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
         bars.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
         figure.add_trace(bars)
-    return figure.update_xaxes(_name_ticks(groups)).update_yaxes(title=_literal(y_title))
+    return figure.update_xaxes(name_ticks(groups)).update_yaxes(title=literal(y_title))
 
 
 def bars_with_controls(
@@ -199,13 +201,13 @@ def bars_with_controls(
     """
     shape = (len(panels), len(groups), len(kinds))
     for tensor in (values, low, high):
-        _check_shape(tensor, shape, "pass one name per panel, group and kind")
+        check_shape(tensor, shape, "pass one name per panel, group and kind")
     figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
     colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
     ends = torch.stack([low, high])
     for row, column in product(range(len(panels)), range(len(kinds))):
         heights = values[row, :, column]
-        bars = go.Bar(x=list(range(len(groups))), y=heights.tolist(), name=_literal(kinds[column]))
+        bars = go.Bar(x=list(range(len(groups))), y=heights.tolist(), name=literal(kinds[column]))
         above = (high[row, :, column] - heights).tolist()
         below = (heights - low[row, :, column]).tolist()
         bars.update(error_y={"array": above, "arrayminus": below, "visible": True})
@@ -213,10 +215,10 @@ def bars_with_controls(
         bars.update(legendgroup=column, showlegend=row == 0)
         bars.update(marker_color=[_tint(color) for color in colors] if column else colors)
         figure.add_trace(bars, row + 1, 1)
-        figure.update_yaxes(title=_literal(panels[row]), range=[0, 1.02], row=row + 1)
+        figure.update_yaxes(title=literal(panels[row]), range=[0, 1.02], row=row + 1)
     legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
-    figure.update_layout(_layout(title, 80 + 230 * len(panels)), legend=legend, barmode="group")
-    return figure.update_xaxes(_name_ticks(groups))
+    figure.update_layout(layout(title, 80 + 230 * len(panels)), legend=legend, barmode="group")
+    return figure.update_xaxes(name_ticks(groups))
 
 
 def confusion_pair(
@@ -250,10 +252,10 @@ def confusion_pair(
         ...                predicted_title="predicted", actual_title="actual").data[0].z[0][1]
         0.5
     """
-    count, titles = len(class_names), [_literal(predicted_title), _literal(actual_title)]
+    count, titles = len(class_names), [literal(predicted_title), literal(actual_title)]
     figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.06)
     for column, matrix in enumerate((predicted, actual), start=1):
-        _check_shape(matrix, (count, count), "pass one class name per row and column")
+        check_shape(matrix, (count, count), "pass one class name per row and column")
         cells = matrix.clone().fill_diagonal_(torch.nan).tolist()
         heat = go.Heatmap(z=cells, xgap=2, ygap=2)
         heat.update(texttemplate="%{z:.2f}")
@@ -261,10 +263,10 @@ def confusion_pair(
         figure.add_trace(heat.update(coloraxis="coloraxis"), 1, column)
     bar = {"title": {"text": "low = confused", "side": "right"}, "thickness": 12}
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
-    figure.update_layout(_layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
+    figure.update_layout(layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
     # Two matrices beside each other need this width: a narrow page scrolls them.
     figure.update_layout(meta={"min_width": 300 + max(60 * count, 340)})
-    axis = _name_ticks(class_names)
+    axis = name_ticks(class_names)
     figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
     return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
 
@@ -342,14 +344,14 @@ def token_arcs(
         2
     """
     count, height = len(tokens), 240 + 17 * len(tokens)
-    _check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
-    _check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
+    check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
+    check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
     marked, cure = {*label_positions, target_position}, "count positions in tokens from 0"
-    _check(marked <= set(range(count)), f"positions in 0..{count - 1}", sorted(marked), cure)
+    check(marked <= set(range(count)), f"positions in 0..{count - 1}", sorted(marked), cure)
     marks = [2 if i == target_position else int(i in label_positions) for i in range(count)]
-    texts = [_literal(SIGNS[marks[i]] + tokens[i].translate(VISIBLE)) for i in range(count)]
+    texts = [literal(SIGNS[marks[i]] + tokens[i].translate(VISIBLE)) for i in range(count)]
     layers = [_arcs(flows, strongest, texts, marks) for flows in saliency]
-    figure = go.Figure(layout=_layout(title, height))
+    figure = go.Figure(layout=layout(title, height))
     for slot, (kind, (opacity, width)) in enumerate(product(range(len(FLOWS)), DEPTHS)):
         arcs = go.Scatter({part: points[slot] for part, points in layers[0].items()}, mode="lines")
         arcs.update(line={"color": COLORS[kind], "width": width}, opacity=opacity)
@@ -370,26 +372,12 @@ def token_arcs(
     return figure.update_layout(title_subtitle_text=note, margin={"t": 220, "b": 20})
 
 
-def _literal(text: str) -> str:
-    """Escape a text so that plotly shows it literally; plotly does not know `&quot;`."""
-    return html.escape(text, quote=False).replace("$", "&#36;")
-
-
-def _check(fits: bool, expected: str, got: object, cure: str) -> None:
-    if not fits:
-        raise AnchorlensError(f"expected {expected}, got {got}; {cure}")
-
-
-def _check_shape(values: Tensor, shape: tuple[int, ...], cure: str) -> None:
-    _check(values.shape == shape, f"shape {shape}", f"shape {tuple(values.shape)}", cure)
-
-
 def _ends(values: Float[Tensor, "r c"], *ends: Tensor | None) -> Float[Tensor, "end r c"]:
     """Stack the low and high ends of the intervals around `values`; NaN if there are none."""
     given = [torch.full_like(values, torch.nan) if end is None else end for end in ends]
-    _check(sum(end is None for end in ends) != 1, "both low and high", "only one", "pass both")
+    check(sum(end is None for end in ends) != 1, "both low and high", "only one", "pass both")
     for end in given:
-        _check_shape(end, tuple(values.shape), "pass one interval per value")
+        check_shape(end, tuple(values.shape), "pass one interval per value")
     return torch.stack(given)
 
 
@@ -446,16 +434,3 @@ def _tint(color: str) -> str:
     """The colour with the background shining through."""
     red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, 0.4)"
-
-
-def _name_ticks(names: Sequence[str]) -> dict[str, Any]:
-    """Write names at 0, 1, ... of an axis; as values plotly would merge equal names and sort."""
-    lines = [[_literal(line) for line in wrap(name, 18) or [name]] for name in names]
-    texts = {"tickvals": list(range(len(names))), "ticktext": ["<br>".join(of) for of in lines]}
-    return texts | {"showgrid": False, "zeroline": False}  # they mean nothing between names
-
-
-def _layout(title: str, height: int) -> dict[str, Any]:
-    top = {"text": _literal(title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 16}}
-    margin = {"t": 60, "b": 60, "r": 20}
-    return {"template": "plotly_white", "title": top, "height": height, "margin": margin}

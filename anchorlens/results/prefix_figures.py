@@ -10,7 +10,7 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from .figures import PALETTE, VISIBLE, _check_shape, _layout, _literal, _name_ticks
+from .figure_parts import PALETTE, VISIBLE, check_shape, layout, literal, name_ticks
 
 
 def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title: str) -> go.Figure:
@@ -31,8 +31,8 @@ def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title
     heat = go.Heatmap(z=values.T.tolist(), coloraxis="coloraxis", hoverongaps=False)
     heat.update(hovertemplate="layer %{x}, head %{y}: %{z:.3g}<extra></extra>", xgap=1, ygap=1)
     layers, heads = values.shape
-    figure = go.Figure(heat, _layout(title, max(320, 180 + 14 * heads)))
-    bar = {"title": {"text": _literal(bar_title), "side": "right"}, "thickness": 12}
+    figure = go.Figure(heat, layout(title, max(320, 180 + 14 * heads)))
+    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(xaxis_title="layer", yaxis_title="head")
     figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
@@ -70,10 +70,10 @@ def patterns_side_by_side(
         >>> figure.data[0].z
         ([1.0, 0.0], [0.0, 1.0])
     """
-    _check_shape(
+    check_shape(
         patterns, (len(panels), len(queries), len(keys)), "pass a name per panel, query and key"
     )
-    names = [_literal(name) for name in panels]
+    names = [literal(name) for name in panels]
     figure = make_subplots(
         1, len(panels), subplot_titles=names, shared_yaxes=True, horizontal_spacing=0.03
     )
@@ -82,12 +82,12 @@ def patterns_side_by_side(
         heat.update(hovertemplate="query %{y}, key %{x}: %{z:.3g}<extra></extra>")
         figure.add_trace(heat, 1, column)
     bar = {"title": {"text": "attention", "side": "right"}, "thickness": 12}
-    figure.update_layout(_layout(title, max(420, 240 + 16 * len(queries))), margin={"t": 90})
+    figure.update_layout(layout(title, max(420, 240 + 16 * len(queries))), margin={"t": 90})
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(meta={"min_width": 200 + 260 * len(panels)})
     plain = {"showgrid": False, "zeroline": False}
-    figure.update_xaxes(_name_ticks([key.translate(VISIBLE) for key in keys]) | plain, title="key")
-    rows = _name_ticks([query.translate(VISIBLE) for query in queries]) | plain
+    figure.update_xaxes(name_ticks([key.translate(VISIBLE) for key in keys]) | plain, title="key")
+    rows = name_ticks([query.translate(VISIBLE) for query in queries]) | plain
     figure.update_yaxes(rows, autorange="reversed")
     return figure.update_yaxes(title="query", col=1).update_annotations(font={"size": 13})
 
@@ -117,12 +117,12 @@ def directions(
         >>> directions(torch.tensor([[1.0, 0.0]]), ["prompt 0"], (1.0, 0.0), title="").data[0].x
         (1.0,)
     """
-    _check_shape(points, (len(names), 2), "pass one name per point")
+    check_shape(points, (len(names), 2), "pass one name per point")
     x, y = points.T.tolist()
-    dots = go.Scatter(x=x, y=y, mode="markers", text=[_literal(name) for name in names])
+    dots = go.Scatter(x=x, y=y, mode="markers", text=[literal(name) for name in names])
     dots.update(marker={"color": PALETTE[0], "size": 8, "opacity": 0.7})
     dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
-    figure = go.Figure(dots, _layout(title, 460))
+    figure = go.Figure(dots, layout(title, 460))
     first, second = (f"{share:.0%} of the sum of squares" for share in shares)
     figure.update_layout(xaxis_title=f"first direction, {first}")
     figure.update_layout(yaxis_title=f"second direction, {second}")

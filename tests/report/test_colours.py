@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anchorlens.results.figures import PALETTE
+from anchorlens.results.figure_parts import PALETTE
 
 STATIC = Path(str(files("anchorlens"))) / "report" / "static"
 TEXTS = ("text", "soft", "link", "good", "bad", "open")

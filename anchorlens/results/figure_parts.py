@@ -1,0 +1,42 @@
+"""What the figures share: colours, a layout, literal texts, and checks of their arguments."""
+
+import html
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import AnchorlensError
+
+# The colours of Okabe and Ito, which colour-blind readers can distinguish; grey in place of black,
+# which dark pages hide.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
+VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥", "\xa0": "⍽"})
+
+
+def literal(text: str) -> str:
+    """Escape a text so that plotly shows it literally; plotly does not know `&quot;`."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
+
+
+def check(fits: bool, expected: str, got: object, cure: str) -> None:
+    if not fits:
+        raise AnchorlensError(f"expected {expected}, got {got}; {cure}")
+
+
+def check_shape(values: Tensor, shape: tuple[int, ...], cure: str) -> None:
+    check(values.shape == shape, f"shape {shape}", f"shape {tuple(values.shape)}", cure)
+
+
+def name_ticks(names: Sequence[str]) -> dict[str, Any]:
+    """Write names at 0, 1, ... of an axis; as values plotly would merge equal names and sort."""
+    lines = [[literal(line) for line in wrap(name, 18) or [name]] for name in names]
+    texts = {"tickvals": list(range(len(names))), "ticktext": ["<br>".join(of) for of in lines]}
+    return texts | {"showgrid": False, "zeroline": False}  # they mean nothing between names
+
+
+def layout(title: str, height: int) -> dict[str, Any]:
+    top = {"text": literal(title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 16}}
+    margin = {"t": 60, "b": 60, "r": 20}
+    return {"template": "plotly_white", "title": top, "height": height, "margin": margin}
