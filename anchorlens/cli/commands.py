@@ -346,7 +346,7 @@ def contexts(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Compare what can stand before a query: demonstrations, label words, trained prefixes.
+    """Compare what can stand before a query: demonstrations, label words, trained contexts.
 
     Contexts are trained on other queries than those of the comparison. After an interruption the
     same command goes on.

@@ -12,7 +12,9 @@ from ..contexts.prefix_context import NoContext, PrefixContext
 from ..contexts.reweighted import reweight_demonstrations
 from ..contexts.selection import everything, random_and_format
 from ..contexts.soft_prompt import train_soft_prompt
+from ..contexts.token_prompt import HardPrompt
 from ..contexts.trained_prefix import train_prefix
+from ..contexts.trained_tokens import train_hard_prompt
 from ..contexts.training import TrainingRecord
 from ..errors import ModelError
 from ..experiments.context_comparison import MakeContext
@@ -109,7 +111,7 @@ def reweighted(model: HookedModel, prompts: SplitPrompts, output: Output) -> Mak
 def trained_contexts(
     model: HookedModel, prompts: SplitPrompts, training: Training, output: Output
 ) -> dict[str, PrefixContext]:
-    """A soft prompt, a prefix, and a prefix from the anchors, where the model can have them."""
+    """A soft prompt, a hard prompt, and two prefixes, where the model can have them."""
 
     def prefix(**options: Any) -> PrefixContext:
         return train_prefix(model, prompts.training, length=training.length, **options)
@@ -117,16 +119,21 @@ def trained_contexts(
     def soft_prompt(**options: Any) -> PrefixContext:
         return train_soft_prompt(model, prompts.training, length=training.length, **options)
 
+    def hard_prompt(**options: Any) -> PrefixContext:
+        batches, words = prompts.training, prompts.training[0].label_token_ids.tolist()
+        return train_hard_prompt(model, batches, length=training.length, start=words, **options)
+
     def prefix_from_anchors(**options: Any) -> PrefixContext:
         anchors = compress(model, prompts.training[0], positions=rebased)
         return train_prefix(model, prompts.training, start=anchors, **options)
 
     trainers = {
         "soft prompt": soft_prompt,
+        "hard prompt": hard_prompt,
         "prefix": prefix,
         "prefix from anchors": prefix_from_anchors,
     }
-    contexts = {}
+    contexts: dict[str, PrefixContext] = {}
     for name, train in trainers.items():
         output.note(f"training: {name}")
         try:
@@ -142,16 +149,23 @@ def trained_contexts(
     return contexts
 
 
+def texts_of(contexts: Mapping[str, PrefixContext]) -> dict[str, str]:
+    """The texts of the hard prompts, by name."""
+    return {name: made.text for name, made in contexts.items() if isinstance(made, HardPrompt)}
+
+
 def _folder_of(folder: Path, name: str) -> Path:
     return folder / name.replace(" ", "_")
 
 
 def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, TrainingRecord]:
-    """How each training went, by heading."""
+    """How each training went, by heading; ``info`` of a hard prompt has its text."""
+    texts = texts_of(contexts)
     return {
         f"training, {name}": replace(
             context.training,
-            info={key: context.info[key] for key in context.info if key != "queries_in_training"},
+            info={key: context.info[key] for key in context.info if key != "queries_in_training"}
+            | ({"text": texts[name]} if name in texts else {}),
         )
         for name, context in contexts.items()
         if context.training is not None

@@ -43,6 +43,7 @@ from .trained_contexts import (
     prompts_of,
     reweighted,
     split_of,
+    texts_of,
     trained_contexts,
     training_records,
     untrained_contexts,
@@ -258,11 +259,14 @@ def contexts(
         for name, context in trained.items():
             context.save(out / task / f"{file_name(name)}.safetensors")
     output.tables([_printed(record, task)])
+    texts = texts_of(trained)
+    for name, text in texts.items():
+        output.note(f"{name}: {text!r}")
     saved = _save_settings(settings, out)
     results = {task: {"contexts": record, **training_records(trained)}}
     title = f"What stands before a query: contexts for {model}"
     report = _report(results, out, title=title, settings=saved)
-    values = {"task": task, "contexts": of_contexts(record)}
+    values = {"task": task, "contexts": of_contexts(record), "texts": texts}
     output.document({"model": model, **values, "report": report})
     after = f"the flows in the demonstrations: anchorlens run --model {model} --task {task}"
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")

@@ -1,6 +1,7 @@
 """`anchorlens contexts` trains contexts, compares them, and writes results and a report."""
 
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,21 @@ def test_contexts_are_trained_compared_and_reported(
     printed = capsys.readouterr()
     record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     names = ["none", "demonstrations", "anchors only", "random words, draw 0", "re-weighted"]
-    assert list(record.info["contexts"]) == [*names, "soft prompt", "prefix"]
+    assert list(record.info["contexts"]) == [*names, "soft prompt", "hard prompt", "prefix"]
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
-    values = json.loads(printed.out)["contexts"]
+    printed_values = json.loads(printed.out)
+    values = printed_values["contexts"]
     assert values["anchors only"]["kl"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
     assert values["anchors only"]["accuracy"]["interval"] == [low, high]
     prefix = al.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
     assert prefix.training is not None
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1
+    hard_prompt = al.HardPrompt.load(tmp_path / "sentiment" / "hard_prompt.safetensors")
+    assert printed_values["texts"] == {"hard prompt": hard_prompt.text}
+    assert f"hard prompt: {hard_prompt.text!r}" in printed.err
     page = (tmp_path / "report.html").read_text()
+    assert f"<td>{escape(hard_prompt.text)}</td>" in page
     assert ">Contexts</h3>" in page and ">Training, prefix</h3>" in page
     table = record.table()
     accuracy: Any = table.loc["anchors only", "accuracy"]
