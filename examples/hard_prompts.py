@@ -4,10 +4,12 @@ python examples/hard_prompts.py --model gpt2 --steps 300
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
@@ -24,18 +26,63 @@ def right_answers(
     model: Any, batches: list[al.PromptBatch], contexts: Sequence[al.Context]
 ) -> torch.Tensor:
     """1 for each right answer of each context, else 0: [query, context]."""
-    answers = [
-        torch.cat([batch.label_scores(context.logits(model, batch)) for batch in batches]).argmax(1)
+    scores = [
+        torch.cat([batch.label_scores(context.logits(model, batch)) for batch in batches])
         for context in contexts
     ]
     gold = torch.cat([batch.gold for batch in batches if batch.gold is not None])
-    return (torch.stack(answers, 1) == gold[:, None]).double()
+    return (torch.stack(scores, 1).argmax(-1) == gold[:, None]).double()
 
 
 def with_interval(numbers: torch.Tensor) -> str:
-    """The mean of numbers of queries, with its 95 % interval (normal approximation)."""
+    """The mean of a number of each query, with its 95 % interval (normal approximation)."""
     mean, half = float(numbers.mean()), 1.96 * float(numbers.std()) / len(numbers) ** 0.5
-    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+    return f"{mean:5.2f} [{mean - half:5.2f}, {mean + half:5.2f}]"
+
+
+def print_table(
+    model: Any, batches: list[al.PromptBatch], groups: Mapping[str, Sequence[Any]]
+) -> None:
+    """Accuracy of each group of contexts, the gain over no prompt, and what the texts answer."""
+    empty = right_answers(model, batches, [al.NoContext()])
+    print(f"{'':18}  {'accuracy':19}  {'gain over empty':19}  lowest to highest  as text")
+    for name, contexts in groups.items():
+        right = right_answers(model, batches, contexts)
+        accuracies = right.mean(0)
+        cells = [f"{name:18}", with_interval(right.mean(1)), with_interval((right - empty).mean(1))]
+        cells.append(f"{float(accuracies.min()):6.2f} to {float(accuracies.max()):.2f}    ")
+        prompts = [context for context in contexts if isinstance(context, al.HardPrompt)]
+        if prompts:
+            texts = [
+                al.hard_prompt(model, text_tokens(prompt), held_out=batches) for prompt in prompts
+            ]
+            back = sum(prompt.encodes_back for prompt in prompts)
+            cells.append(f"{float(right_answers(model, batches, texts).mean()):.2f}")
+            cells.append(f"({back} of {len(prompts)} encode back)")
+        print("  ".join(cells))
+
+
+def text_tokens(prompt: al.HardPrompt) -> list[int]:
+    """The tokens of a prompt's text without the BOS."""
+    return [int(token) for token in prompt.encoded[len(prompt.info["bos"]) :]]
+
+
+def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
+    """Loss of held-out queries by step, a line for each search."""
+    records = [
+        (f"{name}, search {number}", prompt.training)
+        for name in METHODS
+        for number, prompt in enumerate(groups[name], 1)
+    ]
+    lines = [
+        go.Scatter(x=record.checked_steps.tolist(), y=record.held_out_loss.tolist(), name=name)
+        for name, record in records
+    ]
+    return go.Figure(lines).update_layout(
+        title="Searches for hard prompts",
+        xaxis_title="step",
+        yaxis_title="mean loss of held-out queries, in nats",
+    )
 
 
 def main() -> None:
@@ -49,10 +96,63 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=10, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--draws", type=int, default=20, help="random prompts")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--folder", type=Path, help="stores the searches, so that they continue")
+    parser.add_argument("--searches", type=int, default=3, help="seeds of each method")
+    parser.add_argument("--folder", type=Path, default=Path("hard_prompts"), help="to continue")
     options = parser.parse_args()
-    ...
+
+    model = al.load_model(options.model)
+    for name in options.tasks:
+        task = al.TASKS[BUNDLED.get(name, name)]
+        pool, tests = (
+            al.load_examples(options.data_folder / name / f"{split}.jsonl")
+            if options.data_folder
+            else al.load_examples(name)
+            for split in ("train", "test")
+        )
+        demos = al.sample_demonstrations(pool, seed=42)
+        others = al.sample_queries(pool, options.training + options.held_out, 42, exclude=demos)
+        queries = al.sample_queries(tests, options.queries, 42, exclude=[*demos, *others])
+        parts = (others[: options.training], others[options.training :], queries)
+        training, held_out, batches = (
+            al.build_prompts(model.tokenizer, task, demos, part, batch_size=8) for part in parts
+        )
+
+        search = partial(
+            al.train_hard_prompt,
+            model,
+            training,
+            held_out=held_out,
+            length=options.length,
+            start=training[0].label_token_ids.tolist(),
+        )
+        stored = options.folder / name
+        seeds = range(1, options.searches + 1)
+        groups: dict[str, Sequence[Any]] = {
+            "empty": [al.NoContext()],
+            "random tokens": al.random_hard_prompts(
+                model, held_out=held_out, length=options.length, draws=options.draws
+            ),
+            "start": [search(steps=0)],
+            **{
+                title: [
+                    search(
+                        method=method,
+                        steps=options.steps,
+                        seed=seed,
+                        folder=stored / f"{title} {seed}",
+                    )
+                    for seed in seeds
+                ]
+                for title, method in METHODS.items()
+            },
+            "demonstrations": [al.compress(model, batches[0], keep=al.selection.everything)],
+        }
+        print(f"\n{name}: {len(queries)} queries; numbers in brackets are 95 % intervals")
+        print_table(model, batches, groups)
+        for method in METHODS:
+            for prompt in groups[method]:
+                print(f"{method}: {prompt.text!r}")
+        loss_curves(groups).write_html(f"hard_prompts_{name}.html")
 
 
 if __name__ == "__main__":

@@ -1,42 +1,43 @@
 """Methods that search for hard prompts: PEZ, AutoPrompt and FluentPrompt."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-
-import torch
+from dataclasses import dataclass, replace
 
 from ..errors import MetricError, PromptError
 from ..models.optimizers import Adafactor as Adafactor
+from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..prompts.batch import PromptBatch
 from .training import MakeOptimizer
 
 Noise = Callable[[int, int], float]
-"""Function of a step's number and the number of steps to the standard deviation of its noise."""
+"""Function of a step's number and the number of steps to the standard deviation of its noise.
+
+The unit is the root mean square of the embeddings at the start, as in ``RelativeAdafactor``.
+"""
 
 
 @dataclass(frozen=True)
 class Langevin:
-    r"""Noise that becomes smaller: ``sqrt(2 lr beta_i)``, beta from first to last geometrically.
+    r"""Noise that becomes smaller: ``sqrt(2 rate beta_i)``, beta from first to last geometrically.
 
     Attributes:
-        lr: Learning rate of the optimizer to which the noise belongs.
+        rate: Learning rate of the ``RelativeAdafactor`` to which the noise belongs.
         first: ``beta`` of the first step.
         last: ``beta`` after the last step.
 
     Examples:
-        >>> round(al.hard_prompts.Langevin(lr=0.5)(0, 100), 4)
+        >>> round(al.hard_prompts.Langevin(rate=0.5)(0, 100), 4)
         1.0
     """
 
-    lr: float
+    rate: float
     first: float = 1.0
     last: float = 1e-4
 
     def __call__(self, step: int, steps: int) -> float:
         """Standard deviation of the noise after a step, from 0."""
         beta = self.first * (self.last / self.first) ** (step / steps)
-        return float((2 * self.lr * beta) ** 0.5)
+        return float((2 * self.rate * beta) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Descent:
         keep_continuous: Whether P stays where the step led. Otherwise it is projected after each
             step, so that a step too short to reach another token is lost.
         noise: Standard deviation of the normal noise that is added to P after a step, as a function
-            of (step, steps); or None.
+            of (step, steps), in units of the root mean square of P at the start; or None.
         fluency: Weight l of the prompt's own loss, from 0 to 1, in the objective
             (1 - l) L_task + l L_fluency. L_fluency is the mean next-token cross entropy of the
             prompt's tokens, in nats; high means unlikely text.
@@ -74,8 +75,11 @@ class Descent:
             raise MetricError(f"fluency must be a weight from 0 to 1; got {self.fluency!r}")
 
 
-PEZ = Descent(Adafactor(lr=0.3))
-"""PEZ (Wen et al., 2023, algorithm 1), with the published settings for language models."""
+PEZ = Descent(RelativeAdafactor(3.0))
+"""PEZ (Wen et al., 2023, algorithm 1), with steps of three times the size of an embedding.
+
+The published learning rate, 0.3, is for GPT-2 Large. On models with larger embeddings it is small.
+"""
 
 PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)
 """What the published script for language models does: it projects twice a step, so that P is lost.
@@ -83,13 +87,11 @@ PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)
 Its baseline AutoPrompt, with the same optimizer, makes the same steps.
 """
 
-AUTOPROMPT = Descent(partial(torch.optim.SGD, lr=10.0), keep_continuous=False)
-"""AutoPrompt-SGD: P <- Proj(P - lr g). The gradient is clipped, so that lr must be large."""
+AUTOPROMPT = Descent(RelativeAdafactor(10.0), keep_continuous=False)
+"""AutoPrompt: P <- Proj(P - step), with steps that are long enough to reach another token."""
 
-FLUENT_PROMPT = Descent(
-    partial(torch.optim.SGD, lr=10.0), keep_continuous=False, noise=Langevin(10.0), fluency=0.003
-)
-"""FluentPrompt (Shi et al., 2022): AutoPrompt-SGD with Langevin noise and the fluency loss."""
+FLUENT_PROMPT = replace(AUTOPROMPT, noise=Langevin(10.0), fluency=0.003)
+"""FluentPrompt (Shi et al., 2022): AutoPrompt with Langevin noise and the fluency loss."""
 
 
 def class_words(batches: Sequence[PromptBatch]) -> list[int]:

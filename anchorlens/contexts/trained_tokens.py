@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..models.optimizers import root_mean_square
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
@@ -116,8 +117,9 @@ def train_hard_prompt(
         check_embeds_by_table(model, training[0], tokens)
         with torch.inference_mode(False):
             embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()
+        unit = float(root_mean_square(embeddings))
         trainable = SearchedTokens(
-            model, bos, embeddings, nearest, method, steps, seed, training[0].prompt(0)
+            model, bos, embeddings, unit, nearest, method, steps, seed, training[0].prompt(0)
         )
         (best,), record = train(model, trainable, training, others, settings)
         info = describe_training(study, training, settings)
@@ -141,6 +143,7 @@ class SearchedTokens:
         model: The model.
         bos: The BOS, or no token.
         embeddings: P.
+        unit: Their root mean square at the start, the unit of the noise.
         nearest: The projection.
         method: How P moves.
         steps: Number of steps, from which the noise follows.
@@ -151,6 +154,7 @@ class SearchedTokens:
     model: HookedModel
     bos: Int[Tensor, " _"]
     embeddings: Float[Tensor, "length d_model"]
+    unit: float
     nearest: NearestTokens
     method: Descent
     steps: int
@@ -191,7 +195,7 @@ class SearchedTokens:
         if self.method.noise is not None:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
             noise = torch.randn(self.embeddings.shape, generator=generator)
-            deviation = self.method.noise(step, self.steps)
+            deviation = self.unit * self.method.noise(step, self.steps)
             self.embeddings.add_(deviation * noise.to(self.embeddings))
         if not self.method.keep_continuous:
             projected = embeddings_of(self.model, self.example, self.tokens)

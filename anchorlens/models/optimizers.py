@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,3 +32,27 @@ class Adafactor:
             parameters, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False
         )
         return optimizer
+
+
+@dataclass(frozen=True)
+class RelativeAdafactor:
+    """Makes ``Adafactor`` with a learning rate relative to the size of the parameters.
+
+    The size is the root mean square of all parameters at the start. Embeddings differ in it from
+    model to model, so that one learning rate makes small steps in one and large ones in another.
+
+    Attributes:
+        rate: Learning rate over that size.
+    """
+
+    rate: float
+
+    def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
+        """The optimizer of these parameters, whose size is measured now."""
+        values = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        return Adafactor(self.rate * float(root_mean_square(values)))(parameters)
+
+
+def root_mean_square(values: Tensor) -> Float[Tensor, ""]:
+    """The square root of the mean of the squares, in float64."""
+    return values.detach().double().square().mean().sqrt()

@@ -121,6 +121,7 @@ def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any)
         "model": model,
         "bos": batch.tokens[0, :1][: int(batch.begins_with_bos)],
         "embeddings": model.W_E[[300, 17]].detach().clone().requires_grad_(),
+        "unit": 1.0,
         "nearest": NearestTokens.of(model, allowed),
         "method": method,
         "steps": 4,
@@ -206,7 +207,7 @@ def test_the_published_script_stays_where_the_algorithm_goes_on(gpt2: Any) -> No
 
 def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
-    noise = al.hard_prompts.Langevin(lr=0.5)
+    noise = al.hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
     method = al.hard_prompts.Descent(SGD, noise=noise)
 
@@ -221,6 +222,31 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     assert torch.sign(moved(0, 1)).ne(torch.sign(moved(1, 1))).any()
     assert moved(0, 1).std() == pytest.approx(1.0, rel=0.3)
     assert moved(4, 1).std() == pytest.approx(0.01, rel=0.3)
+    larger = trainable_of(gpt2, batch, method, seed=1, unit=5.0)
+    before = larger.embeddings.detach().clone()
+    larger.after_step(0)
+    torch.testing.assert_close(larger.embeddings.detach() - before, 5 * moved(0, 1))
+
+
+def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> None:
+    """Their size is the root mean square at the start, not that of later steps."""
+    start = torch.tensor([[3.0, -4.0, 0.0, 5.0]])  # mean of the squares: 12.5
+    gradients = torch.randn(3, 1, 4, generator=torch.Generator().manual_seed(0))
+
+    def path(scale: float, optimizer: Any) -> Tensor:
+        values = (scale * start).requires_grad_()
+        made = optimizer([values])
+        points = []
+        for gradient in gradients:
+            values.grad = gradient
+            made.step()
+            points.append(values.detach() / scale)
+        return torch.stack(points)
+
+    relative = al.hard_prompts.RelativeAdafactor(0.3)
+    torch.testing.assert_close(path(100.0, relative), path(1.0, relative))
+    absolute = al.hard_prompts.Adafactor(lr=0.3 * 12.5**0.5)
+    torch.testing.assert_close(path(1.0, relative), path(1.0, absolute))
 
 
 def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> None:
