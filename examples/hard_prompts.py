@@ -17,8 +17,8 @@ from anchorlens.prompts.examples import BUNDLED
 
 METHODS = {
     "PEZ": al.hard_prompts.PEZ,
-    "PEZ as published": al.hard_prompts.PEZ_AS_PUBLISHED,
     "AutoPrompt": al.hard_prompts.AUTOPROMPT,
+    "PEZ as published": al.hard_prompts.PEZ_AS_PUBLISHED,
 }
 
 
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=16, help="queries to choose the best step")
     parser.add_argument("--length", type=int, default=10, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=8, help="queries of a step")
     parser.add_argument("--draws", type=int, default=20, help="random prompts")
     parser.add_argument("--searches", type=int, default=3, help="seeds of each method")
     parser.add_argument("--folder", type=Path, default=Path("hard_prompts"), help="to continue")
@@ -114,7 +115,8 @@ def main() -> None:
         queries = al.sample_queries(tests, options.queries, 42, exclude=[*demos, *others])
         parts = (others[: options.training], others[options.training :], queries)
         training, held_out, batches = (
-            al.build_prompts(model.tokenizer, task, demos, part, batch_size=8) for part in parts
+            al.build_prompts(model.tokenizer, task, demos, part, batch_size=options.batch_size)
+            for part in parts
         )
 
         search = partial(
