@@ -15,11 +15,14 @@ from anchorlens.prompts.examples import BUNDLED
 def trained(
     model: Any, training: list[al.PromptBatch], options: dict[str, Any], length: int
 ) -> dict[str, Any]:
-    """A soft prompt, a prefix, and a prefix from the label words if they can be moved."""
+    """Soft and hard prompts, a prefix, and one from the label words if their positions can move."""
+    words = training[0].label_token_ids.tolist()
     contexts: dict[str, Any] = {
         "soft prompt": al.train_soft_prompt(model, training, length=length, **options),
+        "hard prompt": al.train_hard_prompt(model, training, length=length, start=words, **options),
         "prefix": al.train_prefix(model, training, length=length, **options),
     }
+    print(f"hard prompt: {contexts['hard prompt'].text!r}")
     try:
         start = al.compress(model, training[0], positions=al.placement.rebased)
     except al.errors.ModelError as error:  # learned positions cannot be moved
