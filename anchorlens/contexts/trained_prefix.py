@@ -38,7 +38,7 @@ def train_prefix(
     batches: Sequence[PromptBatch],
     *,
     held_out: Sequence[PromptBatch],
-    length: int = 10,
+    length: int | None = None,
     start: CompressedContext | PrefixContext | None = None,
     steps: int = 300,
     optimizer: MakeOptimizer = ADAM,
@@ -59,7 +59,8 @@ def train_prefix(
         model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts with their true labels.
         held_out: Other prompts, by which the best context is chosen.
-        length: Number of positions that are learned. A ``start`` has its own number.
+        length: Number of positions that are learned, 10 by default; not with ``start``, which has
+            its own number.
         start: A context whose keys and values are the start: demonstrations, what is selected of
             them, or a context that was trained. By default they are those of random tokens after
             the BOS.
@@ -78,8 +79,8 @@ def train_prefix(
 
     Raises:
         PromptError: There are no training or held-out prompts, both have the same query, a prompt
-            has no true label or does not fit the model, ``length`` is below 1, or the keys of
-            ``start`` do not stand at 0, 1, ... after a BOS.
+            has no true label or does not fit the model, ``length`` is below 1 or given with
+            ``start``, or the keys of ``start`` do not stand at 0, 1, ... after a BOS.
         MetricError: A setting is out of its range.
         ModelError: The model's hooks do not act, its value biases are folded, it takes no
             key-value cache, or ``start`` was made with another model.
@@ -91,8 +92,18 @@ def train_prefix(
         >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
         True
     """
+    if start is not None and length is not None:
+        raise PromptError(
+            f"start has its own number of positions; got length={length!r} too: leave one of the "
+            "two out"
+        )
+    length = 10 if length is None else length
     check_length(length)
-    about = f"prefix of {length} positions from {_in_words(start)}"
+    about = (
+        f"prefix of {length} positions from random tokens"
+        if start is None
+        else f"prefix from {_in_words(start)}"
+    )
     settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
@@ -198,9 +209,7 @@ def _split(prefix: Prefix, count: int) -> tuple[list[Tensor], list[Tensor]]:
     return fixed, leaves
 
 
-def _in_words(start: CompressedContext | PrefixContext | None) -> str:
-    if start is None:
-        return "random tokens"
+def _in_words(start: CompressedContext | PrefixContext) -> str:
     if not isinstance(start, CompressedContext | PrefixContext):
         raise PromptError(
             "start must be a context of al.compress, or one that was trained; got a "

@@ -15,9 +15,10 @@ def split(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pro
 
 
 def trained(model: Any, **options: Any) -> al.PrefixContext:
-    """A prefix of three positions after four steps, with a check after each second step."""
+    """A prefix after four steps, of three positions or from a start; checks after two and four."""
     training, held_out = split(model)
-    settings: dict[str, Any] = {"length": 3, "steps": 4, "check_every": 2, "progress": False}
+    settings: dict[str, Any] = {"steps": 4, "check_every": 2, "progress": False}
+    settings |= {} if "start" in options else {"length": 3}
     return al.train_prefix(
         model,
         options.pop("batches", training),
