@@ -51,6 +51,7 @@ def main() -> None:
             model,
             bos,
             embeddings.requires_grad_(),
+            1.0,  # the unit of noise, of which PEZ has none
             NearestTokens.of(model, plain),
             al.hard_prompts.PEZ,
             steps=1,
