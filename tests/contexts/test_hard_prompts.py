@@ -176,6 +176,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.usefixtures("kind_of_model")
 def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
     name: str, request: pytest.FixtureRequest
 ) -> None:
