@@ -35,8 +35,9 @@ class ReweightedContext:
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The model, its type and weights."""
-        return self.demonstrations.info
+        """The model, its type and weights, and digests of the queries that beta was trained on."""
+        trained = getattr(self.beta, "info", {}).get("queries_in_training", [])
+        return self.demonstrations.info | {"queries_in_training": trained}
 
     @property
     def size(self) -> int:

@@ -435,7 +435,7 @@ class _StateFile:
         if different:
             raise StoreError(
                 f"{self.path} is of a training with another {', '.join(different)}; use another "
-                "folder, or delete this one"
+                "folder, or start over in this one (--fresh, in Python delete the file)"
             )
         with torch.no_grad():
             for parameter, value in zip(trainable.parameters, stored["parameters"], strict=True):

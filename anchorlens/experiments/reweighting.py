@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..contexts.training import query_digests
 from ..errors import HookError, MetricError, PromptError
 from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
@@ -162,6 +163,7 @@ def train_reweighting(
                 betas.append(parameter.detach().expand(shape).cpu().clone())
         whole = sum(prefix is None for _, prefix in steps)
         settings["learned_shape"] = list(parameter.shape)
+        settings["queries_in_training"] = sorted(query_digests(batches))
         settings["shared_prefix"] = (
             f"off for {whole} of {len(steps)} batches: other logits after a cached prefix"
             if whole
@@ -288,15 +290,10 @@ class _Training:
         return mean
 
 
-def _queries(batches: Sequence[PromptBatch]) -> list[tuple[int, list[int]]]:
-    """The index and the tokens of each query."""
-    queries = []
-    for batch in batches:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        inside = batch.attention_mask & (positions >= batch.query_start[:, None])
-        rows = zip(batch.index.tolist(), batch.tokens, inside, strict=True)
-        queries += [(index, tokens[mask].tolist()) for index, tokens, mask in rows]
-    return sorted(queries)
+def _queries(batches: Sequence[PromptBatch]) -> list[tuple[int, int]]:
+    """The index of each query, and a digest of its tokens."""
+    indices = [index for batch in batches for index in batch.index.tolist()]
+    return sorted(zip(indices, query_digests(batches), strict=True))
 
 
 def _classes(batches: Sequence[PromptBatch]) -> list[int]:

@@ -1,14 +1,20 @@
 """`anchorlens contexts` trains contexts, compares them, and writes results and a report."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measures import assert_same
 from test_cli import call, error_of
+from trained_contexts import same
 
 import anchorlens as al
+from anchorlens.contexts import soft_prompt, trained_prefix
+from anchorlens.experiments import context_comparison
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -46,6 +52,70 @@ def test_contexts_are_trained_compared_and_reported(
     row = f'<tr><th scope="row">anchors only</th><td>{accuracy}</td>'
     assert row in page
     assert "queries_in_training" not in page and "queries in training" not in page
+
+
+class Counted:
+    """A function that counts its calls; the one with the number ``stops_at`` is interrupted."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls, self.stops_at = function, 0, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.stops_at:
+            raise KeyboardInterrupt
+        return self.function(*arguments, **options)
+
+
+def results_in(folder: Path) -> tuple[al.ContextsRecord, list[Any]]:
+    """The comparison without its times, and the trained contexts."""
+    record = al.ContextsRecord.load(folder / "contexts.safetensors")
+    names = ("soft_prompt", "prefix")
+    contexts = [al.load_context(folder / f"{name}.safetensors") for name in names]
+    return replace(record, seconds=record.seconds * 0), contexts
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """It is interrupted once in the second training, and once in the comparison."""
+    counted = {}
+    for name, module, function in (
+        ("soft_prompt", soft_prompt, "mean_loss_with_gradient"),
+        ("prefix", trained_prefix, "mean_loss_with_gradient"),
+        ("rows", context_comparison, "_rows"),
+    ):
+        counted[name] = Counted(getattr(module, function))
+        monkeypatch.setattr(module, function, counted[name])
+    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--quiet"]
+    arguments += ["--steps", "2", "--queries", "4", "--training", "2", "--held-out", "2"]
+    arguments += ["--batch-size", "2"]
+    # What this test is not about, made short.
+    short = partial(al.train_reweighting, epochs=1)
+    monkeypatch.setattr("anchorlens.cli.trained_contexts.train_reweighting", short)
+    monkeypatch.setattr("anchorlens.cli.work.write_report", lambda *results, **page: None)
+
+    def status(*others: str, **stops: int) -> tuple[int, list[int]]:
+        """The exit status, and how often each function was called."""
+        for name, function in counted.items():
+            function.calls, function.stops_at = 0, stops.get(name, 0)
+        exit_status = call(monkeypatch, *arguments, *others)
+        return exit_status, [function.calls for function in counted.values()]
+
+    assert status(prefix=1) == (130, [2, 1, 0])
+    assert status(rows=2) == (130, [0, 2, 2])
+    # The first stored batch is computed again, then the second.
+    assert status() == (0, [0, 0, 2])
+    resumed = results_in(tmp_path / "sentiment")
+    capsys.readouterr()
+    assert status("--length", "3") == (1, [0, 0, 0])
+    error = error_of(capsys.readouterr())
+    assert "of a training with another context" in error and error.endswith("(--fresh)")
+    assert status("--fresh") == (0, [2, 2, 2])
+    fresh = results_in(tmp_path / "sentiment")
+    assert_same(resumed[0], fresh[0], 0)
+    assert all(same(*pair) for pair in zip(resumed[1], fresh[1], strict=True))
 
 
 @pytest.mark.parametrize(

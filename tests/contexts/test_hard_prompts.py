@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
-from tiny_models import LONG_LABELS, questions
+from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
 from anchorlens.contexts.nearest_tokens import NearestTokens, check_embeds_by_table
+from anchorlens.contexts.query_pass import bos_of, queries_after
 from anchorlens.contexts.trained_tokens import (
     SearchedTokens,
     next_token_loss,
@@ -119,7 +121,7 @@ def trainable_of(model: Any, batch: al.PromptBatch, method: Any, **changes: Any)
     allowed = torch.ones(len(model.W_E), dtype=torch.bool)
     fields: dict[str, Any] = {
         "model": model,
-        "bos": batch.tokens[0, :1][: int(batch.begins_with_bos)],
+        "bos": bos_of(batch),
         "embeddings": model.W_E[[300, 17]].detach().clone().requires_grad_(),
         "unit": 1.0,
         "nearest": NearestTokens.of(model, allowed),
@@ -142,6 +144,153 @@ def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
     assert losses[0] == losses[1]
     assert at_tokens.embeddings.grad is not None and moved.grad is not None
     assert torch.equal(moved.grad, at_tokens.embeddings.grad) and moved.grad.any()
+
+
+@pytest.mark.every_kind
+def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like: Any) -> None:
+    """After a BOS; in GPT-2, because the norms of Llama and Gemma compute in float32."""
+    weights: Any = tiny_gpt2(len(sentencepiece_like))
+    model = hooked(weights.double(), sentencepiece_like)
+    batch = questions(model, 3)[0]
+    trainable = trainable_of(model, batch, replace(al.hard_prompts.PEZ, fluency=0.25))
+    tokens, n_bos = trainable.tokens, len(trainable.bos)
+    assert n_bos == 1
+
+    def objective(values: Tensor) -> float:
+        hooks = [replaced_embeddings(values, n_bos)]
+        queries, parts = queries_after(batch, tokens), prompts_of_next_tokens(batch, tokens)
+        task = al.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
+        fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
+        return float(0.75 * task + 0.25 * fluency)
+
+    loss = trainable.backward(batch, al.label_cross_entropy)
+    gradient, point = trainable.embeddings.grad, embeddings_of(model, batch, tokens)[n_bos:]
+    assert loss == pytest.approx(objective(point), abs=1e-12)
+    assert gradient is not None
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        direction = torch.randn(point.shape, generator=generator, dtype=torch.float64)
+        step = 1e-5 * direction
+        slope = (objective(point + step) - objective(point - step)) / 2e-5
+        assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.usefixtures("kind_of_model")
+def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """With a hook that puts their embeddings in the place of other tokens: bit for bit."""
+    model = request.getfixturevalue(name)
+    batch = questions(model, 4, padding_side="left")[0]
+    bos = bos_of(batch)
+    tokens, n_bos = torch.cat([bos, torch.tensor([300, 17, 301])]), len(bos)
+    point = embeddings_of(model, batch, tokens)[n_bos:]
+    nearby = (3 * point + 0.01).requires_grad_()
+    method = replace(al.hard_prompts.AUTOPROMPT, optimizer=SGD)
+    trainable = trainable_of(model, batch, method, embeddings=nearby)
+    assert torch.equal(trainable.tokens, tokens)
+    queries = queries_after(batch, tokens)
+    expected = run_pass(model, queries)
+    others = queries.tokens.clone()
+    others[:, n_bos : len(tokens)] = 5
+    placeholders = replace(queries, tokens=others)
+    assert not torch.equal(run_pass(model, placeholders), expected)
+    hooks = [replaced_embeddings(point, n_bos)]
+    assert torch.equal(run_pass(model, placeholders, hooks=hooks), expected)
+    assert difference(trainable.query_pass(batch).logits(model), expected) < 1e-5
+    loss = trainable.backward(batch, al.label_cross_entropy)
+    assert loss == float(al.label_cross_entropy(expected, queries).mean())
+    trainable.after_step(0)
+    assert torch.equal(nearby.detach(), point), "projected into the space of the embeddings"
+
+
+@pytest.mark.every_kind
+def test_the_padding_side_changes_nothing(llama: Any) -> None:
+    prompts = []
+    for side in ("left", "right"):
+        training, held_out = halves(llama, padding_side=side)
+        call: dict[str, Any] = {"length": 2, "start": [300], "steps": 3, **QUIET}
+        prompts.append(al.train_hard_prompt(llama, training, held_out=held_out, **call))
+    first, second = prompts
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.training.losses, second.training.losses)
+    assert torch.equal(first.training.held_out_loss, second.training.held_out_loss)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_search_is_the_algorithm_by_hand_on_plain_transformers(llama: Any, keep: bool) -> None:
+    """Steps of SGD on P with the clipped gradient at P', and a projection after each if asked."""
+    ((batch,), _), start = halves(llama), [300, 301, 302]
+    lr, clip, fluency = 8.0, 0.5, 0.2
+    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=lr), keep, fluency=fluency)
+    losses = searched(llama, method=method, start=start, clip=clip, steps=7).training.losses
+    assert batch.gold is not None
+    gold = batch.gold
+    weights: Any = tiny_llama(len(llama.tokenizer))
+    weights.requires_grad_(False)
+    table = weights.model.embed_tokens.weight
+    allowed = plain_tokens(llama.tokenizer, len(table))
+
+    def nearest(values: Tensor) -> Tensor:
+        cosines = torch.cosine_similarity(values[:, None], table, dim=-1)
+        return cosines.masked_fill(~allowed, -2).argmax(1)
+
+    def mean_loss(prompt: Tensor) -> Tensor:
+        """The objective of embeddings between the BOS and the queries."""
+        begin = torch.cat([table[batch.tokens[0, :1]], prompt])
+        tasks = []
+        for row in range(len(batch)):
+            start, stop = int(batch.query_start[row]), int(batch.target_positions[row]) + 1
+            whole = torch.cat([begin, table[batch.tokens[row, start:stop]]])[None]
+            labels = weights(inputs_embeds=whole).logits[0, -1, batch.label_token_ids]
+            tasks.append(-labels.log_softmax(0)[gold[row]])
+        next_logits = weights(inputs_embeds=begin[None]).logits[0, :-1]
+        of_text = torch.nn.functional.cross_entropy(next_logits, nearest(prompt.detach()))
+        return (1 - fluency) * torch.stack(tasks).mean() + fluency * of_text
+
+    point, expected, seen = table[start].clone(), list[float](), set[tuple[int, ...]]()
+    for _ in range(7):
+        leaf = table[nearest(point)].clone().requires_grad_()
+        seen.add(tuple(nearest(point).tolist()))
+        loss = mean_loss(leaf)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        expected.append(float(loss.detach()))
+        point = point - lr * gradient * min(1, clip / gradient.norm())
+        point = point if keep else table[nearest(point)].clone()
+    assert losses.tolist() == pytest.approx(expected, rel=1e-4)
+    assert len(seen) > 1, "the search moves"
+
+
+def test_noise_follows_each_step_of_the_optimizer(gpt2: Any) -> None:
+    events: list[Any] = []
+
+    class Observed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            events.append("step")
+
+    def optimizer(parameters: list[Tensor]) -> Observed:
+        return Observed(parameters, lr=1.0)
+
+    def noise(step: int, steps: int) -> float:
+        events.append((step, steps))
+        return 0.0
+
+    searched(gpt2, method=al.hard_prompts.Descent(optimizer, noise=noise), start=[300], steps=3)
+    tried, *rest = events  # the optimizer is tried on a number first
+    assert tried == "step" and rest == ["step", (0, 3), "step", (1, 3), "step", (2, 3)]
+
+
+def test_the_seed_decides_the_noise_of_a_search(gpt2: Any) -> None:
+    noisy = al.hard_prompts.Descent(SGD, noise=lambda step, steps: 5.0)
+    losses = [
+        searched(gpt2, method=noisy, start=[300], steps=3, seed=seed).training.losses
+        for seed in (1, 1, 2)
+    ]
+    # There is one batch, so that the seed decides nothing else.
+    assert torch.equal(losses[0], losses[1])
+    assert losses[0][0] == losses[2][0] and not torch.equal(losses[0], losses[2])
 
 
 def test_the_objective_is_a_weighted_sum_of_both_losses(gpt2: Any) -> None:
@@ -209,6 +358,8 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     noise = al.hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
+    other = al.hard_prompts.Langevin(lr=8.0, first=0.25, last=0.01)
+    assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
     method = al.hard_prompts.Descent(SGD, noise=noise)
 
     def moved(step: int, seed: int) -> Tensor:
@@ -349,6 +500,7 @@ def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     ids = [prompt.ids.tolist() for prompt in prompts]
     assert len(ids) == 3 and ids[0] != ids[1]
     assert ids == [prompt.ids.tolist() for prompt in al.random_hard_prompts(gpt2, seed=1, **call)]
+    assert ids != [prompt.ids.tolist() for prompt in al.random_hard_prompts(gpt2, seed=2, **call)]
     assert plain_tokens(gpt2.tokenizer, 700)[torch.tensor(ids)].all()
 
 

@@ -1,19 +1,22 @@
 """The loop of steps: resuming, divergence, the order of batches, and bad settings."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import BY_NAME
 from tiny_models import questions
 from torch import Tensor
+from toys import native_bridge
 from trained_contexts import curves, same, split, trained
 
 import anchorlens as al
-from anchorlens.contexts import training
-from anchorlens.errors import MetricError, PromptError, StoreError
+from anchorlens.contexts import compression, training
+from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -64,6 +67,10 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
         assert caught[0].filename.endswith("trained_contexts.py")
 
 
+def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    return al.label_cross_entropy(logits, batch) / 2
+
+
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
     trained(gpt2, folder=tmp_path)
     first, second = split(gpt2)
@@ -74,6 +81,9 @@ def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) ->
         "steps": {"steps": 6},
         "seed": {"seed": 1},
         "optimizer": {"optimizer": partial(torch.optim.Adam, lr=0.02)},
+        "clip": {"clip": 2.0},
+        "check_every": {"check_every": 1},
+        "loss": {"loss": half_loss},
         "prompts": {"batches": first[:1]},
         "number of training batches": {"batches": first[:1], "held_out": [first[1], *second]},
     }
@@ -110,8 +120,106 @@ def test_only_a_loss_far_above_the_start_is_divergence(start: float) -> None:
     limit = start + 2 * max(abs(start), 1.0)
     for last, diverges in ((start, False), (limit - 0.01, False), (limit + 0.01, True)):
         assert training._diverges(state([start] * 2 + [last] * 2, start), 2) == diverges
+    # The last losses are compared with others, and not with some of themselves.
+    assert not training._diverges(state([start, start, limit + 99], start), 2)
     assert training._diverges(state([start, float("nan")], start), 9)
     assert training._diverges(state([start], float("inf")), 9)
+
+
+def test_the_norm_of_the_gradient_over_all_parameters_is_limited(llama: Any) -> None:
+    norms: list[float] = []
+
+    class Observed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+            norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+
+    def optimizer(parameters: list[Tensor]) -> Observed:
+        return Observed(parameters, lr=1.0)
+
+    for clip in (1e-3, float("inf")):
+        trained(llama, steps=2, clip=clip, optimizer=optimizer)
+    tried, *limited, tried_again = norms[:4]
+    # The optimizer is tried once without a gradient. torch adds 1e-6 to the norm before it divides.
+    assert tried == tried_again == 0 and limited == pytest.approx([1e-3, 1e-3], rel=1e-5)
+    assert min(norms[4:]) > 2e-3
+
+
+def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -> None:
+    (first, *_), _ = split(gpt2)
+    several, rest = questions(gpt2, 12, batch_size=4)[1:]
+    single = rest.prompts(0, 1)
+    context = trained(gpt2, batches=[first], held_out=[several, single], steps=0)
+    predicted = [
+        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (several, single)
+    ]
+    # No answer but that to the single query is right.
+    several = replace(several, gold=(predicted[0] + 1) % len(several.label_token_ids))
+    held_out = [several, replace(single, gold=predicted[1])]
+    record = trained(gpt2, batches=[first], held_out=held_out, steps=0).training
+    losses = [al.label_cross_entropy(context.logits(gpt2, batch), batch) for batch in held_out]
+    assert record is not None and float(record.best_accuracy) == pytest.approx(1 / 5)
+    assert float(record.held_out_loss) == pytest.approx(float(torch.cat(losses).mean()))
+    assert losses[0].mean() != losses[1].mean()
+
+
+def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_soft_prompt(model, batches, length=2, progress=False, **options)
+
+
+def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_hard_prompt(model, batches, length=2, start=[300], progress=False, **options)
+
+
+def train_prefix(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_prefix(model, batches, length=2, progress=False, **options)
+
+
+def hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.hard_prompt(model, [300], **options)
+
+
+def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
+    return al.random_hard_prompts(model, length=1, draws=1, **options)
+
+
+EVERY = [train_prefix, train_soft_prompt, train_hard_prompt, hard_prompt, random_hard_prompts]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, make: Any) -> None:
+    plain: Any = BY_NAME["Toy"].build(len(byte_level))
+    model: Any = al.prepare_model(native_bridge(plain, byte_level))
+    task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
+    demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
+    queries = [al.Example("Where?", 1), al.Example("What do they eat?", 0)]
+    first, second = al.build_prompts(byte_level, task, demos, queries, batch_size=1)
+    steps: list[bool] = []
+
+    def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        steps.append(logits.requires_grad)
+        return al.label_cross_entropy(logits, batch)
+
+    reason = "native does not run from a key-value cache, which a context needs: .* takes no key"
+    with pytest.raises(ModelError, match=reason):
+        make(model, [first], held_out=[second], loss=loss)
+    assert not any(steps)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_cache_that_gives_other_logits_is_refused(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    right = compression.run_prefix
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        prefix = right(*arguments, **options)
+        return replace(prefix, values=tuple(value * 1.01 for value in prefix.values))
+
+    monkeypatch.setattr(compression, "run_prefix", wrong)
+    batches, held_out = split(gpt2)
+    with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
+        make(gpt2, batches, held_out=held_out)
 
 
 def test_each_round_has_every_batch_once() -> None:

@@ -2,6 +2,8 @@
 
 import re
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,10 @@ def loyalty_by_hand(whole: Tensor, changed: Tensor, labels: Tensor) -> tuple[flo
     return float(same), len(tops[0] & tops[1]) / len(tops[0] | tops[1]), float(kl)
 
 
+def all_but_first(demonstrations: al.PromptBatch) -> Tensor:
+    return torch.arange(demonstrations.tokens.shape[1]) > 0
+
+
 @pytest.mark.parametrize(("name", "side"), [("gpt2", "right"), ("llama", "left")])
 def test_all_numbers_equal_those_of_plain_transformers(
     request: pytest.FixtureRequest, name: str, side: str
@@ -62,6 +68,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
         "none": al.NoContext(),
         "anchors only": al.compress,
         "demonstrations": DEMONSTRATIONS,
+        "all but the first token": partial(al.compress, keep=all_but_first),
     }
     record = al.compare_contexts(model, batches, contexts, **QUIET)
     kept = al.compress(model, batches[0]).kept
@@ -81,6 +88,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
                 (*plain_run(weights, alone, 0, torch.arange(0)), nothing[:0]),
                 (*plain_run(weights, tokens, start, (~kept).nonzero()[:, 0]), ~nothing),
                 (*plain_run(weights, tokens, start, torch.arange(0)), ~nothing),
+                (*plain_run(weights, tokens, start, torch.arange(1)), ~nothing),
             ]
             loyalties = [loyalty_by_hand(whole, logits, labels) for logits, _, _ in runs]
             for k, each in enumerate(("label", "word", "kl")):
@@ -108,11 +116,11 @@ def test_all_numbers_equal_those_of_plain_transformers(
     # Keys and values of each layer, of 4 bytes a number.
     channels = {"gpt2": 24, "llama": 2 * 8}[name]
     a_position = 2 * 3 * channels * 4
-    counts = [0, int(kept.sum()), len(kept)]
+    counts = [0, int(kept.sum()), len(kept), len(kept) - 1]
     assert record.bytes_stored.tolist() == [count * a_position for count in counts]
     assert (record.seconds > 0).all()
     # So that this can fail: the contexts differ, and the demonstrations are all loyal.
-    assert len(set(record.kl.tolist())) == 3 and record.label_loyalty[2] == 1
+    assert len(set(record.kl.tolist())) == 4 and record.label_loyalty[2] == 1
 
 
 def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
@@ -149,7 +157,11 @@ def test_each_set_of_demonstrations_has_a_context_of_its_own(gpt2: Any) -> None:
 @pytest.mark.filterwarnings("ignore:intervals of")
 def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     batches = questions(gpt2, 30)
-    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+    contexts: dict[str, Any] = {
+        "none": al.NoContext(),
+        "anchors only": al.compress,
+        "demonstrations": DEMONSTRATIONS,
+    }
     record = al.compare_contexts(gpt2, batches, contexts, progress=False, repeats=1)
     whole = al.run(gpt2, batches, [al.Accuracy()], progress=False)["accuracy"]
     columns = dict(zip(contexts, record.correct.T, strict=True))
@@ -162,6 +174,8 @@ def test_gains_have_the_intervals_of_compared_accuracies(gpt2: Any) -> None:
     assert torch.equal(record.intervals["gain_over_demonstrations"], bounds)
     assert torch.equal(record.intervals["accuracy"], over_first.intervals["accuracy"])
     assert "seconds" not in record.intervals and "stolen_by_layer" in record.intervals
+    # An interval of shares has a width also where all queries are alike.
+    assert record.label_loyalty[2] == 1 and record.intervals["label_loyalty"][0, 2] < 1
     low, high = record.intervals["gain_over_first"][:, 1]
     assert low < record.gain_over_first[1] < high
 
@@ -192,9 +206,13 @@ def test_a_call_after_an_interruption_goes_on(
     assert len(calls) == 2  # the first stored batch is computed again, then the third
     assert torch.equal(record.correct, expected.correct)
     assert torch.equal(record.stolen_by_layer, expected.stolen_by_layer)
-    reordered: dict[str, Any] = dict(reversed(contexts.items()))
-    with pytest.raises(al.errors.StoreError, match="another run"):
-        al.compare_contexts(gpt2, batches, reordered, folder=tmp_path, **QUIET)
+    others: list[dict[str, Any]] = [
+        dict(reversed(contexts.items())),
+        contexts | {"anchors only": DEMONSTRATIONS},
+    ]
+    for other in others:
+        with pytest.raises(al.errors.StoreError, match="another run"):
+            al.compare_contexts(gpt2, batches, other, folder=tmp_path, **QUIET)
 
 
 def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: Any) -> None:
@@ -206,11 +224,20 @@ def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: A
     assert (
         table.loc["anchors only", "accuracy"] == f"{record.accuracy[1]:.2f} [{low:.2f}, {high:.2f}]"
     )
+    gains: Any = table.loc["anchors only", ["gain over the first", "gain over demonstrations"]]
+    assert [text.split()[0] for text in gains] == [
+        f"{record.gain_over_first[1]:+.2f}",
+        f"{record.gain_over_demonstrations[1]:+.2f}",
+    ]
+    assert record.gain_over_first[1] != record.gain_over_demonstrations[1]
     assert table.loc["anchors only", "KB stored"] == f"{record.bytes_stored[1] / 1000:.0f}"
     assert table.loc["anchors only", "ms a query"] == f"{1000 * record.seconds[1]:.1f}"
     figure = record.plot()
-    assert [bars.name for bars in figure.data][::3] == ["accuracy", "stolen attention"]
-    assert figure.data[3].y == tuple(record.stolen.tolist())
+    shares = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
+    assert [(bars.name, bars.y) for bars in figure.data] == [
+        (name.replace("_", " ").replace("stolen", "stolen attention"), tuple(values.tolist()))
+        for name, values in ((name, getattr(record, name)) for name in shares)
+    ]
     assert figure.data[0].error_y.array == tuple(
         (record.intervals["accuracy"][1] - record.accuracy).tolist()
     )
@@ -235,6 +262,68 @@ def test_reweighted_demonstrations_answer_as_whole_prompts_with_hooks(llama: Any
     assert context.size == plain.size
     neutral = al.reweight_demonstrations(llama, batches[0], torch.zeros_like(beta))
     assert torch.equal(neutral.logits(llama, batches[0]), plain.logits(llama, batches[0]))
+
+
+def test_reweighted_demonstrations_are_compared_as_they_answer(gpt2: Any) -> None:
+    batches = questions(gpt2, 5)
+    (batch,) = (batch.padded_right() for batch in batches)
+    beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
+    contexts = {"re-weighted": partial(al.reweight_demonstrations, beta=beta)}
+    record = al.compare_contexts(gpt2, batches, contexts, **QUIET)
+    hooks = al.reweight_anchors(gpt2, batch, beta)
+    runs = (run_pass(gpt2, batch), run_pass(gpt2, batch, hooks=hooks))
+    expected = al.loyalty(*runs, batch.label_token_ids)
+    assert difference(record.kl, expected.kl[None]) < 1e-4
+    assert record.label_loyalty[0] == expected.label_loyalty
+
+
+def test_a_time_is_the_median_of_a_query_after_a_pass_that_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, order = [0.0], list[str]()
+
+    class Pass:
+        """A pass over four queries, each time with a given duration."""
+
+        batch = range(4)
+
+        def __init__(self, name: str, *durations: float) -> None:
+            self.name, self.durations = name, iter(durations)
+
+        def logits(self, model: Any) -> Tensor:
+            order.append(self.name)
+            now[0] += next(self.durations)
+            return torch.zeros(1)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(context_comparison, "time", clock)
+    passes: Any = [Pass("a", 100, 1, 2, 9), Pass("b", 100, 40, 20, 32)]
+    seconds = context_comparison._seconds_a_query(None, passes, 3)  # type: ignore[arg-type]
+    assert seconds.tolist() == [2 / 4, 32 / 4]
+    assert all(first != second for first, second in pairwise(order)), "the passes take turns"
+
+
+def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = sorted(questions(gpt2, 7, batch_size=1), key=lambda batch: batch.tokens.shape[1])
+    timed: list[list[int]] = []
+
+    def cached_positions(model: Any, passes: Any, repeats: int) -> Tensor:
+        timed.append([int(each.batch.index) for each in passes])
+        cached = [0 if each.prefix is None else len(each.prefix) for each in passes]
+        return torch.tensor(cached).double()
+
+    monkeypatch.setattr(context_comparison, "_seconds_a_query", cached_positions)
+    contexts: dict[str, Any] = {
+        "none": al.NoContext(),
+        "demonstrations": DEMONSTRATIONS,
+        "anchors only": al.compress,
+    }
+    record = al.compare_contexts(gpt2, batches, contexts, **QUIET)
+    context = al.compress(gpt2, batches[0])
+    assert record.seconds.tolist() == [0, len(context.kept), int(context.kept.sum())]
+    assert timed == [[int(batches[3].index)] * 3]
 
 
 def test_reweighting_refuses_a_beta_that_does_not_fit(gpt2: Any) -> None:
@@ -305,11 +394,29 @@ def test_queries_of_the_training_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 12, batch_size=4)
     options: dict[str, Any] = {"length": 2, "steps": 0, "progress": False}
     prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
+    passes: list[int] = []
+    hook = gpt2.register_forward_pre_hook(lambda *arguments: passes.append(1))
     with pytest.raises(PromptError, match="the context 'prefix': 4 of these queries were used"):
         al.compare_contexts(gpt2, batches[1:], {"prefix": prefix}, **QUIET)
+    hook.remove()
+    assert not passes
     with pytest.raises(PromptError, match="the context 'made': 4 of these queries were used"):
         al.compare_contexts(gpt2, batches[:1], {"made": lambda model, batch: prefix}, **QUIET)
     assert al.compare_contexts(gpt2, batches[2:], {"prefix": prefix}, **QUIET).stolen[0] > 0
+
+
+def test_queries_on_which_beta_was_trained_are_refused(gpt2: Any, tmp_path: Any) -> None:
+    batches = questions(gpt2, 8, batch_size=4)
+    beta = al.train_reweighting(gpt2, batches[:1], epochs=1, progress=False)
+    loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
+    contexts: list[Any] = [
+        al.reweight_demonstrations(gpt2, batches[1], loaded),
+        partial(al.reweight_demonstrations, beta=beta),
+    ]
+    for context in contexts:
+        with pytest.raises(PromptError, match="the context 'mine': 4 of these queries were used"):
+            al.compare_contexts(gpt2, batches, {"mine": context}, **QUIET)
+        al.compare_contexts(gpt2, batches[1:], {"mine": context}, **QUIET)
 
 
 def test_a_context_that_does_not_fit_is_refused(gpt2: Any, llama: Any) -> None:

@@ -24,6 +24,7 @@ def every_demonstration(batch: al.PromptBatch) -> Tensor:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 @pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
 def test_a_context_of_all_tokens_acts_as_the_demonstrations(
     name: str, request: pytest.FixtureRequest
 ) -> None:

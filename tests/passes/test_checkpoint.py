@@ -148,6 +148,7 @@ def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, 
     "ignore:Full backward hook is firing", "ignore:Backward hooks on hook_scale"
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.usefixtures("kind_of_model")
 def test_every_hook_point_is_called_once(name: str, request: pytest.FixtureRequest) -> None:
     """This includes the last ones of a block, which its gradient does not need again."""
     model = request.getfixturevalue(name)

@@ -72,6 +72,7 @@ def failing(name: str) -> list[Hook]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.usefixtures("kind_of_model")
 def test_target_logits_are_those_of_the_full_forward(
     name: str, side: str, request: pytest.FixtureRequest
 ) -> None:
