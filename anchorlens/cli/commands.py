@@ -127,7 +127,19 @@ Separator = Annotated[
 ]
 Prefix = Annotated[
     str | None,
-    typer.Option(help="Text before the first demonstration.", rich_help_panel=TASK_PANEL),
+    typer.Option(
+        help="Text before the first demonstration; in a chat, the turn of the system.",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Write demonstrations as turns of user and assistant, by the chat template of the "
+        "tokenizer.",
+        rich_help_panel=TASK_PANEL,
+    ),
 ]
 Data = Annotated[
     Path | None,
@@ -224,6 +236,7 @@ def run(
     labels: Labels = None,
     separator: Separator = None,
     prefix: Prefix = None,
+    chat: Chat = None,
     data: Data = None,
     dataset: Dataset = None,
     text_column: TextColumn = None,
