@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,10 @@ app = typer.Typer(
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
 TASK_NAMES = (*HUB_SOURCES, *BUNDLED)
-TASK_PANEL = "Task and examples"
+A_TASK = f"One of {', '.join(TASK_NAMES)}."
+A_MODEL = "Hub name, local folder, or .gguf file."
+
+_task_option = partial(typer.Option, rich_help_panel="Task and examples")
 
 
 class Dtype(StrEnum):
@@ -44,6 +48,10 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def _names_of_tasks() -> list[str]:
+    return list(TASK_NAMES)
 
 
 def _show_version(value: bool) -> None:
@@ -70,7 +78,7 @@ Version = Annotated[
         help="Show the versions of anchorlens and of the packages that decide its numbers.",
     ),
 ]
-Model = Annotated[str, typer.Option(help="Hub name, local folder, or .gguf file.")]
+Model = Annotated[str, typer.Option(help=A_MODEL)]
 Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first available.")]
 Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
@@ -88,88 +96,72 @@ Seeds = Annotated[
         help="Seeds, each of a set of demonstrations; repeated or separated by commas.",
     ),
 ]
-TaskName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"One of {', '.join(TASK_NAMES)}.",
-        autocompletion=lambda: list(TASK_NAMES),
-        rich_help_panel=TASK_PANEL,
-    ),
-]
+TaskName = Annotated[str | None, _task_option(help=A_TASK, autocompletion=_names_of_tasks)]
 TaskFile = Annotated[
     Path | None,
-    typer.Option(
-        help="toml file that holds template, labels and the other entries of this panel.",
-        rich_help_panel=TASK_PANEL,
-    ),
+    _task_option(help="toml file that holds template, labels and the other entries of this panel."),
 ]
 Template = Annotated[
     str | None,
-    typer.Option(
-        help="A demonstration, such as 'Q: {text}\\nA:{label}', where \\n is a line break.",
-        rich_help_panel=TASK_PANEL,
+    _task_option(
+        help="A demonstration, such as 'Q: {text}\\nA:{label}', where \\n is a line break."
     ),
 ]
 Labels = Annotated[
     list[str] | None,
-    typer.Option(
+    _task_option(
         help="The label words by class, exactly as they are written in the prompt; repeated or "
-        "separated by commas. In ' yes, no' each word begins with a space.",
-        rich_help_panel=TASK_PANEL,
+        "separated by commas. In ' yes, no' each word begins with a space."
     ),
 ]
 Separator = Annotated[
-    str | None,
-    typer.Option(
-        help="What stands between demonstrations; a line break by default.",
-        rich_help_panel=TASK_PANEL,
-    ),
+    str | None, _task_option(help="What stands between demonstrations; a line break by default.")
 ]
 Prefix = Annotated[
     str | None,
-    typer.Option(help="Text before the first demonstration.", rich_help_panel=TASK_PANEL),
+    _task_option(help="Text before the first demonstration; in a chat, the turn of the system."),
+]
+Chat = Annotated[
+    bool | None,
+    _task_option(
+        "--chat/--no-chat",
+        help="Write demonstrations as turns of user and assistant, by the chat template of the "
+        "tokenizer.",
+    ),
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(
+    _task_option(
         help="jsonl, csv or parquet file, for demonstrations and queries; by default the examples "
-        "of --task, bundled or from the hub.",
-        rich_help_panel=TASK_PANEL,
+        "of --task, bundled or from the hub."
     ),
 ]
-Dataset = Annotated[
-    str | None,
-    typer.Option(help="Name of a data set on the hub.", rich_help_panel=TASK_PANEL),
-]
-TextColumn = Annotated[
-    str | None,
-    typer.Option(help="Column of the texts; text by default.", rich_help_panel=TASK_PANEL),
-]
-LabelColumn = Annotated[
-    str | None,
-    typer.Option(help="Column of the classes; label by default.", rich_help_panel=TASK_PANEL),
-]
+Dataset = Annotated[str | None, _task_option(help="Name of a data set on the hub.")]
+TextColumn = Annotated[str | None, _task_option(help="Column of the texts; text by default.")]
+LabelColumn = Annotated[str | None, _task_option(help="Column of the classes; label by default.")]
 Classes = Annotated[
     list[str] | None,
-    typer.Option(
+    _task_option(
         help="The values of the label column in class order, if they are not 0, 1, ...; repeated "
-        "or separated by commas.",
-        rich_help_panel=TASK_PANEL,
+        "or separated by commas."
     ),
 ]
 Split = Annotated[
     str | None,
-    typer.Option(
-        help="Split of --dataset for demonstrations; train by default.", rich_help_panel=TASK_PANEL
-    ),
+    _task_option(help="Split of --dataset for demonstrations; train by default."),
 ]
 QuerySplit = Annotated[
     str | None,
+    _task_option(help="Split of --dataset for queries; by default that of the demonstrations."),
+]
+FolderOfTasks = Annotated[
+    Path | None,
     typer.Option(
-        help="Split of --dataset for queries; by default that of the demonstrations.",
-        rich_help_panel=TASK_PANEL,
+        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task."
     ),
 ]
+Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts in a batch.")]
 WeightType = Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress bars and no notes; warnings and errors stay.")
@@ -224,6 +216,7 @@ def run(
     labels: Labels = None,
     separator: Separator = None,
     prefix: Prefix = None,
+    chat: Chat = None,
     data: Data = None,
     dataset: Dataset = None,
     text_column: TextColumn = None,
@@ -232,11 +225,11 @@ def run(
     split: Split = None,
     query_split: QuerySplit = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries for each seed.")] = 100,
-    shots: Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")] = 1,
+    shots: Shots = 1,
     seed: Seeds = ["42"],  # noqa: B006 - typer copies it
     depth: Depth = 5,
     draws: Draws = 10,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
+    batch_size: BatchSize = 8,
     device: Device = None,
     dtype: WeightType = None,
     gradient_checkpointing: Annotated[
@@ -276,15 +269,10 @@ def paper(
             "--task",
             "--tasks",
             help=f"Of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
-            autocompletion=lambda: list(TASK_NAMES),
+            autocompletion=_names_of_tasks,
         ),
     ] = ["sst2", "trec", "agnews"],  # noqa: B006
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with TASK/train.jsonl and TASK/test.jsonl; the hub's examples by default."
-        ),
-    ] = None,
+    data: FolderOfTasks = None,
     queries: Annotated[int, typer.Option(min=11, help="Queries of each task and seed.")] = 40,
     seeds: Seeds = ["42", "43"],  # noqa: B006
     depth: Depth = 5,
@@ -314,31 +302,19 @@ def paper(
 def contexts(
     context: typer.Context,
     model: Model,
-    task: Annotated[
-        str,
-        typer.Option(
-            help=f"One of {', '.join(TASK_NAMES)}.",
-            autocompletion=lambda: list(TASK_NAMES),
-        ),
-    ],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of "
-            "--task."
-        ),
-    ] = None,
+    task: Annotated[str, typer.Option(help=A_TASK, autocompletion=_names_of_tasks)],
+    data: FolderOfTasks = None,
     queries: Annotated[int, typer.Option(min=1, help="Queries of the comparison.")] = 40,
     training: Annotated[int, typer.Option(min=1, help="Queries for training.")] = 32,
     held_out: Annotated[
         int, typer.Option(min=1, help="Queries by which the best step of a training is chosen.")
     ] = 16,
-    shots: Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")] = 1,
+    shots: Shots = 1,
     seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42,
     steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300,
     length: Annotated[int, typer.Option(min=1, help="Positions of a trained context.")] = 10,
     draws: Draws = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in a batch.")] = 8,
+    batch_size: BatchSize = 8,
     device: Device = None,
     dtype: WeightType = None,
     out: Out = Path("anchorlens-contexts"),
@@ -371,7 +347,7 @@ def models(
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(help="Hub name, local folder, or .gguf file.")],
+    model: Annotated[str, typer.Argument(help=A_MODEL)],
     device: Device = None,
     dtype: WeightType = None,
     quiet: Quiet = False,

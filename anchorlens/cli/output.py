@@ -21,21 +21,21 @@ class PrintedTable:
         rows: The text of each group, row and column.
         title: A line above it.
         corner: The text above the names of the rows.
-        widths: Widths of the columns, see ``aligned``.
+        note: What stands below it.
     """
 
     rows: TextTable
     title: str = ""
     corner: str = ""
-    widths: Sequence[int] = ()
+    note: str = ""
 
     def text(self) -> str:
         """The table as aligned text."""
         indent = "  " if self.title else ""
-        lines = aligned(self.rows, corner=self.corner, widths=self.widths)
-        return "\n".join(
-            [*([self.title] if self.title else []), *(indent + line for line in lines)]
-        )
+        title = [self.title] if self.title else []
+        note = [self.note] if self.note else []
+        lines = [indent + line for line in aligned(self.rows, corner=self.corner)]
+        return "\n".join([*title, *lines, *note])
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Output:
         if not self.quiet:
             say(text, err=True)
 
-    def tables(self, tables: Sequence[PrintedTable]) -> None:
-        """Print results as tables: drawn on a terminal, and aligned text elsewhere."""
+    def tables(self, tables: Sequence[PrintedTable], text: str | None = None) -> None:
+        """Print results as tables: drawn on a terminal, and text elsewhere.
+
+        Args:
+            tables: The tables.
+            text: Their text, by default lines with aligned columns.
+        """
         if self.as_json or not is_main():
             return
         if sys.stdout.isatty():
             _draw(tables)
         else:
-            typer.echo("\n".join(table.text() for table in tables))
-
-    def text(self, text: str) -> None:
-        """Print results that are text already."""
-        if not self.as_json:
-            say(text)
+            typer.echo("\n".join(table.text() for table in tables) if text is None else text)
 
     def document(self, values: Mapping[str, Any]) -> None:
         """Print results as json, if they are wanted so."""
@@ -91,25 +91,38 @@ def say(text: str, err: bool = False) -> None:
 
 def _draw(tables: Sequence[PrintedTable]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    for table in tables:
-        columns = list(dict.fromkeys(name for texts in table.rows.values() for name in texts))
-        drawn = Table(
-            title=table.title or None,
-            title_justify="left",
-            title_style="bold",
-            show_header=bool(table.corner) or any(columns),
-        )
-        drawn.add_column(Text(table.corner))
-        for column in columns:
-            drawn.add_column(Text(column), overflow="fold")
-        for (group, row), texts in table.rows.items():
-            name = f"{group}: {row}" if group else row
-            drawn.add_row(Text(name), *(Text(texts.get(column, "").strip()) for column in columns))
-        console.print(drawn)
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        if table.title:
+            console.print(Text(table.title, style="bold"))
+        if table.rows:
+            console.print(_drawn(table))
+        if table.note:
+            console.print(Text(table.note))
+
+
+def _drawn(table: PrintedTable) -> Any:
+    """The rows of a table, those of each group below its name."""
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = list(dict.fromkeys(name for texts in table.rows.values() for name in texts))
+    drawn = Table(show_header=bool(table.corner) or any(columns))
+    drawn.add_column(Text(table.corner))
+    for column in columns:
+        drawn.add_column(Text(column), overflow="fold")
+    for group in dict.fromkeys(group for group, _ in table.rows):
+        if group:
+            drawn.add_section()
+            drawn.add_row(Text(group, style="bold"))
+        for (of_group, row), texts in table.rows.items():
+            if of_group == group:
+                drawn.add_row(Text(row), *(Text(texts.get(column, "")) for column in columns))
+    return drawn
 
 
 def _finite(value: Any) -> Any:

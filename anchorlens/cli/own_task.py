@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DataError, PromptError
 from ..models.quiet import quiet_datasets
+from ..prompts.chat import ChatTask
 from ..prompts.datafiles import READERS
 from ..prompts.examples import BUNDLED, load_examples
 from ..prompts.tasks import TASKS, Task
@@ -23,7 +24,7 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 _PARTS = ("template", "labels", "separator", "prefix")
 _COLUMNS = ("text_column", "label_column", "classes")
 _SPLITS = ("split", "query_split")
-KEYS = (*_PARTS, "data", "dataset", *_COLUMNS, *_SPLITS)
+KEYS = (*_PARTS, "chat", "data", "dataset", *_COLUMNS, *_SPLITS)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class TaskOptions:
     labels: Sequence[str] | None = None
     separator: str | None = None
     prefix: str | None = None
+    chat: bool | None = None
     data: Path | None = None
     dataset: str | None = None
     text_column: str | None = None
@@ -104,7 +106,7 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if options.task is not None:
         check_task(options.task)
-        fields = asdict(TASKS[BUNDLED.get(options.task, options.task)])
+        fields = _fields_of_task(options.task, chat=bool(options.chat))
     elif options.task_file is not None:
         fields = read_task_file(options.task_file)
     if "data" in given or "dataset" in given:
@@ -112,6 +114,16 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
             name: fields[name] for name in fields if name not in ("data", "dataset", *_SPLITS)
         }
     return {name: value for name, value in (fields | given).items() if name in KEYS}
+
+
+def _fields_of_task(name: str, chat: bool) -> dict[str, Any]:
+    """The parts of a task of the package, as they are written in plain prompts or in a chat."""
+    task = TASKS[BUNDLED.get(name, name)]
+    parts = {part: getattr(task, part) for part in _PARTS}
+    if chat:  # an answer begins with the word, and the chat template separates demonstrations
+        parts["labels"] = [word.strip() for word in task.first_words]
+        del parts["separator"]
+    return parts
 
 
 def read_task_file(path: Path) -> dict[str, Any]:
@@ -130,11 +142,13 @@ def read_task_file(path: Path) -> dict[str, Any]:
         raise DataError(
             f"--task-file {path} has the entries {', '.join(unknown)}; a task has {', '.join(KEYS)}"
         )
-    texts = [name for name in fields if name not in ("labels", "classes")]
+    texts = [name for name in fields if name not in ("labels", "classes", "chat")]
     if wrong := [name for name in texts if not isinstance(fields[name], str)]:
         raise DataError(
             f"{wrong[0]} in --task-file {path} must be a text in quotes; got {fields[wrong[0]]!r}"
         )
+    if not isinstance(fields.get("chat", False), bool):
+        raise DataError(f"chat in --task-file {path} must be true or false; got {fields['chat']!r}")
     if not isinstance(fields.get("classes", []), list):
         raise DataError(
             f"classes in --task-file {path} must be a list of values; got {fields['classes']!r}"
@@ -159,8 +173,14 @@ def _task(options: TaskOptions, fields: Mapping[str, Any]) -> Task:
             f"a task of your own needs --template and --labels, or --task-file; --{missing[0]} "
             "is missing"
         )
+    kind = ChatTask if fields.get("chat") else Task
+    if kind is ChatTask and "separator" in fields:
+        raise DataError(
+            "--separator came with --chat, but the chat template writes what stands between "
+            "demonstrations; leave one of them out, here or in --task-file"
+        )
     try:
-        return Task(**{name: fields[name] for name in _PARTS if name in fields})
+        return kind(**{name: fields[name] for name in _PARTS if name in fields})
     except PromptError as error:
         own = [_option(name) for name in _PARTS if is_given(getattr(options, name))]
         where = ", ".join(own) or f"--task-file {options.task_file}"
@@ -170,8 +190,10 @@ def _task(options: TaskOptions, fields: Mapping[str, Any]) -> Task:
 def _settings(fields: Mapping[str, Any], task: Task) -> dict[str, Any]:
     """The task and where its examples are, whoever said so, as options write them."""
     texts = {name: _escaped(getattr(task, name)) for name in ("template", "separator", "prefix")}
-    of_examples = {name: fields[name] for name in KEYS if name in fields and name not in _PARTS}
-    return {**texts, "prefix": texts["prefix"] or None, "labels": task.labels, **of_examples}
+    if isinstance(task, ChatTask):
+        del texts["separator"]
+    others = {name: fields[name] for name in KEYS if name in fields and name not in _PARTS}
+    return {**texts, "prefix": texts["prefix"] or None, "labels": task.labels, **others}
 
 
 def _escaped(text: str) -> str:

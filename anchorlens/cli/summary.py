@@ -57,8 +57,8 @@ def summarised(task: str, records: Mapping[str, Record], isolations: Mapping[str
     corner = "isolated (random: mean and range of draws)"
     tables = (
         PrintedTable(verdicts, title=f"{task}, claims of the paper"),
-        PrintedTable(numbers, title=task, widths=[46, 6]),
-        PrintedTable(loyalties, title=f"{task}, isolation", corner=corner, widths=[44, 18, 20]),
+        PrintedTable(numbers, title=task),
+        PrintedTable(loyalties, title=f"{task}, isolation", corner=corner),
     )
     return Summary(tables, values)
 
@@ -108,11 +108,11 @@ def _flows(flows: Any) -> tuple[dict[str, str], Values]:
     texts, values = {}, {}
     for k, flow in enumerate(("S_wp", "S_pq", "S_ww")):
         first, last = float(flows.share[shallow, k].mean()), float(flows.share[deep, k].mean())
-        texts[f"{flow} share, first / last third of layers"] = f"{first:6.2f} / {last:.2f}"
+        texts[f"{flow} share, first / last third of layers"] = f"{first:.2f} / {last:.2f}"
         values[f"{flow}_share"] = {"first_third": first, "last_third": last}
     first = float(flows.pq_over_tq[shallow].quantile(0.5))
     last = float(flows.deep_pq_over_tq)
-    texts["S_pq / S_tq, first / last third (median)"] = f"{first:6.2f} / {last:.2f}"
+    texts["S_pq / S_tq, first / last third (median)"] = f"{first:.2f} / {last:.2f}"
     values["S_pq_over_S_tq"] = {"first_third": first, "last_third": last}
     return texts, {"saliency_flows": values}
 
@@ -127,7 +127,7 @@ def _confusions(distances: Any) -> tuple[dict[str, str], Values]:
     layer = int(distances.default_layer)
     value = float(distances.correlation[layer])
     agreement = "too few pairs of classes" if isnan(value) else f"{value:.2f}"
-    texts = {f"confusions, rank correlation in layer {layer}": f"  {agreement}"}
+    texts = {f"confusions, rank correlation in layer {layer}": agreement}
     return texts, {"anchor_distances": {"layer": layer, "rank_correlation": value}}
 
 

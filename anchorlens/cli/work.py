@@ -23,7 +23,7 @@ from ..replication.paper import check_examples
 from ..replication.paper import paper as paper_numbers
 from ..replication.paper_figures import paper_figures
 from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
-from ..replication.paper_tables import paper_tables
+from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
 from ..runs.fingerprint import versions
 from ..runs.store import forget_rows
@@ -187,7 +187,11 @@ def paper(
         progress=not output.quiet,
     )
     summary = paper_tables(numbers)
-    output.text(summary)
+    drawn = [
+        PrintedTable(section.table, section.title, note=section.note)
+        for section in paper_sections(numbers)
+    ]
+    output.tables(drawn, text=summary)
     saved = _save_settings(settings, out)
     report = _report(
         {},

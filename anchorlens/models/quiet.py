@@ -40,6 +40,26 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @contextmanager
+def gguf_bar_of_transformers() -> Iterator[None]:
+    """Inside, the bar of reading a .gguf file is one of transformers, which can be switched off.
+
+    Otherwise transformers takes that bar from tqdm, without asking whether bars are wanted.
+    """
+    import transformers.modeling_gguf_pytorch_utils as of_gguf
+    from transformers.utils import logging as of_transformers
+
+    before = getattr(of_gguf, "tqdm", None)
+    if before is None:  # a version that has no such bar
+        yield
+        return
+    of_gguf.tqdm = of_transformers.tqdm
+    try:
+        yield
+    finally:
+        of_gguf.tqdm = before
+
+
+@contextmanager
 def quiet_datasets() -> Iterator[None]:
     """Inside, the library of data sets draws no bars, such as that of generating a split."""
     import datasets

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ModelError
 from ..system.processes import process_device
+from .quiet import gguf_bar_of_transformers
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
@@ -47,7 +48,7 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
     source, options = _source(name)
     if options:
         dtype = dtype or torch.float32
-    with _reading(name):
+    with _reading(name), gguf_bar_of_transformers() if options else nullcontext():
         # Eager attention: the fused kernels never form the pattern that the hooks need.
         result: Any = AutoModelForCausalLM.from_pretrained(
             source,

@@ -129,8 +129,9 @@ class ChatTask(Task):
         """The text of a conversation; with ``ask`` it ends where the assistant answers."""
         if tokenizer.chat_template is None and "chat_template" not in self.options:
             raise PromptError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use al.Task, a "
-                "tokenizer of a chat model, or ChatTask(..., options={'chat_template': '...'})"
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
+                "or plain prompts (without --chat, in Python al.Task), or in Python "
+                "ChatTask(..., options={'chat_template': '...'})"
             )
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         try:
@@ -144,7 +145,7 @@ class ChatTask(Task):
             raise PromptError(
                 f"the chat template cannot write the turns of {roles}: {error}. If it knows no "
                 "turn of the system, write the instructions into the template of the task (before "
-                "{text}) and leave out prefix"
+                "{text}) instead of the prefix (--prefix, in Python prefix=)"
             ) from error
 
 
@@ -234,7 +235,7 @@ class _Frame(NamedTuple):
                     f"the chat template changes the text of the {turn.role}'s turn {content!r}, or "
                     "what stands around it, by more than white space at its ends, so that "
                     "positions in it are not certain; change the text, or give another template "
-                    "(options={'chat_template': '...'})"
+                    "(in Python options={'chat_template': '...'})"
                 )
             start, length = span
             found.append(_Turn(turn.role, _cut(turn.pieces, start, start + length)))
@@ -243,7 +244,7 @@ class _Frame(NamedTuple):
             raise PromptError(
                 f"the chat template writes {text[position:]!r} after the turns of these "
                 "demonstrations, which it does not after others; give another template "
-                "(options={'chat_template': '...'})"
+                "(in Python options={'chat_template': '...'})"
             )
         return found
 
@@ -255,7 +256,7 @@ def _around(text: str, marks: Sequence[str]) -> list[str]:
         raise PromptError(
             "the chat template does not write each turn once and in the order of the turns, so "
             "that positions are not certain; give another template "
-            "(options={'chat_template': '...'})"
+            "(in Python options={'chat_template': '...'})"
         )
     around = []
     for mark in marks:

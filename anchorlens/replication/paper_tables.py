@@ -30,11 +30,17 @@ class Cell(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A table, what it shows and how to read it."""
+    """A table, what it shows and how to read it; the first section is the note on all tables."""
 
     title: str
     table: TextTable
     note: str
+
+    def text(self) -> str:
+        """The section as text."""
+        title = [self.title] if self.title else []
+        note = [fill(self.note, WIDTH)] if self.note else []
+        return "\n".join([*title, *aligned(self.table), *note])
 
 
 def paper_tables(numbers: pd.DataFrame) -> str:
@@ -53,13 +59,18 @@ def paper_tables(numbers: pd.DataFrame) -> str:
         >>> [line.split() for line in al.paper_tables(numbers).splitlines() if "vanilla  " in line]
         [['vanilla', '61.0'], ['vanilla', '57.56']]
     """
-    blocks = [fill(_legend(numbers), WIDTH)] if len(numbers) else []
+    return "\n\n".join(section.text() for section in paper_sections(numbers))
+
+
+def paper_sections(numbers: pd.DataFrame) -> list[Section]:
+    """What ``paper_tables`` writes, table by table."""
+    sections = [Section("", {}, _legend(numbers))] if len(numbers) else []
     for variant, parts in _variants(numbers).items():
-        for title, table, note in _sections(parts, numbers["seed"].nunique()):
-            heading = f"{variant}: {title}" if variant else title
-            notes = [] if variant or not note else [fill(note, WIDTH)]
-            blocks.append("\n".join([heading, *aligned(table), *notes]))
-    return "\n\n".join(blocks)
+        for section in _sections(parts, numbers["seed"].nunique()):
+            if variant:  # its notes were given above
+                section = Section(f"{variant}: {section.title}", section.table, "")
+            sections.append(section)
+    return sections
 
 
 def by_part(numbers: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -93,7 +93,7 @@ class PromptFlows:
     def page(self) -> str:
         """The prompt as one HTML page, which needs no other file and no network."""
         text: str = template("prompt_page.html").render(
-            heading=self.heading,
+            title=self.heading,
             style=static("page.css") + Markup(PROMPT_CSS) + static("prompt.css"),
             fragment=self.fragment(),
             script=static("prompt.js"),

@@ -1,6 +1,6 @@
 """Aligned text tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 TextTable = dict[tuple[str, str], dict[str, str]]  # (group, row): {column: text}
 
@@ -11,14 +11,12 @@ def digits(value: float, decimals: int) -> str:
     return f"{value:{width}.{decimals}f}"
 
 
-def aligned(table: TextTable, *, corner: str = "", widths: Sequence[int] = ()) -> Iterator[str]:
+def aligned(table: TextTable, *, corner: str = "") -> Iterator[str]:
     """The lines of a table; the rows of a group stand below its name.
 
     Args:
         table: The text of each group, row and column. A group or a column may have an empty name.
         corner: The text above the names of the rows.
-        widths: The width of the row names and of each column; the texts of a column then end
-            on the right. By default each column is as wide as its texts, which begin on the left.
 
     Examples:
         >>> table = {("TREC", "vanilla"): {"accuracy": "61.0"}}
@@ -27,25 +25,22 @@ def aligned(table: TextTable, *, corner: str = "", widths: Sequence[int] = ()) -
     """
     columns = list(dict.fromkeys(column for texts in table.values() for column in texts))
     names = {(group, row): f"  {row}" if group else row for group, row in table}
-    gap, justify = "", str.rjust
-    if not widths:
-        gap, justify = "  ", str.ljust
-        widths = [
-            max(map(len, [corner, *names.values()])),
-            *(
-                max(len(column), *(len(texts.get(column, "")) for texts in table.values()))
-                for column in columns
-            ),
-        ]
+    widths = [
+        max(map(len, [corner, *names.values()])),
+        *(
+            max(len(column), *(len(texts.get(column, "")) for texts in table.values()))
+            for column in columns
+        ),
+    ]
 
-    def line(name: str, texts: Sequence[str]) -> str:
-        cells = [justify(text, width) for text, width in zip(texts, widths[1:], strict=True)]
-        return gap.join([name.ljust(widths[0]), *cells]).rstrip()
+    def line(*cells: str) -> str:
+        texts = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "  ".join(texts).rstrip()
 
     if corner or any(columns):
-        yield line(corner, columns)
+        yield line(corner, *columns)
     for group in dict.fromkeys(group for group, _ in table):
         yield from [group] if group else []
         for key, name in names.items():
             if key[0] == group:
-                yield line(name, [table[key].get(column, "") for column in columns])
+                yield line(name, *(table[key].get(column, "") for column in columns))

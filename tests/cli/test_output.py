@@ -81,6 +81,31 @@ def test_paper_prints_its_numbers_as_json(
     assert numbers[1]["task"] == "news" and numbers[1]["seed"] == 1 and numbers[1]["layer"] == 2
 
 
+def test_paper_draws_its_tables_on_a_terminal_and_stores_the_same_text(
+    monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def accuracy(setting: Setting) -> Any:
+        yield Number("Table 1", "vanilla", "accuracy", 0.5)
+
+    monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
+    arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--quiet"]
+    arguments += ["--queries", "11", "--seed", "1", "--depth", "1", "--draws", "1"]
+    assert call(monkeypatch, "paper", *arguments) == 0
+    stored = (tmp_path / "tables.txt").read_bytes()
+    assert stored.decode() in capsys.readouterr().out
+    monkeypatch.setenv("TERM", "dumb")  # no bold letters
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert call(monkeypatch, "paper", *arguments) == 0
+    drawn = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert drawn[0].startswith("Of one seed, 1, which draws")
+    table = drawn.index("Table 1. Accuracy, %")
+    assert drawn[table + 2] == "┃ ┃ news (as AGNews) ┃"
+    assert drawn[table + 4 : table + 6] == ["│ this model │ │", "│ vanilla │ 50.0 │"]
+    assert "│ GPT2-XL in the paper │ │" in drawn
+    assert "Vanilla and re-weighted have 1 demonstration a class." in " ".join(drawn)
+    assert (tmp_path / "tables.txt").read_bytes() == stored
+
+
 def test_tables_are_drawn_on_a_terminal_and_plain_elsewhere(monkeypatch: Any, capsys: Any) -> None:
     Output().tables([TABLE])
     assert capsys.readouterr().out.splitlines() == [

@@ -6,9 +6,13 @@ from typing import Any
 
 import datasets
 import pytest
+from chat_tokenizers import chat_tokenizer, with_template
 from test_cli import QUICK, call, error_of
+from tiny_models import tiny_gpt2
+from transformers import AutoTokenizer
 
 import anchorlens as al
+from anchorlens.cli.analysis import analyse
 from anchorlens.cli.own_task import TaskOptions, task_with_examples
 from anchorlens.errors import DataError
 
@@ -131,6 +135,121 @@ def test_a_backslash_and_n_are_a_line_break_in_options_only(folder: Path) -> Non
     assert chosen(task_file=folder / "raw.toml").task.template == r"{text}\n{label}"
 
 
+CHAT = ["--template", r"Review: {text}\nGood?{label}", "--labels", "no,yes", "--chat"]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: Any) -> Path:
+    """A folder with the tokenizer of a chat model."""
+    folder: Path = tmp_path_factory.mktemp("chat")
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
+    tiny_gpt2(len(tokenizer), n_layer=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
+    monkeypatch: Any, chat_model: Path, folder: Path
+) -> None:
+    given: list[Any] = []
+
+    def store(model: Any, task: str, batches: list[Any], *options: Any) -> Any:
+        given.extend(batches)
+        return analyse(model, task, batches, *options)
+
+    monkeypatch.setattr("anchorlens.cli.work.analyse", store)
+    arguments = [*CHAT, "--prefix", "Judge films.", "--data", "reviews.csv", *COLUMNS]
+    arguments += ["--model", str(chat_model), "--batch-size", "1", "--out", "out"]
+    arguments += ["--queries", "12", "--depth", "1", "--draws", "1"]
+    assert call(monkeypatch, "run", *arguments) == 0
+    settings = json.loads((folder / "out/settings.json").read_text())
+    assert settings["chat"] is True and settings["labels"] == ["no", "yes"]
+    assert settings["separator"] is None
+    examples = task_with_examples(
+        TaskOptions(
+            template=TEMPLATE,
+            labels=["no,yes"],
+            data=Path("reviews.csv"),
+            text_column="review",
+            label_column="verdict",
+            classes=["neg,pos"],
+        )
+    ).examples
+    demonstrations = al.sample_demonstrations(examples.pool, 1, 42)
+    queries = al.sample_queries(examples.tests, 12, 42, exclude=demonstrations)
+    turns = [{"role": "system", "content": "Judge films."}]
+    for demo in demonstrations:
+        turns.append({"role": "user", "content": f"Review: {demo.text}\nGood?"})
+        turns.append({"role": "assistant", "content": ["no", "yes"][int(demo.label or 0)]})
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    expected = [
+        tokenizer.apply_chat_template(
+            [*turns, {"role": "user", "content": f"Review: {query.text}\nGood?"}],
+            add_generation_prompt=True,
+            tokenize=True,
+        )["input_ids"]
+        for query in queries
+    ]
+    assert sorted(batch.tokens[0].tolist() for batch in given) == sorted(expected)
+
+
+def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
+    of_package = chosen(task="sentiment", chat=True)
+    template = al.TASKS["sst2"].template
+    assert of_package.task == al.ChatTask(template, ["Negative", "Positive"])
+    again = chosen(task="sentiment", **of_package.settings)
+    assert again.task == of_package.task and again.settings == of_package.settings
+    assert chosen(task="sentiment", chat=True, labels=[" A, B"]).task.labels == (" A", " B")
+    (folder / "chat.toml").write_text(TASK_FILE + "chat = true")
+    assert chosen(task_file=folder / "chat.toml").task == al.ChatTask(TASK.template, TASK.labels)
+    assert chosen(task_file=folder / "chat.toml", chat=False).task == TASK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "has no chat template; use a chat model or plain prompts (without --chat)"),
+        (["--separator", "x"], "--separator came with --chat, but the chat template writes"),
+    ],
+)
+def test_what_is_no_chat_is_an_error_that_names_the_option_before_weights_are_loaded(
+    monkeypatch: Any,
+    folder: Path,
+    model_folder: Path,
+    capsys: Any,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    task = [*CHAT, "--data", "reviews.csv", *COLUMNS, *arguments]
+    assert call(monkeypatch, "run", "--model", str(model_folder), *task, *QUICK) == 1
+    error = error_of(capsys.readouterr())
+    assert words in error and "Python" not in error
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("Gemma 2", "instead of the prefix (--prefix)"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}:", "another template"),
+    ],
+)
+def test_a_template_that_cannot_write_the_turns_is_an_error_without_python(
+    monkeypatch: Any, folder: Path, capsys: Any, template: str, words: str
+) -> None:
+    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
+    if template != "Gemma 2":
+        tokenizer.chat_template = template
+    tiny_gpt2(len(tokenizer), n_layer=2).config.save_pretrained(folder / "chat")
+    tokenizer.save_pretrained(folder / "chat")
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    task = [*CHAT, "--prefix", "Judge.", "--data", "reviews.csv", *COLUMNS]
+    assert call(monkeypatch, "run", "--model", "chat", *task, *QUICK) == 1
+    error = error_of(capsys.readouterr())
+    assert words in error and "Python" not in error
+
+
 def test_numbers_may_be_classes(tmp_path: Path) -> None:
     (tmp_path / "stars.csv").write_text("text,label\na,1\nb,5\n")
     examples = chosen(
@@ -193,6 +312,7 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
         (["--task-file", "reviews.csv"], "--task-file reviews.csv is not toml"),
         (["--task-file", "bad.toml"], "has the entries labelz; a task has template, labels"),
         (["--task-file", "number.toml"], "data in --task-file number.toml must be a text in quo"),
+        (["--task-file", "chat.toml"], "chat in --task-file chat.toml must be true or false; got"),
         (["--task-file", "empty.toml"], "--task-file empty.toml has no template and no labels"),
         (["--task-file", "film.toml", "--shots", "99"], "99 of each class are asked for; lower --"),
         (["--task-file", "film.toml", "--queries", "99"], "examples are left without the demonstr"),
@@ -205,6 +325,7 @@ def test_mistakes_are_found_before_weights_are_loaded_and_named_by_option(
     (folder / "bad.toml").write_text(TASK_FILE.replace("labels", "labelz"))
     (folder / "number.toml").write_text(TASK_FILE.replace('"reviews.csv"', "3"))
     (folder / "empty.toml").write_text("")
+    (folder / "chat.toml").write_text('chat = "yes"')
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     assert call(monkeypatch, "run", "--model", "x", *QUICK, *arguments) == 1
     error = error_of(capsys.readouterr())

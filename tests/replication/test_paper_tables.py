@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from io import StringIO
 from math import nan
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -264,6 +265,34 @@ def test_numbers_read_from_csv_give_the_same_tables() -> None:
     numbers = table(rows)
     restored = pd.read_csv(StringIO(numbers.to_csv(index=False)))
     assert al.paper_tables(restored) == al.paper_tables(numbers)
+
+
+def every_section() -> pd.DataFrame:
+    """Rows of each figure and table, of the appendix, of a user's own part, and of two tasks."""
+    seeds = {1: 0.25, 2: 0.5}
+    of_tasks = [
+        number
+        for task in ("trec", "sentiment")
+        for number in (
+            *by_seed("Table 1", "vanilla", "accuracy", seeds, task),
+            *by_seed("Table 1, shots", "more shots", "a class", {1: 3}, task),
+            *by_seed("Table 2", "Hidden_anchor", "label loyalty", seeds, task),
+            *by_seed("Table 3", "against the whole prompt", "speed-up", {1: 1.25, 2: nan}, task),
+        )
+    ]
+    words = by_seed("Appendix, top words", "clean: Who, then?", "1. ' Person'", seeds, "trec")
+    directions = by_seed("Appendix, directions", "M = 5", "rank correlation", seeds, "trec")
+    depths = isolation("Appendix, isolation depths")
+    variant = isolation("Appendix, two shots: Figure 4")
+    mine = by_seed("Mine", "entropy", "nats", seeds, "trec")
+    rows = [*LAYERED, *isolation("Figure 4"), *of_tasks, *depths, *words, *directions, *mine]
+    return table([*rows, *variant])
+
+
+def test_the_text_of_every_section_is_the_stored_one() -> None:
+    """The text goes into files that others read, so that it changes on purpose only."""
+    text = al.paper_tables(every_section())
+    assert f"{text}\n".encode() == (Path(__file__).parent / "every_section.txt").read_bytes()
 
 
 CONFUSIONS = [

@@ -249,6 +249,16 @@ def test_several_tasks_are_chapters_with_one_section_for_all_isolations(
     assert {link for link in re.findall(r'href="#([^"]*)"', text)} <= set(ids)
 
 
+def test_a_page_has_its_title_in_the_window_of_the_browser(
+    prompt: al.PromptFlows, tmp_path: Path
+) -> None:
+    report = write(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL).read_text("utf-8")
+    alone = replace(prompt, heading=EVIL).page()
+    for page in (report, alone):
+        title = page.partition("<title>")[2].partition("</title>")[0]
+        assert "<" not in title and unescape(title) == EVIL
+
+
 def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     text = write(tmp_path, results).read_text(encoding="utf-8")
     answer, figure = text.index("right class of"), text.index('class="figure"')
