@@ -358,7 +358,7 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     noise = al.hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
-    other = al.hard_prompts.Langevin(lr=8.0, first=0.25, last=0.01)
+    other = al.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
     method = al.hard_prompts.Descent(SGD, noise=noise)
 
