@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import ModelError, PromptError
+from ..errors import ModelError, NotFiniteError, PromptError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from .embedded import embeddings_of
@@ -39,7 +39,9 @@ class NearestTokens:
             PromptError: No token is allowed.
         """
         table = model.W_E.detach()
-        norms = table.norm(dim=1).to(torch.promote_types(table.dtype, torch.float32))
+        # Norms of low precision would be wrong by more than what two tokens differ in.
+        wide = torch.promote_types(table.dtype, torch.float32)
+        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_ROWS)])
         allowed = allowed.to(table.device) & (norms > 0)
         if not allowed.any():
             raise PromptError(
@@ -50,8 +52,18 @@ class NearestTokens:
         return cls(table, norms, allowed)
 
     def ids(self, embeddings: Float[Tensor, "length d_model"]) -> Int[Tensor, " length"]:
-        """The nearest tokens; of equally near ones the lowest id."""
-        units = embeddings / embeddings.norm(dim=1, keepdim=True)
+        """The nearest tokens; of equally near ones the lowest id.
+
+        Raises:
+            NotFiniteError: An embedding has no direction.
+        """
+        lengths = embeddings.norm(dim=1, keepdim=True)
+        if not (lengths.isfinite() & (lengths > 0)).all():
+            raise NotFiniteError(
+                "an embedding is zero, too large, infinite or NaN, so that no token is nearest to "
+                "it; use a lower learning rate"
+            )
+        units = embeddings / lengths
         products = [units @ rows.to(units).T for rows in self.table.split(_ROWS)]
         cosines = torch.cat(products, dim=1) / self.norms
         cosines[:, ~self.allowed] = -torch.inf

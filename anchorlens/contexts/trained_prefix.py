@@ -224,7 +224,7 @@ def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, b
     refuse_another_model(model, start.info)
     tokens, has_no_gap = start.tokens, True
     if isinstance(start, CompressedContext):
-        tokens, has_no_gap = tokens[start.kept], start.is_cut and start.has_no_gap
+        tokens, has_no_gap = tokens[start.kept], start.has_no_gap
     if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
             "the prompts begin with a BOS, which a start must hold too; let keep select it, as the "

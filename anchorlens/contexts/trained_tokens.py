@@ -1,7 +1,9 @@
 """Searches for tokens before a query by gradients: PEZ and its baselines."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import NotFiniteError, PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.optimizers import root_mean_square
 from ..passes.descent import mean_loss_with_gradient
@@ -171,7 +173,10 @@ class SearchedTokens:
         return torch.cat([self.bos, self.nearest.ids(self.embeddings.detach())])
 
     def backward(self, batch: PromptBatch, loss: Loss) -> float:
-        tokens, weight = self.tokens, self.method.fluency
+        try:
+            tokens, weight = self.tokens, self.method.fluency
+        except NotFiniteError:  # the last step was too large
+            return nan
         offset = torch.zeros_like(self.embeddings, requires_grad=True)
 
         def weighted(logits: Tensor, batch: PromptBatch) -> Tensor:
@@ -198,8 +203,9 @@ class SearchedTokens:
             deviation = self.unit * self.method.noise(step, self.steps)
             self.embeddings.add_(deviation * noise.to(self.embeddings))
         if not self.method.keep_continuous:
-            projected = embeddings_of(self.model, self.example, self.tokens)
-            self.embeddings.copy_(projected[len(self.bos) :])
+            with suppress(NotFiniteError):  # the next gradient stops the search
+                projected = embeddings_of(self.model, self.example, self.tokens)
+                self.embeddings.copy_(projected[len(self.bos) :])
 
     def candidate(self) -> list[Tensor]:
         return [self.tokens[len(self.bos) :]]

@@ -409,7 +409,6 @@ class _StateFile:
         except (OSError, ValueError) as error:
             raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
         decides = settings.describe() | {
-            "kind of context": type(trainable).__name__,
             "number of training batches": str(len(batches)),
             "shape": str([tuple(parameter.shape) for parameter in trainable.parameters]),
         }

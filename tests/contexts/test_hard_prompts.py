@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,18 @@ from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts import nearest_tokens
 from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
 from anchorlens.contexts.nearest_tokens import NearestTokens, check_embeds_by_table
 from anchorlens.contexts.query_pass import bos_of, queries_after
 from anchorlens.contexts.trained_tokens import (
     SearchedTokens,
+    _allowed,
     next_token_loss,
     prompts_of_next_tokens,
 )
 from anchorlens.contexts.training import Settings, train
-from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
+from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
 from anchorlens.prompts.plain_tokens import plain_tokens
@@ -69,6 +72,57 @@ def test_of_equal_embeddings_the_lowest_allowed_token_is_nearest() -> None:
     points = table[8] + 0.05 * torch.randn(40, 37, generator=generator)
     nearest = NearestTokens(table, table.norm(dim=1), allowed)
     assert nearest.ids(points).unique().tolist() == [33]
+
+
+def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_p() -> None:
+    """They differ by less than what a product in float32 shows."""
+    generator = torch.Generator().manual_seed(2)
+    row = torch.randn(37, generator=generator)
+    table = row + 2e-7 * torch.randn(60, 37, generator=generator)
+    points = row + 0.5 * torch.randn(40, 37, generator=generator)
+    rows, units = (values.double() for values in (table, points))
+    expected = torch.cosine_similarity(units[:, None], rows, dim=-1).argmax(1)
+    nearest = NearestTokens(table, table.norm(dim=1), torch.ones(60, dtype=torch.bool))
+    assert len(expected.unique()) > 5
+    for length in (1.0, 1e5, 1e-5):
+        assert torch.equal(nearest.ids(length * points), expected)
+
+
+def test_a_large_vocabulary_is_projected_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest_tokens, "_ROWS", 16)
+    table = torch.randn(50, 7, generator=torch.Generator().manual_seed(3))
+    nearest = NearestTokens(table, table.norm(dim=1), torch.ones(50, dtype=torch.bool))
+    assert nearest.ids(2 * table).tolist() == [*range(50)]
+
+
+def test_norms_of_low_precision_are_exact_and_rows_of_zeros_are_never_found() -> None:
+    generator = torch.Generator().manual_seed(4)
+    table = torch.randn(300, 5, generator=generator).bfloat16()
+    table[7] = 0
+    model: Any = SimpleNamespace(W_E=table)
+    nearest = NearestTokens.of(model, torch.ones(300, dtype=torch.bool))
+    points = torch.randn(50, 5, generator=generator)
+    cosines = torch.cosine_similarity(points.double()[:, None], table.double(), dim=-1)
+    cosines[:, 7] = -2
+    assert torch.equal(nearest.ids(points), cosines.argmax(1))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e30, float("inf"), float("nan")])
+def test_an_embedding_without_a_direction_is_an_error(gpt2: Any, value: float) -> None:
+    nearest = NearestTokens.of(gpt2, torch.ones(len(gpt2.W_E), dtype=torch.bool))
+    with pytest.raises(NotFiniteError, match="no token is nearest to it"):
+        nearest.ids(torch.full((2, 24), value))
+
+
+def test_only_plain_tokens_among_those_of_the_user_are_found(gpt2: Any) -> None:
+    allowed = torch.zeros(len(gpt2.W_E), dtype=torch.bool)
+    allowed[[0, 300, 301, 17]] = True
+    plain = plain_tokens(gpt2.tokenizer, len(gpt2.W_E))
+    assert not plain[0] and plain[[17, 300, 301]].all()
+    method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=1e6))
+    prompt = searched(gpt2, start=[300], method=method, allowed=allowed, check_every=1, steps=2)
+    assert {*prompt.ids.tolist()} <= {17, 300, 301}
+    assert torch.equal(_allowed(gpt2, gpt2.tokenizer, allowed), plain & allowed)
 
 
 def test_the_embeddings_are_neither_copied_nor_normalised(gpt2: Any) -> None:
@@ -358,6 +412,8 @@ def test_noise_becomes_smaller_and_depends_on_seed_and_step(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     noise = al.hard_prompts.Langevin(rate=0.5)
     assert [noise(step, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.1, 0.01])
+    fluent: Any = al.hard_prompts.FLUENT_PROMPT
+    assert fluent.noise.rate == fluent.optimizer.rate and not fluent.keep_continuous
     other = al.hard_prompts.Langevin(rate=8.0, first=0.25, last=0.01)
     assert [other(step, 2) for step in (0, 1, 2)] == pytest.approx([2.0, 0.8**0.5, 0.4])
     method = al.hard_prompts.Descent(SGD, noise=noise)
@@ -438,6 +494,9 @@ def test_a_search_lowers_the_loss_and_depends_on_the_seed_alone(llama: Any) -> N
 
 def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
     words = al.hard_prompts.class_words(halves(gpt2)[0])
+    assert gpt2.tokenizer.convert_ids_to_tokens(words) == [
+        label.replace(" ", "Ġ") for label in al.TASKS["trec"].labels
+    ]
     prompt = searched(gpt2, steps=0, length=8)
     assert prompt.ids.tolist() == [*words, *words][:8]
     assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
@@ -481,6 +540,31 @@ def test_the_text_is_encoded_again_and_measured(gpt2: Any) -> None:
     assert other.encodes_back
     assert float(prompt.encoded_accuracy) == float(other.training.best_accuracy)
     assert "to other tokens" in prompt._repr_html_()
+
+
+def test_the_text_is_that_of_the_tokens_after_the_bos(llama: Any) -> None:
+    _, held_out = halves(llama)
+    tokenizer = llama.tokenizer
+    (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    prompt = al.hard_prompt(llama, [token], held_out=held_out)
+    assert prompt.text == " the" and prompt.encodes_back
+    assert prompt.encoded.tolist() == prompt.tokens.tolist() == [tokenizer.bos_token_id, token]
+
+
+def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None:
+    tokenizer = gpt2.tokenizer
+    pieces = tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e"])
+    joined = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    (training,), (held_out,) = halves(gpt2)
+    context = al.hard_prompt(gpt2, joined, held_out=[held_out])
+    answers = [
+        batch.label_scores(context.logits(gpt2, batch)).argmax(1) for batch in (training, held_out)
+    ]
+    wrong = replace(training, gold=(answers[0] + 1) % 6)
+    right = replace(held_out, gold=answers[1])
+    call: dict[str, Any] = {"start": pieces, "length": 4, "steps": 0, **QUIET}
+    prompt = al.train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
+    assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 
 def test_a_hard_prompt_is_saved_and_loaded(llama: Any, tmp_path: Path) -> None:
@@ -569,6 +653,8 @@ def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> 
     )
     with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
         check_embeds_by_table(gpt2, batch, tokens)
+    with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
+        searched(gpt2, start=[300])
 
 
 NONE = torch.zeros(700, dtype=torch.bool)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
-from tiny_models import questions, tiny_gpt2
+from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -123,6 +123,27 @@ def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemm
     assert first.losses[-1] < 0.8 * first.losses[0]
     assert torch.equal(prompts[0].embeddings, prompts[1].embeddings)
     assert first.held_out_loss.equal(second.held_out_loss)
+
+
+def test_low_precision_is_trained_in_float32(hooked: Any, sentencepiece_like: Any) -> None:
+    """Steps of an optimizer would round to 0."""
+    weights: Any = tiny_llama(len(sentencepiece_like))
+    model = hooked(weights.to(torch.bfloat16), sentencepiece_like)
+    training, held_out = halves(model)
+    types: list[torch.dtype] = []
+
+    def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        types.extend(parameter.dtype for parameter in parameters)
+        return torch.optim.SGD(parameters, lr=1e-4)
+
+    call: dict[str, Any] = {"held_out": held_out, "length": 2, "start": [300], "steps": 2, **QUIET}
+    prompt = al.train_soft_prompt(model, training, optimizer=optimizer, **call)
+    method = al.hard_prompts.Descent(optimizer)
+    hard = al.train_hard_prompt(model, training, method=method, **call)
+    assert set(types) == {torch.float32}
+    for context in (prompt, hard):
+        assert context.prefix.keys[0].dtype == torch.bfloat16
+        assert context.logits(model, held_out[0]).isfinite().all()
 
 
 def test_the_seed_decides_the_start(gpt2: Any) -> None:

@@ -11,6 +11,7 @@ from tiny_models import questions, tiny_gpt2, tiny_llama
 from trained_contexts import same, split, trained
 
 import anchorlens as al
+from anchorlens.contexts.prefix_context import prefix_at_start
 from anchorlens.contexts.query_pass import bos_of
 from anchorlens.contexts.trained_prefix import _split, _TrainedKeys, random_prefix
 from anchorlens.errors import ModelError, PromptError
@@ -118,6 +119,14 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
     (first, *_), _ = split(llama)
     selections = al.selection
     gap = al.compress(llama, first)
+    short = al.train_prefix(llama, [first], held_out=split(llama)[1], steps=0, progress=False)
+    wide = prefix_at_start(
+        *(
+            [t.repeat(1, 1, 46, 1) for t in each]
+            for each in (short.prefix.keys, short.prefix.values)
+        )
+    )
+    long = replace(short, prefix=wide, tokens=short.tokens.repeat(46))
     no_bos = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) > 0)
     bos_alone = al.compress(llama, first, lambda d: torch.arange(d.tokens.shape[1]) < 1)
     other = al.compress(gpt2, questions(gpt2, 2)[0], keep=selections.everything)
@@ -130,6 +139,7 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
         (PromptError, "length must be a whole number from 1; got 0", {"length": 0}),
         (PromptError, "left after 600 positions", {"length": 599}),
         (PromptError, "start has its own number of positions; got length=3", two),
+        (PromptError, "left after 506 positions", {"start": long}),
         (PromptError, "start must be a context of al.compress", {"start": wrong}),
         (ModelError, "this context was made with", {"start": other}),
         (PromptError, r"positions=al\.placement\.rebased, or keep everything", {"start": gap}),

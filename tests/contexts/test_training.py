@@ -9,16 +9,28 @@ from typing import Any
 import pytest
 import torch
 from architectures import BY_NAME
-from tiny_models import questions
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 from toys import native_bridge
 from trained_contexts import curves, same, split, trained
 
 import anchorlens as al
 from anchorlens.contexts import compression, training
-from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
+from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
 
 pytestmark = pytest.mark.without_jaxtyping
+
+
+def train_prefix(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_prefix(model, batches, length=2, progress=False, **options)
+
+
+def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_soft_prompt(model, batches, length=2, progress=False, **options)
+
+
+def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_hard_prompt(model, batches, length=2, start=[300], progress=False, **options)
 
 
 def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:
@@ -67,6 +79,30 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
         assert caught[0].filename.endswith("trained_contexts.py")
 
 
+def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    """Also if both starts have the same size and the same record."""
+    first, other = (trained(gpt2, steps=0, seed=seed) for seed in (0, 1))
+    trained(gpt2, start=first, folder=tmp_path / "prefix")
+    with pytest.raises(StoreError, match="another context"):
+        same_record = replace(first, prefix=other.prefix)
+        trained(gpt2, start=same_record, folder=tmp_path / "prefix")
+    batches, held_out = split(gpt2)
+    soft: dict[str, Any] = {"held_out": held_out, "steps": 0, "folder": tmp_path / "soft"}
+    train_soft_prompt(gpt2, batches, start=[300], **soft)
+    with pytest.raises(StoreError, match="another context"):
+        train_soft_prompt(gpt2, batches, start=[301], **soft)
+    hard: dict[str, Any] = {"held_out": held_out, "steps": 0, "folder": tmp_path / "hard"}
+    train_hard_prompt(gpt2, batches, **hard)
+    allowed = torch.arange(len(gpt2.W_E)) >= 300
+    changes: list[dict[str, Any]] = [
+        {"allowed": allowed},
+        {"method": replace(al.hard_prompts.PEZ, fluency=0.5)},
+    ]
+    for change in changes:
+        with pytest.raises(StoreError, match="another context"):
+            train_hard_prompt(gpt2, batches, **(hard | change))
+
+
 def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
     return al.label_cross_entropy(logits, batch) / 2
 
@@ -109,6 +145,49 @@ def test_divergence_stops_with_a_warning_and_the_best(
     assert all(tensor.isfinite().all() for tensor in (*context.prefix.keys, *context.prefix.values))
     best = context.training.best
     assert context.training.held_out_loss[best].isfinite()
+
+
+@pytest.mark.parametrize("check_every", [1, 3])
+def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_every: int) -> None:
+    batches, held_out = split(gpt2)
+    huge = partial(torch.optim.SGD, lr=float("inf"))
+    call: dict[str, Any] = {"held_out": held_out, "check_every": check_every}
+    start = train_soft_prompt(gpt2, batches, steps=0, **call)
+    with pytest.warns(UserWarning, match="training diverged"):
+        soft = train_soft_prompt(gpt2, batches, steps=3, optimizer=huge, **call)
+    assert torch.equal(soft.embeddings, start.embeddings) and same(
+        replace(soft, training=None), replace(start, training=None)
+    )
+    for keep in (True, False):
+        method = al.hard_prompts.Descent(huge, keep_continuous=keep)
+        with pytest.warns(UserWarning, match="training diverged"):
+            hard = train_hard_prompt(gpt2, batches, steps=3, method=method, **call)
+        assert hard.ids.tolist() == [300, 300]
+
+
+def test_the_start_is_not_changed_by_its_training(gpt2: Any) -> None:
+    start = al.compress(gpt2, split(gpt2)[0][0], keep=al.selection.everything)
+    before = [tensor.clone() for tensor in (*start.prefix.keys, *start.prefix.values)]
+    context = trained(gpt2, start=start)
+    after = (*start.prefix.keys, *start.prefix.values)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert context.training is not None and context.training.losses.unique().numel() > 1
+
+
+def test_a_start_without_finite_answers_is_an_error(gpt2: Any) -> None:
+    start = trained(gpt2, steps=0)
+    values = tuple(value * float("inf") for value in start.prefix.values)
+    broken = replace(start, prefix=replace(start.prefix, values=values))
+    with pytest.raises(NotFiniteError, match="the model's logits are not finite"):
+        trained(gpt2, start=broken)
+
+
+def test_folded_value_biases_are_refused_before_training(raw: Any, byte_level: Any) -> None:
+    folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
+    batches, held_out = split(folded)
+    for train in (train_prefix, train_soft_prompt, train_hard_prompt):
+        with pytest.raises(ModelError, match="biases of this model are folded"):
+            train(folded, batches, held_out=held_out, steps=1)
 
 
 def state(losses: list[float], held_out: float) -> Any:
@@ -161,18 +240,6 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
     assert record is not None and float(record.best_accuracy) == pytest.approx(1 / 5)
     assert float(record.held_out_loss) == pytest.approx(float(torch.cat(losses).mean()))
     assert losses[0].mean() != losses[1].mean()
-
-
-def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_soft_prompt(model, batches, length=2, progress=False, **options)
-
-
-def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_hard_prompt(model, batches, length=2, start=[300], progress=False, **options)
-
-
-def train_prefix(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_prefix(model, batches, length=2, progress=False, **options)
 
 
 def hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
@@ -257,6 +324,19 @@ def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
         (PromptError, "a list of batches as training prompts", {"batches": first}),
         (PromptError, "4 held-out queries are training queries", {"held_out": [first]}),
         (MetricError, "one number a prompt", {"loss": lambda logits, batch: logits.sum()}),
+        (
+            MetricError,
+            "one number a prompt",
+            {
+                "loss": lambda logits, batch: logits.sum(1) if len(logits) == 4 else logits.sum(),
+                "held_out": [held_out[0].prompts(0, 2)],
+            },
+        ),
+        (
+            PromptError,
+            "training needs the true label",
+            {"held_out": [replace(held_out[0], gold=None)]},
+        ),
     ]
     try:
         for kind, message, change in bad:
@@ -274,6 +354,14 @@ def test_training_says_which_queries_it_used(gpt2: Any) -> None:
     assert sorted(training.query_digests([*batches, *held_out])) == stored
     left = split(gpt2, padding_side="left", seed=1)[0]
     assert set(training.query_digests(left)) <= set(stored)
+    task, examples = al.TASKS["trec"], al.load_examples("questions")
+    several = [al.sample_demonstrations(examples, seed=seed) for seed in (1, 2)]
+    queries = [example for example in examples if example not in (*several[0], *several[1])]
+    same_queries, after_others = (
+        training.query_digests(al.build_prompts(gpt2.tokenizer, task, demos, queries[:9]))
+        for demos in several
+    )
+    assert sorted(same_queries) == sorted(after_others) and len({*same_queries}) == 9
     others = questions(gpt2, 14)
     assert len(set(training.query_digests(others)) - set(stored)) == 2
 
