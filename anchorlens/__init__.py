@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .contexts import selection as selection
     from .contexts.compression import compress as compress
     from .contexts.context import CompressedContext as CompressedContext
+    from .contexts.peft_adapters import context_from_peft as context_from_peft
+    from .contexts.peft_adapters import context_to_peft as context_to_peft
     from .contexts.prefix_context import NoContext as NoContext
     from .contexts.prefix_context import PrefixContext as PrefixContext
     from .contexts.query_pass import Context as Context

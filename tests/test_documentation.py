@@ -12,6 +12,7 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
+from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
+    # peft 0.21 asks transformers 5 for it.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 
@@ -72,8 +75,14 @@ def load_tiny(model_folder: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any) -> Iterator[None]:
+def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path) -> Iterator[None]:
     """What a reader has: a model of any name, a folder to write into, a browser for figures."""
+    load_plain = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **options: load_plain(str(model_folder), **options),
+    )
     monkeypatch.setattr(al, "load_model", load_tiny)
     monkeypatch.setattr(go.Figure, "show", lambda figure: None)
     monkeypatch.chdir(tmp_path)

@@ -16,13 +16,18 @@ def python(code: str) -> str:
 
 
 def test_importing_the_package_imports_no_heavy_package() -> None:
-    heavy = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets")
+    heavy = ("torch", "pandas", "scipy", "numpy", "plotly", "transformers", "datasets", "peft")
     code = (
         "import sys, anchorlens as al; names = dir(al); task = al.TASKS['sst2'];"
         f"print([name for name in {heavy} if name in sys.modules]);"
         "al.run; print('torch' in sys.modules)"
     )
     assert python(code).split("\n") == ["[]", "True"]
+
+
+def test_peft_is_imported_only_when_an_adapter_is_written() -> None:
+    code = "import sys, anchorlens as al; al.context_to_peft; print('peft' in sys.modules)"
+    assert python(code) == "False"
 
 
 def test_every_public_name_is_listed_and_can_be_imported() -> None:

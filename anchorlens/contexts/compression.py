@@ -21,6 +21,7 @@ from ..prompts.groups import GROUPS
 from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
+from .query_pass import bos_of
 from .selection import Keep, anchors_and_format
 
 
@@ -152,7 +153,8 @@ def _context_maker(
     """
     length = len(selected)
     tokens = prompt.tokens[0, :length]
-    info = {**model_identity(model), "positions": name_of(positions)}
+    bos = bos_of(prompt).tolist()
+    info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
     groups = prompt.groups[0, :length]
 
     def context(prefix: Prefix, selected: Bool[Tensor, " position"], placement: Placement) -> Any:

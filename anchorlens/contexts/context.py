@@ -38,8 +38,8 @@ class CompressedContext:
         kept: True for the selected tokens.
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
-        info: The model, its type and weights, the placement, and how many tokens of each group
-            are selected.
+        info: The model, its type and weights, the placement, the BOS with which prompts begin, and
+            how many tokens of each group are selected.
     """
 
     prefix: Prefix
@@ -361,6 +361,17 @@ def refuse_another_kind(path: str | Path, header: Mapping[str, Any], expected: s
     if kind != expected:
         reader = "load_context" if "context" in header else "load_record"
         raise StoreError(f"{path} holds a {kind}, not a {expected}; use al.{reader}")
+
+
+def refuse_gaps(context: CompressedContext, what: str) -> None:
+    """Raise an error if the keys and the query of a context do not stand at 0, 1, ..."""
+    if not context.has_no_gap:
+        raise PromptError(
+            f"{what} must have its keys at the positions 0, 1, ... and the query after them, but "
+            f"this context has them {context.info.get('positions')}; compress the demonstrations "
+            "with positions=al.placement.rebased, or keep everything "
+            "(keep=al.selection.everything)"
+        )
 
 
 def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:

@@ -57,10 +57,15 @@ def prefix_of_tokens(
     *,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
+    prefix: Prefix | None = None,
 ) -> Prefix:
-    """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations."""
+    """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations.
+
+    Those of the first tokens may be known: ``prefix`` holds them, and only the others are run.
+    """
     queries = queries_after(batch.prompts(0, 1).to(device_of(model)), tokens)
-    return run_prefix(model, queries.before(len(tokens)), hooks=hooks, observers=observers)
+    leading = queries.before(len(tokens)).after(0 if prefix is None else len(prefix))
+    return run_prefix(model, leading, hooks=hooks, observers=observers, prefix=prefix)
 
 
 def embeddings_of(
@@ -83,18 +88,29 @@ def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[T
     Raises:
         PromptError: ``start`` is empty, or not of token ids of the model.
     """
+    ids = token_ids(model, start, "start")
+    if not len(ids):
+        raise PromptError(
+            f"start must hold token ids from 0 to {vocabulary_of(model) - 1}; got none"
+        )
+    return ids[torch.arange(length, device=ids.device) % len(ids)]
+
+
+def token_ids(model: HookedModel, tokens: Sequence[int], name: str) -> Int[Tensor, " length"]:
+    """Token ids on the model's device; ``name`` is that of the argument that holds them.
+
+    Raises:
+        PromptError: They are not token ids of the model.
+    """
     try:
-        ids = [int(token) for token in start]
+        ids = [int(token) for token in tokens]
     except (TypeError, ValueError) as error:
         raise PromptError(
-            f"start must be a list of token ids; got {start!r}; for a text write "
+            f"{name} must be a list of token ids; got {tokens!r}; for a text write "
             "tokenizer(text, add_special_tokens=False)['input_ids']"
         ) from error
-    wrong = [token for token in ids if not 0 <= token < vocabulary_of(model)]
-    if wrong or not ids:
+    if wrong := [token for token in ids if not 0 <= token < vocabulary_of(model)]:
         raise PromptError(
-            f"start must hold token ids from 0 to {vocabulary_of(model) - 1}; got "
-            f"{wrong[:5] or 'none'}"
+            f"{name} must hold token ids from 0 to {vocabulary_of(model) - 1}; got {wrong[:5]}"
         )
-    cycled = [ids[position % len(ids)] for position in range(length)]
-    return torch.tensor(cycled, device=device_of(model))
+    return torch.tensor(ids, dtype=torch.long, device=device_of(model))

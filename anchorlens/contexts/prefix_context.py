@@ -60,8 +60,9 @@ class PrefixContext:
 
     Attributes:
         prefix: The keys and values.
-        tokens: Token ids at these positions. The first is the BOS of prompts that have one. Others
-            mean something in a hard prompt only.
+        tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
+            prefix that peft trained (``context_from_peft``) it is the last. Others mean something
+            in a hard prompt only.
         training: How the loss and the accuracy changed; None if the context was not trained here.
         info: The model, its type and weights, the settings, the BOS with which prompts begin, and
             digests of the queries that were used in training.

@@ -33,7 +33,7 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     if "context" not in header:
         raise StoreError(
             f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
-            "(use al.load_record for a record)"
+            "(use al.load_record for a record, al.context_from_peft for a peft adapter)"
         )
     if name == CompressedContext.__name__:
         return CompressedContext.load(path)

@@ -17,7 +17,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..system.checksum import digest_of
 from ..system.processes import gather_from_processes
-from .context import CompressedContext, refuse_another_model
+from .context import CompressedContext, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens
 from .prefix_context import PrefixContext, prefix_at_start
 from .query_pass import QueryPass, bos_of, check_queries, queries_after
@@ -222,23 +222,16 @@ def _in_words(start: CompressedContext | PrefixContext) -> str:
 
 def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, bos: Tensor) -> None:
     refuse_another_model(model, start.info)
-    tokens, has_no_gap = start.tokens, True
-    if isinstance(start, CompressedContext):
-        tokens, has_no_gap = tokens[start.kept], start.has_no_gap
+    tokens = start.tokens[start.kept] if isinstance(start, CompressedContext) else start.tokens
     if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
-            "the prompts begin with a BOS, which a start must hold too; let keep select it, as the "
-            "functions of al.selection do"
+            "the prompts begin with a BOS, which a start must hold too, before all else; let keep "
+            "select it, as the functions of al.selection do"
         )
     if len(tokens) == len(bos):
         raise PromptError(
             "a start must hold more than the BOS, whose keys and values are not trained; select "
             "more of the demonstrations"
         )
-    if not has_no_gap:
-        raise PromptError(
-            "a start must have its keys at the positions 0, 1, ... and the query after them, but "
-            f"this context has them {start.info.get('positions')}; compress the demonstrations "
-            "with positions=al.placement.rebased, or keep everything "
-            "(keep=al.selection.everything)"
-        )
+    if isinstance(start, CompressedContext):
+        refuse_gaps(start, "a start")

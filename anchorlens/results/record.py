@@ -250,6 +250,8 @@ class Record:
 
 def kind_of_file(header: Mapping[str, Any]) -> str:
     """The class of the record or the context in a file with this header."""
+    if "adapter" in header:
+        return "peft adapter"
     if "context" not in header:
         return str(header.get("record"))
     context = header["context"]

@@ -49,11 +49,7 @@ def read_with_digest(path: str | Path) -> Sealed:
     Raises:
         StoreError: The file cannot be read, is of another kind, or is damaged.
     """
-    try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(f"{path} cannot be read: {reason}") from error
+    data = _bytes_of(path)
     cure = "use a copy of it, or compute the result again and save it"
     try:
         tensors = load(data)
@@ -74,6 +70,30 @@ def read_with_digest(path: str | Path) -> Sealed:
     if not whole:
         raise StoreError(f"{path} is damaged: its bytes are not those that were written; {cure}")
     return Sealed(header, tensors)
+
+
+def read_tensors(path: str | Path) -> Sealed:
+    """Read a safetensors file of any program; the header is empty if it is not one of ours.
+
+    Raises:
+        StoreError: The file cannot be read, is of another kind, or is damaged.
+    """
+    data = _bytes_of(path)
+    try:
+        tensors, metadata = load(data), _header_of(data).get("__metadata__", {})
+    except SafetensorError as error:
+        raise StoreError(
+            f"{path} is no safetensors file, or is damaged ({error}); use a copy of it"
+        ) from error
+    return read_with_digest(path) if _KEY in metadata else Sealed({}, tensors)
+
+
+def _bytes_of(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(f"{path} cannot be read: {reason}") from error
 
 
 def _header_of(data: bytes) -> Any:

@@ -1,0 +1,342 @@
+"""Contexts as prefix-tuning adapters of peft: keys and values of every layer in a folder.
+
+peft puts them before the tokens that it is given, and gives the first of these the position after
+the last key.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError, PromptError, StoreError
+from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.kv_cache import Prefix
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
+from ..prompts.batch import PromptBatch, check_batch
+from ..system.digest_file import read_tensors, to_bytes_with_digest
+from ..system.files import write_atomically
+from .compression import verified_cache
+from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
+from .embedded import prefix_of_tokens, token_ids
+from .prefix_context import PrefixContext, prefix_at_start
+from .query_pass import bos_of, check_queries
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_TENSOR = "prompt_embeddings"
+
+
+def context_to_peft(
+    context: PrefixContext | CompressedContext, model: HookedModel, folder: str | Path
+) -> Path:
+    """Write a context as a prefix-tuning adapter, which peft loads on the transformers model.
+
+    ``PeftModel.from_pretrained(transformers_model, folder)`` then gives the logits of the context,
+    where the transformers model has the weights of ``model``. The context holds the BOS of prompts
+    that begin with one, so give peft the tokens of the query without a BOS
+    (``tokenizer(query, add_special_tokens=False)``). peft holds the keys and values in float32 and
+    casts them to the type of the model.
+
+    It needs peft: ``pip install "anchorlens[peft]"``.
+
+    Args:
+        context: A ``PrefixContext``, ``SoftPrompt``, ``HardPrompt``, or a ``CompressedContext``
+            whose keys stand at the positions 0, 1, ... with the query after them.
+        model: The model with which the context was made, as ``load_model`` gives it.
+        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written.
+
+    Returns:
+        The folder, for peft and for ``context_from_peft``. The record of a training, embeddings
+        and texts are not in it; ``context.save`` stores them.
+
+    Raises:
+        PromptError: It is another kind of context, or its positions have gaps.
+        ModelError: The context was made with another model, the model is a ``HookedTransformer``,
+            its value biases are folded, or its layers have no keys and values of one shape.
+        StoreError: peft is not installed, or the files cannot be written.
+
+    Examples:
+        >>> context = al.compress(model, batch, keep=al.selection.everything)
+        >>> adapter = al.context_to_peft(context, model, folder / "adapter")
+        >>> sorted(path.name for path in adapter.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    make_config, make_embeddings = _peft()
+    _check_model(model)
+    tokens = _tokens_without_gaps(context)
+    refuse_another_model(model, context.info)
+    prefix = context.prefix
+    heads, d_head = _one_shape(model, prefix)
+    sizes = _Sizes(len(prefix), len(prefix.keys), heads, heads * d_head)
+    config = make_config(
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=_name_or_path(model),
+        num_transformer_submodules=1,
+        encoder_hidden_size=sizes.token_dim,
+        **sizes._asdict(),
+    )
+    pairs = list(zip(prefix.keys, prefix.values, strict=True))
+    embeddings = make_embeddings(pairs, num_virtual_tokens=len(prefix))
+    ours = {"tokens": tokens.tolist(), "info": context.info, "sizes": sizes._asdict()}
+    weights = to_bytes_with_digest({"adapter": ours}, {_TENSOR: embeddings})
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
+    write_atomically(folder / _WEIGHTS, weights)
+    write_atomically(folder / _CONFIG, json.dumps(config.to_dict(), indent=2).encode())
+    return folder
+
+
+def context_from_peft(
+    folder: str | Path,
+    model: HookedModel,
+    batch: PromptBatch | None = None,
+    *,
+    tokens_after: Sequence[int] | None = None,
+) -> PrefixContext:
+    """Read a prefix-tuning adapter of peft as a context.
+
+    A folder of ``context_to_peft`` needs no other argument: the tokens and ``info`` of the context
+    are in it, and the model is compared. It comes back as a ``PrefixContext``, bit for bit.
+
+    In a prefix that was trained in peft, a BOS comes after the virtual tokens. There the model is
+    run on the BOS after the prefix, and the context is the prefix, then the BOS. Figures and tables
+    count this BOS as a part of the context. Such a folder does not say of which weights it is: only
+    the shapes are compared. peft is not needed for reading.
+
+    Args:
+        folder: A local folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        model: The model for which the adapter was made, as ``load_model`` gives it.
+        batch: Prompts for which the context is, which tell the BOS. It may be left out for a folder
+            of ``context_to_peft``.
+        tokens_after: Token ids between the prefix and each query; the BOS of the prompts by
+            default. An empty list is for a prefix that holds the BOS already.
+
+    Returns:
+        The context. Queries are run after it without a BOS of their own.
+
+    Raises:
+        StoreError: The files cannot be read, are damaged, or hold an adapter of another kind.
+        PromptError: ``batch`` is missing or begins with another BOS, ``tokens_after`` are no token
+            ids or are given for a folder that has its own, or the queries become too long.
+        ModelError: The shapes are not those of the model, a folder of ``context_to_peft`` is of
+            another model, the model is a ``HookedTransformer`` or takes no key-value cache, or its
+            value biases are folded.
+
+    Examples:
+        >>> context = al.compress(model, batch, keep=al.selection.everything)
+        >>> adapter = al.context_to_peft(context, model, folder / "adapter")
+        >>> same = al.context_from_peft(adapter, model)
+        >>> bool((same.tokens == context.tokens).all()), same.size == context.size
+        (True, True)
+    """
+    _check_model(model)
+    adapter = _read(Path(folder))
+    if adapter.ours is None:
+        return _trained_in_peft(adapter.prefix, model, batch, tokens_after)
+    if tokens_after is not None:
+        raise PromptError(
+            f"{folder} was written by context_to_peft and holds all tokens before a query; leave "
+            "tokens_after out"
+        )
+    tokens, info = torch.tensor(adapter.ours["tokens"]), adapter.ours["info"]
+    refuse_another_model(model, info)
+    context = PrefixContext(prefix=adapter.prefix, tokens=tokens, info=info)
+    if batch is not None:
+        context.check_bos(batch)
+    return context
+
+
+class _Sizes(NamedTuple):
+    """The sizes of an adapter under peft's names; ``token_dim`` is that of all cached heads."""
+
+    num_virtual_tokens: int
+    num_layers: int
+    num_attention_heads: int
+    token_dim: int
+
+    def fit(self, embeddings: Tensor) -> bool:
+        """Whether the keys and values of these sizes are in a tensor."""
+        if not all(type(size) is int and size > 0 for size in self):
+            return False
+        shape = (self.num_virtual_tokens, 2 * self.num_layers * self.token_dim)
+        whole_heads = self.token_dim % self.num_attention_heads == 0
+        return embeddings.is_floating_point() and embeddings.shape == shape and whole_heads
+
+
+class _Adapter(NamedTuple):
+    """What is in a folder.
+
+    Attributes:
+        prefix: The keys and values.
+        ours: What ``context_to_peft`` wrote of the context; None if peft wrote the folder.
+    """
+
+    prefix: Prefix
+    ours: dict[str, Any] | None
+
+
+def _peft() -> tuple[Any, Any]:
+    """The configuration of prefix tuning, and the function that packs keys and values."""
+    try:
+        from peft import PrefixTuningConfig, prompt_embeddings_from_past_key_values
+    except ImportError as error:
+        raise StoreError(
+            "writing an adapter of peft needs peft 0.21 or newer, which cannot be imported "
+            f'({error}); run: pip install "anchorlens[peft]"'
+        ) from error
+    return PrefixTuningConfig, prompt_embeddings_from_past_key_values
+
+
+def _check_model(model: HookedModel) -> None:
+    """Raise an error for a model that caches other keys and values than transformers."""
+    ensure_prepared(model)
+    if not hasattr(model, "original_model"):
+        raise ModelError(
+            f"{model.cfg.model_name} is a HookedTransformer: it caches keys before their rotation, "
+            "and its weights are processed, so that its keys and values are not those of the "
+            "transformers model that peft wraps. Load the same weights with al.load_model"
+        )
+    refuse_folded_value_biases(model)
+
+
+def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
+    """The tokens at the positions 0, 1, ... of a context."""
+    if isinstance(context, PrefixContext):
+        return context.tokens
+    if not isinstance(context, CompressedContext):
+        raise PromptError(
+            "an adapter of peft is keys and values alone, as a context of al.compress or one that "
+            f"was trained; got a {type(context).__name__}"
+        )
+    refuse_gaps(context, "an adapter of peft")
+    if "bos" not in context.info:
+        raise PromptError(
+            "this context was saved by an earlier version, which did not store the BOS of the "
+            "prompts; compress the demonstrations again"
+        )
+    return context.tokens[context.kept]
+
+
+def _one_shape(model: HookedModel, prefix: Prefix) -> tuple[int, int]:
+    """The number of cached heads and their width, which peft takes to be those of all layers."""
+    tensors = (*prefix.keys, *prefix.values)
+    shapes = sorted({(tensor.shape[1], tensor.shape[3]) for tensor in tensors})
+    if len(shapes) > 1 or len(prefix.keys) != model.cfg.n_layers:
+        raise ModelError(
+            "an adapter of peft has keys and values of one shape in every layer, but "
+            f"{model.cfg.model_name} with {model.cfg.n_layers} layers caches them in "
+            f"{len(prefix.keys)}, with (heads, d_head) {', '.join(map(str, shapes))}. No adapter "
+            "fits it; the save of a context stores any shapes"
+        )
+    return shapes[0]
+
+
+def _name_or_path(model: Any) -> str | None:
+    """Where transformers read the weights, which tells peft the base model; None if unknown."""
+    return model.original_model.config.name_or_path or None
+
+
+def _read(folder: Path) -> _Adapter:
+    config, path = _read_config(folder), folder / _WEIGHTS
+    if not path.is_file():
+        raise StoreError(
+            f"{folder} has no {_WEIGHTS}; if peft wrote an adapter_model.bin, load the adapter in "
+            "peft and save it again"
+        )
+    header, stored = read_tensors(path)
+    ours = header.get("adapter")
+    sizes = _Sizes(*(config.get(name) for name in _Sizes._fields))  # type: ignore[arg-type]
+    is_whole = stored.keys() == {_TENSOR} and sizes.fit(stored[_TENSOR])
+    if not is_whole or (ours is not None and ours["sizes"] != sizes._asdict()):
+        found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        raise StoreError(
+            f"{path} should hold one tensor, {_TENSOR!r} of the shape (num_virtual_tokens, "
+            f"2 num_layers token_dim), but holds {found}, where {_CONFIG} has {sizes._asdict()}; "
+            "use the two files that one call of peft's save_pretrained or of context_to_peft wrote"
+        )
+    count, n_layers, heads, _ = sizes
+    by_layer = stored[_TENSOR].view(count, n_layers, 2, heads, -1)
+    by_kind = by_layer.permute(2, 1, 3, 0, 4)  # key or value, layer, head, position, d_head
+    keys, values = ([layer[None] for layer in half.contiguous()] for half in by_kind)
+    return _Adapter(prefix_at_start(keys, values), ours)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:  # json and unicode errors are ValueErrors
+        raise StoreError(
+            f"{path} cannot be read: {error}; expected the local folder of an adapter that peft's "
+            "save_pretrained or context_to_peft wrote"
+        ) from error
+    if not isinstance(config, dict):
+        raise StoreError(f"{path} is damaged: it holds no settings; use a copy of it")
+    kind, task = config.get("peft_type"), config.get("task_type")
+    if kind != "PREFIX_TUNING" or task not in (None, "CAUSAL_LM"):
+        raise StoreError(
+            f"{folder} holds an adapter of the kind {kind} for {task}, but a context is keys and "
+            "values before a query: only PREFIX_TUNING for CAUSAL_LM gives them. Merge a LoRA into "
+            "the weights instead (merge_and_unload in peft) and load those with al.load_model"
+        )
+    return config
+
+
+def _trained_in_peft(
+    prefix: Prefix,
+    model: HookedModel,
+    batch: PromptBatch | None,
+    tokens_after: Sequence[int] | None,
+) -> PrefixContext:
+    """A prefix that was trained in peft, and after it the tokens that come before each query."""
+    if batch is None:
+        raise PromptError(
+            "this folder was not written by context_to_peft and does not say with which BOS "
+            "prompts begin; pass a batch of the prompts that the context is for"
+        )
+    check_batch(batch)
+    bos = bos_of(batch).to(device_of(model))
+    after = bos if tokens_after is None else token_ids(model, tokens_after, "tokens_after")
+    count = len(prefix)
+    check_queries(model, [batch], count + len(after))
+    with frozen_in_eval_mode(model):
+        prefix = _as_cached(model, batch, prefix)
+        # These stand for no token; another than the BOS, for which the first could be taken.
+        filler = bos.new_full((count,), int(0 in bos))
+        tokens = torch.cat([filler, after])
+        if len(after):
+            prefix = prefix_of_tokens(model, batch, tokens, prefix=prefix)
+    return PrefixContext(
+        prefix=prefix_at_start(list(prefix.keys), list(prefix.values)),
+        tokens=tokens.cpu(),
+        info={**model_identity(model), "bos": bos.tolist()},
+    )
+
+
+def _as_cached(model: HookedModel, batch: PromptBatch, prefix: Prefix) -> Prefix:
+    """A prefix on the devices and in the types in which the model caches keys and values.
+
+    Raises:
+        ModelError: The model caches other shapes, or no keys and values.
+    """
+    prompt = batch.to(device_of(model)).prompt(0)
+    cached = verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+    expected = (model.cfg.n_layers, *_one_shape(model, cached))
+    got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])
+    if got != expected:
+        raise ModelError(
+            f"the adapter has (layers, cached heads, d_head) {got}, but {model.cfg.model_name} has "
+            f"{expected}; use the model for which the adapter was made"
+        )
+    keys = [ours.to(theirs) for ours, theirs in zip(prefix.keys, cached.keys, strict=True)]
+    values = [ours.to(theirs) for ours, theirs in zip(prefix.values, cached.values, strict=True)]
+    return prefix_at_start(keys, values)

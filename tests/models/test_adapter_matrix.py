@@ -1,0 +1,49 @@
+"""Contexts of every architecture as adapters of peft, and prefixes of peft as contexts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ALL
+from comparison import batch_of, weights_of
+from measures import difference
+from peft_oracle import peft_logits, saved_by_peft
+from test_cache_matrix import NO_CACHE
+from test_matrix import LINE, hooked
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+
+pytestmark = [
+    pytest.mark.every_kind,
+    pytest.mark.without_jaxtyping,
+    # peft 0.21 asks transformers 5 for it.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+# Layers of different widths, or keys wider than values (latent attention).
+UNLIKE = {"Gemma 4", "DeepSeek V2", "DeepSeek V3"}
+CASES = [
+    pytest.param(row.name, id=row.name, marks=pytest.mark.xdist_group(row.name))
+    for row in ALL
+    if row.name not in NO_CACHE and not {LINE, "bridge"} & {*row.refused, *row.wrong}
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_and_a_context_give_the_same_logits(name: str, tmp_path: Path) -> None:
+    model, batch = hooked(name, torch.float32, "bridge"), batch_of("right")
+    weights, ours = weights_of(name, torch.float32), tmp_path / "ours"
+    context = al.compress(model, batch, keep=al.selection.everything)
+    if name in UNLIKE:
+        with pytest.raises(ModelError, match="has keys and values of one shape in every layer"):
+            al.context_to_peft(context, model, ours)
+        return
+    al.context_to_peft(context, model, ours)
+    assert difference(peft_logits(weights, ours, batch), context.logits(model, batch)) < 1e-5
+    # peft does not find the sizes of MPT and XGLM by itself, and takes wrong ones of Falcon.
+    _, heads, _, d_head = context.prefix.keys[0].shape
+    sizes = {"num_layers": model.cfg.n_layers, "num_attention_heads": heads}
+    theirs = saved_by_peft(weights, tmp_path / "theirs", 3, **sizes, token_dim=heads * d_head)
+    prefix = al.context_from_peft(theirs, model, batch)
+    assert difference(prefix.logits(model, batch), peft_logits(weights, theirs, batch)) < 1e-5
