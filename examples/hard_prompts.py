@@ -40,6 +40,12 @@ def with_interval(numbers: torch.Tensor) -> str:
     return f"{mean:5.2f} [{mean - half:5.2f}, {mean + half:5.2f}]"
 
 
+def as_text(model: Any, batches: list[al.PromptBatch], prompt: al.HardPrompt) -> al.HardPrompt:
+    """What a user gets who copies the text of a prompt: other tokens, if it encodes to others."""
+    tokens = prompt.encoded[len(prompt.info["bos"]) :].tolist()
+    return prompt if prompt.encodes_back else al.hard_prompt(model, tokens, held_out=batches[:1])
+
+
 def print_table(
     model: Any, batches: list[al.PromptBatch], groups: Mapping[str, Sequence[Any]]
 ) -> None:
@@ -53,18 +59,11 @@ def print_table(
         cells.append(f"{float(accuracies.min()):6.2f} to {float(accuracies.max()):.2f}    ")
         prompts = [context for context in contexts if isinstance(context, al.HardPrompt)]
         if prompts:
-            texts = [
-                al.hard_prompt(model, text_tokens(prompt), held_out=batches) for prompt in prompts
-            ]
-            back = sum(prompt.encodes_back for prompt in prompts)
-            cells.append(f"{float(right_answers(model, batches, texts).mean()):.2f}")
-            cells.append(f"({back} of {len(prompts)} encode back)")
-        print("  ".join(cells))
-
-
-def text_tokens(prompt: al.HardPrompt) -> list[int]:
-    """The tokens of a prompt's text without the BOS."""
-    return [int(token) for token in prompt.encoded[len(prompt.info["bos"]) :]]
+            back = [prompt.encodes_back for prompt in prompts]
+            others = [as_text(model, batches, prompt) for prompt in prompts]
+            texts = right if all(back) else right_answers(model, batches, others)
+            cells.append(f"{float(texts.mean()):.2f} ({sum(back)} of {len(back)} encode back)")
+        print("  ".join(cells), flush=True)
 
 
 def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
