@@ -157,7 +157,11 @@ def test_tensorboard_gets_a_number_for_each_layer(page: Any) -> None:
     layers = names["model"].cfg.n_layers
     assert len(scalars) == len(calls["add_scalar"]) == 4 * layers
     shares = names["results"]["saliency_flows"].share
-    assert scalars["share/pq", 1] == shares[1, 1]
+    aucroc = names["results"]["attention_aucroc"].aucroc
+    for layer in range(layers):
+        of_layer = [scalars[f"share/{flow}", layer] for flow in ("wp", "pq", "ww")]
+        assert of_layer == shares[layer].tolist()
+        assert scalars["aucroc", layer] == aucroc[layer]
 
 
 def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> None:
