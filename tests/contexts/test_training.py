@@ -185,9 +185,12 @@ def test_a_start_without_finite_answers_is_an_error(gpt2: Any) -> None:
 def test_folded_value_biases_are_refused_before_training(raw: Any, byte_level: Any) -> None:
     folded = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level, fold=True))
     batches, held_out = split(folded)
+    passes: list[int] = []
+    folded.register_forward_pre_hook(lambda *inputs: passes.append(1))
     for train in (train_prefix, train_soft_prompt, train_hard_prompt):
         with pytest.raises(ModelError, match="biases of this model are folded"):
             train(folded, batches, held_out=held_out, steps=1)
+    assert not passes
 
 
 def state(losses: list[float], held_out: float) -> Any:
