@@ -139,6 +139,8 @@ def context_from_peft(
         (True, True)
     """
     _check_model(model)
+    if batch is not None:
+        check_batch(batch)
     adapter = _read(Path(folder))
     if adapter.ours is None:
         return _trained_in_peft(adapter.prefix, model, batch, tokens_after)
@@ -303,7 +305,6 @@ def _trained_in_peft(
             "this folder was not written by context_to_peft and does not say with which BOS "
             "prompts begin; pass a batch of the prompts that the context is for"
         )
-    check_batch(batch)
     bos = bos_of(batch).to(device_of(model))
     after = bos if tokens_after is None else token_ids(model, tokens_after, "tokens_after")
     count = len(prefix)
