@@ -89,8 +89,7 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
         counted[name] = Counted(getattr(module, function))
         monkeypatch.setattr(module, function, counted[name])
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--quiet"]
-    arguments += ["--steps", "2", "--queries", "4", "--training", "2", "--held-out", "2"]
-    arguments += ["--batch-size", "2"]
+    arguments += ["--steps", "2", "--training", "2", "--held-out", "2", "--batch-size", "2"]
     # What this test is not about, made short.
     short = partial(al.train_reweighting, epochs=1)
     monkeypatch.setattr("anchorlens.cli.trained_contexts.train_reweighting", short)
@@ -104,15 +103,15 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
         return exit_status, [function.calls for function in counted.values()]
 
     assert status(prefix=1) == (130, [2, 1, 0])
-    assert status(rows=2) == (130, [0, 2, 2])
-    # The first stored batch is computed again, then the second.
+    assert status(rows=3) == (130, [0, 2, 3])
+    # The first stored batch is computed again, then the third.
     assert status() == (0, [0, 0, 2])
     resumed = results_in(tmp_path / "sentiment")
     capsys.readouterr()
     assert status("--length", "3") == (1, [0, 0, 0])
     error = error_of(capsys.readouterr())
     assert "of a training with another context" in error and error.endswith("(--fresh)")
-    assert status("--fresh") == (0, [2, 2, 2])
+    assert status("--fresh") == (0, [2, 2, 3])
     fresh = results_in(tmp_path / "sentiment")
     assert_same(resumed[0], fresh[0], 0)
     assert all(same(*pair) for pair in zip(resumed[1], fresh[1], strict=True))
