@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .figure_parts import PALETTE, VISIBLE, check_shape, layout, literal, name_ticks
 
+_MOST_NAMES = 24  # those of more keys would overlap in a panel
+
 
 def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title: str) -> go.Figure:
     """Draw a number from 0 to 1 for each layer and head as a heatmap.
@@ -55,7 +57,7 @@ def patterns_side_by_side(
         patterns: attention weights, from 0 to 1; NaN leaves a gap.
         panels: a title for each pattern.
         queries: the texts of the query tokens, in order.
-        keys: the texts of the key tokens, in order.
+        keys: the texts of the key tokens, in order; of more than 24, some are left out.
         title: text over the figure.
 
     Returns:
@@ -86,7 +88,9 @@ def patterns_side_by_side(
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(meta={"min_width": 200 + 260 * len(panels)})
     plain = {"showgrid": False, "zeroline": False}
-    figure.update_xaxes(name_ticks([key.translate(VISIBLE) for key in keys]) | plain, title="key")
+    step = 1 + (len(keys) - 1) // _MOST_NAMES
+    texts = [key.translate(VISIBLE) if k % step == 0 else "" for k, key in enumerate(keys)]
+    figure.update_xaxes(name_ticks(texts) | plain, title="key")
     rows = name_ticks([query.translate(VISIBLE) for query in queries]) | plain
     figure.update_yaxes(rows, autorange="reversed")
     return figure.update_yaxes(title="query", col=1).update_annotations(font={"size": 13})

@@ -19,6 +19,7 @@ from anchorlens.results.figures import (
     stacked,
     token_arcs,
 )
+from anchorlens.results.prefix_figures import patterns_side_by_side
 
 TITLES: dict[str, Any] = {"title": "title", "y_title": "share of prompts"}
 PANELS: dict[str, Any] = {
@@ -374,3 +375,14 @@ def test_wrong_values_raise_an_error_that_says_what_was_expected(
 ) -> None:
     with pytest.raises(AnchorlensError, match=message):
         draw()
+
+
+@pytest.mark.parametrize(("count", "shown"), [(24, 24), (25, 13), (100, 20)])
+def test_names_of_many_keys_do_not_overlap(count: int, shown: int) -> None:
+    names = [f"key{k}" for k in range(count)]
+    patterns = torch.rand(2, 1, count, generator=torch.Generator().manual_seed(0))
+    figure = patterns_side_by_side(patterns, ["a", "b"], ["query"], names, title="")
+    for axis in figure.select_xaxes():
+        named = dict(zip(axis.tickvals, axis.ticktext, strict=True))
+        assert all(text in ("", names[key]) for key, text in named.items())
+        assert sum(text != "" for text in named.values()) == shown
