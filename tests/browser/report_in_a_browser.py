@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chromium import Visit, serious_violations
 from screens import PHONE, WIDE
 from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al
+from anchorlens.results.prefix_figures import heads_by_layer
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,21 @@ def test_paper_shows_the_whole_of_each_figure(report: Path, browser: Any) -> Non
         page.wait_for_function(fits)
         for figure in page.locator(".figure").all():
             assert outside(figure) == []
+
+
+@pytest.mark.parametrize(("scheme", "grounds"), [("dark", ["y domain"]), ("light", [])])
+def test_only_cells_have_a_ground_of_their_own(
+    browser: Any, tmp_path: Path, scheme: str, grounds: list[str]
+) -> None:
+    cells = heads_by_layer(torch.eye(2), title="", bar_title="m")
+    lines = al.figures.lines_by_layer(torch.eye(2), ["a", "b"], title="", y_title="y")
+    figures = {"both": al.figures.stacked(cells, lines)}
+    path = al.write_report({}, tmp_path / "report.html", figures=figures)
+    with Visit(browser, path, WIDE, scheme) as page:
+        page.wait_for_function("document.querySelector('.js-plotly-plot') !== null")
+        drawn = page.locator(".js-plotly-plot").evaluate("figure => figure._fullLayout.shapes")
+        assert [shape["yref"] for shape in drawn if shape["layer"] == "below"] == grounds
+        assert all(page.locator(".bg").evaluate_all("all => all.map(b => !+b.style.fillOpacity)"))
 
 
 def outside(figure: Any) -> list[str]:

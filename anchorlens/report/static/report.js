@@ -15,11 +15,13 @@
   // Error bars have one colour in plotly, which dark pages hide.
   const dataOf = ({ data }, isDark) => data.map((trace) => (trace.error_y
     ? { ...trace, error_y: { ...trace.error_y, color: isDark ? "#e6e9ec" : "#1c2024" } } : trace));
+  // Empty cells must not look like dark ones.
+  const groundsOf = (data) => data.filter((trace) => trace.type === "heatmap").map((trace) => ({
+    type: "rect", layer: "below", fillcolor: "#68727c", line: { width: 0 }, x0: 0, x1: 1, y0: 0, y1: 1,
+    xref: `${trace.xaxis ?? "x"} domain`, yref: `${trace.yaxis ?? "y"} domain` }));
   const layoutOf = ({ data, layout }, isDark, isNarrow) => {
-    const hasCells = data.some((trace) => trace.type === "heatmap");
-    const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)",
-      // Empty cells must not look like dark ones.
-      plot_bgcolor: hasCells && isDark ? "#68727c" : "rgba(0,0,0,0)",
+    const style = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      shapes: [...(layout.shapes ?? []), ...(isDark ? groundsOf(data) : [])],
       font: { ...layout.font, family: "system-ui, sans-serif",
         color: isDark ? "#e6e9ec" : "#1c2024" } };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key)))
