@@ -116,6 +116,16 @@ def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, "
     return selected
 
 
+def cache_of_demonstrations(model: HookedModel, batch: PromptBatch) -> Prefix:
+    """Keys and values of what stands before the query of the first prompt, which were verified.
+
+    Raises:
+        ModelError: As ``verified_cache``.
+    """
+    prompt = batch.to(device_of(model)).prompt(0)
+    return verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+
+
 def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
     """The keys and values of the demonstrations.
 

@@ -76,9 +76,10 @@ class Descent:
 
 
 PEZ = Descent(RelativeAdafactor(3.0))
-"""PEZ (Wen et al., 2023, algorithm 1), with steps of three times the size of an embedding.
+"""PEZ (Wen et al., 2023, algorithm 1), with a learning rate of three times the size of embeddings.
 
-The published learning rate, 0.3, is for GPT-2 Large. On models with larger embeddings it is small.
+The published rate, 0.3, is for GPT-2 Large. Steps of 0.3 are short in a model whose embeddings are
+larger.
 """
 
 PEZ_AS_PUBLISHED = Descent(Adafactor(lr=0.3), keep_continuous=False)

@@ -20,7 +20,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
 from ..system.digest_file import read_tensors, to_bytes_with_digest
 from ..system.files import write_atomically
-from .compression import verified_cache
+from .compression import cache_of_demonstrations
 from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
 from .prefix_context import PrefixContext, prefix_at_start
@@ -41,6 +41,10 @@ def context_to_peft(
     that begin with one, so give peft the tokens of the query without a BOS
     (``tokenizer(query, add_special_tokens=False)``). peft holds the keys and values in float32 and
     casts them to the type of the model.
+
+    The file of weights holds one tensor, ``prompt_embeddings``, in float32. It has a row for each
+    position: for each layer the keys of all cached heads, then their values. The method is prefix
+    tuning (Li and Liang, 2021).
 
     It needs peft: ``pip install "anchorlens[peft]"``.
 
@@ -329,8 +333,7 @@ def _as_cached(model: HookedModel, batch: PromptBatch, prefix: Prefix) -> Prefix
     Raises:
         ModelError: The model caches other shapes, or no keys and values.
     """
-    prompt = batch.to(device_of(model)).prompt(0)
-    cached = verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+    cached = cache_of_demonstrations(model, batch)
     expected = (model.cfg.n_layers, *_one_shape(model, cached))
     got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])
     if got != expected:

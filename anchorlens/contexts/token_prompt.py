@@ -16,7 +16,7 @@ from ..prompts.insertion import insert_after_bos
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.study import Study
 from ..system.processes import gather_from_processes
-from .compression import verified_cache
+from .compression import cache_of_demonstrations
 from .context import model_identity
 from .embedded import prefix_of_tokens, start_tokens
 from .prefix_context import PrefixContext
@@ -230,8 +230,7 @@ def _measured(
         chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
         prompts = [torch.cat([bos, ids]) for ids in chosen]
         check_queries(model, study.batches, max(map(len, prompts)))
-        example = study.batches[0].to(device_of(model)).prompt(0)
-        verified_cache(model, example, example.before(int(example.query_start[0])))
+        cache_of_demonstrations(model, study.batches[0])
         info = {
             **study.describe(),
             **model_identity(model),

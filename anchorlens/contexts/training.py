@@ -29,7 +29,7 @@ from ..runs.study import Study
 from ..system.files import write_atomically
 from ..system.names import name_of
 from ..system.processes import is_main
-from .compression import verified_cache
+from .compression import cache_of_demonstrations
 from .context import model_identity
 from .query_pass import QueryPass, bos_of
 
@@ -248,8 +248,7 @@ def check_training(
             "be too high; hold out other queries"
         )
     check_loss(settings.loss, [*batches, *held_out], vocabulary_of(model), device_of(model))
-    prompt = batches[0].to(device_of(model)).prompt(0)
-    verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+    cache_of_demonstrations(model, batches[0])
 
 
 def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
