@@ -40,30 +40,35 @@ def with_interval(numbers: torch.Tensor) -> str:
     return f"{mean:5.2f} [{mean - half:5.2f}, {mean + half:5.2f}]"
 
 
-def as_text(model: Any, batches: list[al.PromptBatch], prompt: al.HardPrompt) -> al.HardPrompt:
-    """What a user gets who copies the text of a prompt: other tokens, if it encodes to others."""
+def accuracy_as_text(
+    model: Any, batches: list[al.PromptBatch], prompt: al.HardPrompt
+) -> torch.Tensor:
+    """Accuracy of a user who copies the text of a prompt, which encodes to other tokens."""
     tokens = prompt.encoded[len(prompt.info["bos"]) :].tolist()
-    return prompt if prompt.encodes_back else al.hard_prompt(model, tokens, held_out=batches[:1])
+    return al.hard_prompt(model, tokens, held_out=batches).training.best_accuracy
 
 
 def print_table(
     model: Any, batches: list[al.PromptBatch], groups: Mapping[str, Sequence[Any]]
 ) -> None:
     """Accuracy of each group of contexts, the gain over no prompt, and what the texts answer."""
-    empty = right_answers(model, batches, [al.NoContext()])
+    right_of = {name: right_answers(model, batches, groups[name]) for name in groups}
     print(f"{'':18}  {'accuracy':19}  {'gain over empty':19}  lowest to highest  as text")
     for name, contexts in groups.items():
-        right = right_answers(model, batches, contexts)
+        right, gain = right_of[name], right_of[name] - right_of["empty"]
         accuracies = right.mean(0)
-        cells = [f"{name:18}", with_interval(right.mean(1)), with_interval((right - empty).mean(1))]
+        cells = [f"{name:18}", with_interval(right.mean(1)), with_interval(gain.mean(1))]
         cells.append(f"{float(accuracies.min()):6.2f} to {float(accuracies.max()):.2f}    ")
         prompts = [context for context in contexts if isinstance(context, al.HardPrompt)]
         if prompts:
             back = [prompt.encodes_back for prompt in prompts]
-            others = [as_text(model, batches, prompt) for prompt in prompts]
-            texts = right if all(back) else right_answers(model, batches, others)
-            cells.append(f"{float(texts.mean()):.2f} ({sum(back)} of {len(back)} encode back)")
-        print("  ".join(cells), flush=True)
+            texts = [
+                accuracies[number] if back[number] else accuracy_as_text(model, batches, prompt)
+                for number, prompt in enumerate(prompts)
+            ]
+            mean = float(torch.stack(texts).mean())
+            cells.append(f"{mean:.2f} ({sum(back)} of {len(back)} encode back)")
+        print("  ".join(cells))
 
 
 def loss_curves(groups: Mapping[str, Sequence[Any]]) -> go.Figure:
@@ -131,7 +136,7 @@ def main() -> None:
         groups: dict[str, Sequence[Any]] = {
             "empty": [al.NoContext()],
             "random tokens": al.random_hard_prompts(
-                model, held_out=held_out, length=options.length, draws=options.draws
+                model, held_out=held_out[:1], length=options.length, draws=options.draws
             ),
             "start": [search(steps=0)],
             **{
