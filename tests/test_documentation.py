@@ -74,6 +74,9 @@ def load_tiny(model_folder: Path) -> Callable[..., Any]:
     return load_tiny
 
 
+MOST_QUERIES = 16  # on pages with more, so that their code takes seconds
+
+
 @pytest.fixture
 def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path) -> Iterator[None]:
     """What a reader has: a model of any name, a folder to write into, a browser for figures."""
@@ -84,6 +87,14 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
         lambda name, **options: load_plain(str(model_folder), **options),
     )
     monkeypatch.setattr(al, "load_model", load_tiny)
+    sample = al.sample_queries
+    monkeypatch.setattr(
+        al,
+        "sample_queries",
+        lambda pool, count, *args, **options: sample(
+            pool, min(count, MOST_QUERIES), *args, **options
+        ),
+    )
     monkeypatch.setattr(go.Figure, "show", lambda figure: None)
     monkeypatch.chdir(tmp_path)
     state = torch.random.get_rng_state()
