@@ -135,8 +135,8 @@ class AnswerTimesRecord(Record):
             ["whole prompt", "cached prefix", "compressed context"],
             ["seconds"],
             title=(
-                f"Compressed: {float(self.speed_up):.3g} times as fast as whole, "
-                f"{float(self.speed_up_over_cached):.3g} as cached"
+                f"Speed of a compressed context: {float(self.speed_up):#.3g} times whole prompt, "
+                f"{float(self.speed_up_over_cached):#.3g} times cached prefix"
             ),
             y_title="seconds per query",
         )

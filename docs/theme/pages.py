@@ -1,4 +1,5 @@
-"""What mkdocs does with each page: formulas become MathML, public names link to the reference.
+"""What mkdocs does with each page: formulas become MathML, public names link to the reference,
+options of commands stay on one line.
 
 MathML is drawn by the browser itself, so the pages need no script and no network for formulas.
 """
@@ -24,11 +25,20 @@ CODE = re.compile(
     r"<a\b.*?</a>|<pre\b.*?</pre>|<h\d\b.*?</h\d>|<code>(al\.)?(\w[\w.]*)(\(.*?\))?</code>",
     re.DOTALL,
 )
+INLINE = re.compile(r"<pre\b.*?</pre>|<code>.*?</code>", re.DOTALL)
+OPTION = re.compile(r"--\w[\w-]*")
 
 
 def on_page_content(content: str, **_: Any) -> str:
     """Called by mkdocs with the html of each page."""
-    return CODE.sub(_linked, FORMULA.sub(_mathml, content))
+    return CODE.sub(_linked, INLINE.sub(_unbroken, FORMULA.sub(_mathml, content)))
+
+
+def _unbroken(match: re.Match[str]) -> str:
+    """An option with its hyphens in a span: a browser may end a line after a hyphen."""
+    if match[0].startswith("<pre"):
+        return match[0]
+    return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
 
 
 def _mathml(match: re.Match[str]) -> str:

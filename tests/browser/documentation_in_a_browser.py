@@ -49,3 +49,10 @@ def test_a_page_is_accessible_and_fits_the_screen(
         visit.wait_for_load_state("networkidle")
         assert visit.evaluate("document.documentElement.scrollWidth") <= screen[0]["width"]
         assert not serious_violations(visit)
+
+
+def test_a_line_does_not_end_within_an_option(address: str, browser: Any, screen: Any) -> None:
+    with Visit(browser, address + "command/", *screen) as visit:
+        options = visit.locator("article .option")
+        lines = options.evaluate_all("all => all.map(option => option.getClientRects().length)")
+        assert set(lines) == {1}

@@ -49,6 +49,14 @@ def test_all_figures_are_drawn_without_errors_and_requests(
         assert {title.partition(" ")[0] for title in buttons} == {"Download", "Reset"}
 
 
+def test_numbers_in_cells_are_black_or_white(report: Path, browser: Any, screen: Any) -> None:
+    with Visit(browser, report, *screen) as page:
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
+        numbers = page.locator(".heatmap-label text")
+        colors = numbers.evaluate_all("all => all.map(text => getComputedStyle(text).fill)")
+        assert set(colors) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
+
+
 def test_no_serious_violation_of_accessibility(report: Path, browser: Any, screen: Any) -> None:
     with Visit(browser, report, *screen) as page:
         page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 8")
