@@ -64,8 +64,9 @@ class Pass:
     @property
     def rows(self) -> Int[Tensor, "batch target"]:
         """The rows of logits that are needed: those of the loss, then that of the target."""
-        of_loss = targets_of(self.loss, self.batch) - self.batch.first_query
-        return torch.cat([of_loss, self.batch.target_rows[:, None]], dim=1)
+        with torch.inference_mode(False):  # autograd stores it, see _run
+            of_loss = targets_of(self.loss, self.batch) - self.batch.first_query
+            return torch.cat([of_loss, self.batch.target_rows[:, None]], dim=1)
 
     @property
     def runs_targets_alone(self) -> bool:
