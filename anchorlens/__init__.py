@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random
     from .hooks import reweight_anchors as reweight_anchors
+    from .metrics import weights as weights
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
     from .metrics.accuracy import AccuracyRecord as AccuracyRecord
@@ -81,10 +82,15 @@ if TYPE_CHECKING:
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency
     from .metrics.saliency import saliency as saliency
+    from .metrics.segment_flows import SegmentFlows as SegmentFlows
+    from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model
+    from .passes.losses import LossAtPositions as LossAtPositions
     from .passes.losses import label_cross_entropy as label_cross_entropy
+    from .passes.losses import next_token_cross_entropy as next_token_cross_entropy
+    from .passes.losses import span_cross_entropy as span_cross_entropy
     from .prompts import edges as edges
     from .prompts import relabeling as relabeling
     from .prompts.batch import PromptBatch as PromptBatch
@@ -96,6 +102,7 @@ if TYPE_CHECKING:
     from .prompts.examples import sample_queries as sample_queries
     from .prompts.groups import GROUPS as GROUPS
     from .prompts.relabeling import relabel as relabel
+    from .prompts.segments import build_segments as build_segments
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
     from .prompts.verbalizer import Verbalizer as Verbalizer

@@ -26,7 +26,8 @@ from .models.hooked import (
     scores_name,
 )
 from .prompts import edges as edge_sets
-from .prompts.batch import LeadingTokens, PromptBatch, check_inside, holds_integers
+from .prompts.arrays import holds_integers
+from .prompts.batch import LeadingTokens, PromptBatch, check_inside
 
 
 class Hooks(list[Hook]):

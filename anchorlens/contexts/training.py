@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.aucroc import predicted_class
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
-from ..passes.losses import Loss, check_loss
+from ..passes.losses import Loss, check_loss, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
 from ..results import figures
 from ..results.record import Record, require_gold
@@ -247,6 +247,7 @@ def check_training(
             f"{len(both)} held-out queries are training queries too, so that their accuracy would "
             "be too high; hold out other queries"
         )
+    refuse_several_targets(settings.loss)
     check_loss(settings.loss, [*batches, *held_out], vocabulary_of(model), device_of(model))
     cache_of_demonstrations(model, batches[0])
 

@@ -20,7 +20,7 @@ from ..models.hooked import Hook, HookedModel, device_of, refuse_folded_value_bi
 from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import Loss, label_cross_entropy, refuse_several_targets
 from ..passes.shared_prefix import all_but_target
 from ..prompts.batch import PromptBatch
 from ..results import figures
@@ -137,6 +137,7 @@ def train_reweighting(
         classes = _classes(batches)
         if epochs < 1 or not (lr > 0 and isfinite(lr)):
             raise MetricError(f"epochs and lr must be positive numbers; got {epochs} and {lr}")
+        refuse_several_targets(loss)
         loss(torch.zeros(len(batches[0]), vocabulary_of(model)), batches[0].to("cpu"))
         quiet = not (progress and is_main())
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, require_label_words
 from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
@@ -92,6 +92,7 @@ class AttentionAUCROC:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's row of every pattern, at the label words."""
+        require_label_words([batch])
         scores: dict[int, Tensor] = {}
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]

@@ -10,9 +10,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..errors import MetricError
 from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name
-
-Pattern = Float[Tensor, "batch head query key"]
+from .weights import Pattern, Weight
 
 # The most elements of a product: eight short prompts are one piece. Smaller pieces are as fast;
 # larger pieces are slower and, in float32, less exact (a sum over 2048 tokens had a relative error
@@ -76,11 +76,78 @@ class EdgeSums:
         }
 
 
-def pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern]]:
-    """The product of pattern and gradient, a few query rows at a time, in float32 or wider.
+class SegmentSums:
+    """Sums of a weight over the edges between segments, layer by layer.
+
+    Args:
+        segments: The positions of each segment; no position is in two of them.
+        weight: Function of pattern and gradient to a number for each edge.
+        first_query: Position of the first query row.
+    """
+
+    def __init__(
+        self,
+        segments: Bool[Tensor, "batch segment position"],
+        weight: Weight,
+        first_query: int,
+    ) -> None:
+        self.segments, self.weight, self.first_query = segments, weight, first_query
+        self.of_layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(
+        self, layer: int, pattern: Float[Tensor, "_ head query key"], gradient: Pattern
+    ) -> None:
+        """Sum the weights of a layer, merged over heads and of each head."""
+        count, heads = gradient.shape[:2]
+        keys = self.segments[..., : gradient.shape[3]].expand(count, -1, -1)
+        sums, head_sums = [], []
+        for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
+            first = self.first_query + rows.start
+            queries = self.segments[..., first : first + a.shape[2]].expand(count, -1, -1)
+            merged = require_edges(self.weight(a, slope), a)
+            alone = self.weight(a.flatten(0, 1)[:, None], slope.flatten(0, 1)[:, None])
+            sums.append(_between(merged, queries, keys, first))
+            q, k = (each.repeat_interleave(heads, 0) for each in (queries, keys))
+            head_sums.append(_between(alone, q, k, first).unflatten(0, (count, heads)))
+        self.of_layers[layer] = torch.stack(sums).sum(0).cpu(), torch.stack(head_sums).sum(0).cpu()
+
+    def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        """Sums over edges, and those of each head: [batch, layer, (head,) segment, segment]."""
+        layers = sorted(self.of_layers)
+        return {
+            "sums": torch.stack([self.of_layers[layer][0] for layer in layers], dim=1),
+            "head_sums": torch.stack([self.of_layers[layer][1] for layer in layers], dim=1),
+        }
+
+
+def _between(
+    edges: Float[Tensor, "batch query key"],
+    queries: Bool[Tensor, "batch segment query"],
+    keys: Bool[Tensor, "batch segment key"],
+    first: int,
+) -> Float[Tensor, "batch segment segment"]:
+    """Sums over the edges (i, j), j < i, from each segment of queries to each of keys."""
+    earlier = edges.tril(first - 1)
+    return queries.to(edges) @ earlier @ keys.to(edges).mT
+
+
+def require_edges(edges: object, pattern: Pattern) -> Float[Tensor, "batch query key"]:
+    """The weights of edges, or an error if they are not a number for each edge."""
+    expected = (len(pattern), *pattern.shape[2:])
+    if not isinstance(edges, Tensor) or edges.shape != expected:
+        got = tuple(edges.shape) if isinstance(edges, Tensor) else type(edges).__name__
+        raise MetricError(
+            "a weight is a function of (pattern, gradient) to a number for each edge, of the "
+            f"shape (batch, query, key) = {expected}; got {got}"
+        )
+    return edges
+
+
+def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern, Pattern]]:
+    """Pattern and gradient, a few query rows at a time, in float32 or wider.
 
     Yields:
-        The rows, and their product.
+        The rows, their pattern and their gradient.
     """
     batch, heads, queries, keys = pattern.shape
     count = max(1, PIECE // (batch * heads * keys))
@@ -89,6 +156,12 @@ def pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern
         a, slope = pattern[:, :, rows], gradient[:, :, rows]
         if slope.dtype.itemsize < 4:
             a, slope = a.float(), slope.float()
+        yield rows, a, slope
+
+
+def pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern]]:
+    """The product of pattern and gradient, as in ``row_pieces``."""
+    for rows, a, slope in row_pieces(pattern, gradient):
         yield rows, a * slope
 
 

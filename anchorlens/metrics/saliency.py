@@ -15,7 +15,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.batch import PromptBatch, check_prompts
 from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
@@ -316,7 +316,7 @@ def one_batch(batch: PromptBatch) -> PromptBatch:
     """
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
-    check_batch(batch)
+    check_prompts(batch)
     return batch
 
 

@@ -221,7 +221,7 @@ def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
 
 def _largest_label_token(batch: PromptBatch) -> int:
     if batch.verbalizer is None:
-        return int(batch.label_token_ids.max())
+        return max(batch.label_token_ids.tolist(), default=-1)
     return max(map(max, batch.verbalizer.token_ids))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
@@ -24,7 +24,7 @@ from ..models.hooked import (
 )
 from ..models.kv_cache import Prefix, cache_of, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
-from .losses import Loss, require_one_a_prompt
+from .losses import Loss, LossAtPositions, require_one_a_prompt, targets_of
 from .recompute import Checkpoints, checkpointed
 
 _after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=lambda: None)
@@ -62,11 +62,18 @@ class Pass:
             )
 
     @property
-    def runs_target_alone(self) -> bool:
-        """Whether only the target position goes through the unembedding.
+    def rows(self) -> Int[Tensor, "batch target"]:
+        """The rows of logits that are needed: those of the loss, then that of the target."""
+        with torch.inference_mode(False):  # autograd stores it, see _run
+            of_loss = targets_of(self.loss, self.batch) - self.batch.first_query
+            return torch.cat([of_loss, self.batch.target_rows[:, None]], dim=1)
 
-        A hook inside the blocks sees all positions; a hook after the last block would see only the
-        target.
+    @property
+    def runs_targets_alone(self) -> bool:
+        """Whether only the needed rows go through the unembedding.
+
+        A hook inside the blocks sees all positions; a hook after the last block would see only
+        these.
         """
         every = (*self.hooks, *self.observers, *self.backward_hooks)
         return all(_is_in_a_block(name) for name, _ in every)
@@ -92,8 +99,8 @@ def run_pass(
         hooks: Interventions, which act first.
         observers: Hooks that observe the tensors after the interventions.
         backward_hooks: Hooks on the gradient of a hook point's output.
-        loss: Function of (logits, batch) to one number a prompt. With None nothing is
-            differentiated.
+        loss: Function of (logits, batch) to one number a prompt, of the logits at the targets or,
+            if it is a ``LossAtPositions``, at these positions. With None nothing is differentiated.
         into: Tensors of the hooks for which the gradient is computed; the input of block 0 by
             default.
         prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run; the
@@ -207,7 +214,8 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     leaves = [*described.into, *copies]
     needs_leaf = loss is not None and not described.into
     needed = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
-    last = [_target_hook(model, batch)] if described.runs_target_alone else []
+    rows = described.rows
+    last = [_rows_hook(model, rows)] if described.runs_targets_alone else []
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
     observers = described.observers
     if checkpoints is not None:
@@ -227,10 +235,12 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         if checkpoints is not None and hasattr(model, "original_model"):
             inputs["use_cache"] = False  # a block that runs twice would append its keys twice
         outputs = model(tokens, **inputs)
-        logits = outputs[:, 0] if last else _at_target(outputs, batch)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        every = outputs if last else _at_rows(outputs, rows)
+        every = every.float() if every.dtype.itemsize < 4 else every
+        logits = every[:, -1]
         if loss is not None:
-            losses = loss(logits, batch)
+            of_loss = every[:, :-1] if isinstance(loss, LossAtPositions) else logits
+            losses = loss(of_loss, batch)
             require_one_a_prompt(losses, len(logits))
             _backward(losses, leaves)
             if graph is not None:
@@ -281,11 +291,11 @@ def _first_not_finite(described: Pass) -> str:
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
 
-def _at_target(
-    values: Float[Tensor, "batch query channel"], batch: PromptBatch
-) -> Float[Tensor, "batch channel"]:
-    prompts = torch.arange(len(values), device=values.device)
-    return values[prompts, batch.target_rows.to(values.device)]
+def _at_rows(
+    values: Float[Tensor, "batch query channel"], rows: Int[Tensor, "batch target"]
+) -> Float[Tensor, "batch target channel"]:
+    prompts = torch.arange(len(values), device=values.device)[:, None]
+    return values[prompts, rows.to(values.device)]
 
 
 def _leaf_hook(leaves: list[Tensor]) -> Hook:
@@ -326,17 +336,17 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
-def _target_hook(model: HookedModel, batch: PromptBatch) -> Hook:
-    """Selects the target position before the unembedding.
+def _rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
+    """Selects the needed rows before the unembedding.
 
     The hook is on the unembedding's input, because some transformers models fix the shape after the
     last block. If an adapter does not name this input, the hook is before the final norm.
     """
 
-    def select_target(resid: Tensor, hook: Any) -> Tensor:
-        return _at_target(resid, batch)[:, None]
+    def select(resid: Tensor, hook: Any) -> Tensor:
+        return _at_rows(resid, rows)
 
-    return _before_unembedding(model), select_target
+    return _before_unembedding(model), select
 
 
 def _last_hook(model: HookedModel) -> Hook:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from reprlib import Repr
 from typing import Any, get_type_hints
 
@@ -11,12 +12,13 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import PromptError
-from .groups import LABEL, OTHER, PADDING, QUERY, TARGET
-from .prompt_html import PromptView
+from .arrays import checked_integers, checked_mask, holds_integers
+from .groups import GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET
+from .prompt_html import NO_SEGMENT, PromptView
 from .token_texts import token_texts
 from .verbalizer import Verbalizer, label_scores
 
-_NO_TENSORS = ("labels", "verbalizer", "begins_with_bos", "first_query")
+_NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
 _LABELS.maxstring = 14
@@ -26,8 +28,8 @@ _LABELS.maxstring = 14
 class PromptBatch:
     """Prompts of one batch, with the positions that the analyses need.
 
-    Positions count from 0 in the padded rows. Build a batch with ``build_prompts``, or from your
-    own tokens with ``from_positions``.
+    Positions count from 0 in the padded rows. Build a batch with ``build_prompts`` or
+    ``build_segments``, or from your own tokens with ``from_positions`` or ``from_segments``.
 
     Attributes:
         tokens: Token ids.
@@ -40,7 +42,8 @@ class PromptBatch:
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word, the first word if it has several.
         gold: True class of each query, or None.
-        groups: Group of each token, an index into ``al.GROUPS``; -1 for padding.
+        groups: Segment of each token, an index into ``segment_names``; -1 for padding and for
+            tokens without a segment.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
         index: Index of each prompt's query in the list of queries, because batches are ordered by
@@ -48,6 +51,7 @@ class PromptBatch:
         labels: The label words, by class, if they are known; the first of each class.
         verbalizer: All label words of each class and how they give its score, or None where each
             class has one word. See ``label_scores``.
+        segment_names: Names of the segments: ``al.GROUPS``, or your own.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
             ``after``.
@@ -67,6 +71,7 @@ class PromptBatch:
     index: Int[Tensor, " batch"]
     labels: tuple[str, ...] = ()
     verbalizer: Verbalizer | None = None
+    segment_names: tuple[str, ...] = GROUPS
     begins_with_bos: bool = False
     first_query: int = 0
 
@@ -75,10 +80,12 @@ class PromptBatch:
 
     def __repr__(self) -> str:
         """One line: the number of prompts, their length, label words and classes."""
-        parts = [
-            f"batch {len(self)}, position {self.tokens.shape[1]}, "
-            f"anchor {self.label_positions.shape[1]}, class {len(self.label_token_ids)}"
-        ]
+        parts = [f"batch {len(self)}, position {self.tokens.shape[1]}"]
+        if self.has_label_words:
+            parts[0] += f", anchor {self.label_positions.shape[1]}"
+            parts[0] += f", class {len(self.label_token_ids)}"
+        if self.segment_names != GROUPS:
+            parts += [f"segments {_LABELS.repr(self.segment_names)}"]
         parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
         parts += [f"run from position {self.first_query}"] if self.first_query else []
         return f"{type(self).__name__}({'; '.join(parts)})"
@@ -86,14 +93,14 @@ class PromptBatch:
     def _repr_html_(self) -> str:
         """The first prompt as token ids, which need no tokenizer."""
         prompt = self.prompt(0)
-        ids, groups = prompt.tokens[0].tolist(), prompt.groups[0].tolist()
+        ids, (groups, names) = prompt.tokens[0].tolist(), _segments_to_show(prompt)
         tokens = [f"{token} " for token in ids]
         heading = f"{self!r}: token ids of prompt 0; show(tokenizer) shows its text"
         if left_out := max(0, len(ids) - 2 * _SHOWN):
             groups[_SHOWN:-_SHOWN] = [PADDING] * left_out
             tokens[_SHOWN - 1] += "… "
             heading += f". {left_out} of its {len(ids)} tokens are left out"
-        return PromptView(tokens, groups, heading)._repr_html_()
+        return PromptView(tokens, groups, heading, names)._repr_html_()
 
     def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
         """The text of a prompt, which a notebook shows in the colours of its token groups.
@@ -113,7 +120,8 @@ class PromptBatch:
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"
-        return PromptView(token_texts(tokenizer, ids), alone.groups[0].tolist(), heading)
+        groups, names = _segments_to_show(alone)
+        return PromptView(token_texts(tokenizer, ids), groups, heading, names)
 
     @property
     def shared_prefix(self) -> int:
@@ -125,6 +133,11 @@ class PromptBatch:
         shortest = min(len(row) for row in rows)
         same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
         return int(same.long().cumprod(0).sum())
+
+    @property
+    def has_label_words(self) -> bool:
+        """Whether the prompts have classes with label words; batches of segments have none."""
+        return len(self.label_token_ids) > 0
 
     @property
     def word_token_ids(self) -> Sequence[Sequence[int]]:
@@ -146,6 +159,7 @@ class PromptBatch:
             >>> logits = al.target_logits(model, batches, progress=False)
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
+        require_label_words([self])
         return label_scores(logits, self.verbalizer or self.label_token_ids)
 
     @property
@@ -304,57 +318,20 @@ class PromptBatch:
             >>> batch.target_positions.tolist()
             [5]
         """
-        if tokens.ndim != 2 or tokens.numel() == 0:
-            raise PromptError(
-                f"tokens must have the shape (batch, position); got {tuple(tokens.shape)}"
-            )
-        if not holds_integers(tokens) or int(tokens.min()) < 0:
-            raise PromptError(
-                "tokens must be whole numbers from 0, also under padding; got "
-                + (f"{int(tokens.min())}" if holds_integers(tokens) else f"{tokens.dtype}")
-            )
+        mask = checked_mask(tokens, attention_mask)
         device, (size, length) = tokens.device, tokens.shape
-        mask = torch.ones(size, length) if attention_mask is None else attention_mask
-        if not ((mask == 0) | (mask == 1)).all():
-            raise PromptError(
-                "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"
-            )
-        mask = mask.to(device).bool()
-        if mask.shape != tokens.shape:
-            raise PromptError(
-                f"attention_mask must have the shape of tokens, {tuple(tokens.shape)}; "
-                f"got {tuple(mask.shape)}"
-            )
-        if not mask.any(1).all():
-            raise PromptError(f"prompt {int((~mask.any(1)).nonzero()[0])} is padding only")
         last = length - 1 - mask.flip(1).long().argmax(1)
 
-        def row_of_ints(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
-            try:
-                tensor = torch.as_tensor(value, device=device)
-            except (ValueError, TypeError, RuntimeError) as error:  # None, rows of unequal lengths
-                raise PromptError(
-                    f"{name} must be a table of the shape {shape}: {error}"
-                ) from error
-            fits = tensor.ndim == len(shape) and all(
-                got > 0 if want is None else got == want
-                for want, got in zip(shape, tensor.shape, strict=True)
-            )
-            if not fits:
-                raise PromptError(f"{name} must have the shape {shape}; got {tuple(tensor.shape)}")
-            if not holds_integers(tensor):
-                raise PromptError(f"{name} must be integers; got {tensor.dtype}")
-            return tensor.long()
-
-        anchors = row_of_ints("label_positions", label_positions, (size, None))
-        classes = row_of_ints("label_classes", label_classes, (size, anchors.shape[1]))
-        ids = row_of_ints("label_token_ids", label_token_ids, (None,))
+        integers = partial(checked_integers, device=device)
+        anchors = integers("label_positions", label_positions, (size, None))
+        classes = integers("label_classes", label_classes, (size, anchors.shape[1]))
+        ids = integers("label_token_ids", label_token_ids, (None,))
         target = (
             last
             if target_positions is None
-            else row_of_ints("target_positions", target_positions, (size,))
+            else integers("target_positions", target_positions, (size,))
         )
-        golds = None if gold is None else row_of_ints("gold", gold, (size,))
+        golds = None if gold is None else integers("gold", gold, (size,))
         query_start = anchors.max(1).values + 1
         groups = torch.full_like(tokens, QUERY, dtype=torch.long)
         positions = torch.arange(length, device=device)
@@ -375,9 +352,76 @@ class PromptBatch:
             index=torch.arange(size, device=device),
             begins_with_bos=begins_with_bos,
         )
+        check_inside(batch, "target_positions", batch.target_positions[:, None])
         _check_positions(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
+        return replace(batch, demonstrations_id=demonstrations_ids(batch))
+
+    @classmethod
+    def from_segments(
+        cls,
+        tokens: Int[Tensor, "batch position"],
+        segments: Int[Tensor, "batch position"] | Sequence[Sequence[int]],
+        names: Sequence[str],
+        *,
+        attention_mask: Int[Tensor, "batch position"]
+        | Bool[Tensor, "batch position"]
+        | None = None,
+        target_positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
+        begins_with_bos: bool = False,
+    ) -> "PromptBatch":
+        """A batch from your own tokens and named segments, without label words.
+
+        For flows between any parts of a text: a question, steps, documents, an answer.
+
+        Args:
+            tokens: Token ids, padded on either side.
+            segments: Segment of each token, an index into ``names``; -1 for tokens of no segment,
+                and under padding.
+            names: Names of the segments, all different.
+            attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
+            target_positions: Where the next token is predicted; the last token of each row by
+                default. To predict several tokens, see ``al.span_cross_entropy``.
+            begins_with_bos: Whether the first token of each prompt is a BOS.
+
+        Raises:
+            PromptError: Tokens, segments or positions are not whole numbers, do not agree in shape
+                or lie outside their range; names are not different; or a token of padding is in a
+                segment.
+
+        Examples:
+            >>> batch = al.PromptBatch.from_segments(
+            ...     torch.tensor([[5, 1, 6, 2, 7, 8]]), [[0, 0, 1, 1, 1, 2]],
+            ...     ["question", "step", "answer"])
+            >>> batch
+            PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
+        """
+        mask = checked_mask(tokens, attention_mask)
+        device, size = tokens.device, len(tokens)
+        groups = checked_integers("segments", segments, tuple(tokens.shape), device=device)
+        if target_positions is None:
+            target = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
+        else:
+            target = checked_integers("target_positions", target_positions, (size,), device=device)
+        none = torch.zeros(size, 0, dtype=torch.long, device=device)
+        batch = cls(
+            tokens=tokens,
+            attention_mask=mask,
+            label_positions=none,
+            label_ends=none,
+            label_classes=none,
+            target_positions=target,
+            label_token_ids=none[0],
+            gold=None,
+            groups=groups,
+            query_start=mask.long().argmax(1),
+            demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
+            index=torch.arange(size, device=device),
+            segment_names=tuple(names),
+            begins_with_bos=begins_with_bos,
+        )
+        check_prompts(batch)
         return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
 
@@ -389,9 +433,12 @@ class LeadingTokens(PromptBatch):
     """
 
 
-def holds_integers(tensor: Tensor) -> bool:
-    """Whether the type of a tensor is an integer type (not bool)."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
+    """The segment of each token of a single prompt, and names; one for tokens without a segment."""
+    names, groups = prompt.segment_names, prompt.groups[0].tolist()
+    if names == GROUPS:
+        return groups, names
+    return [len(names) if group == PADDING else group for group in groups], (*names, NO_SEGMENT)
 
 
 def digest(tokens: Sequence[int]) -> int:
@@ -401,20 +448,41 @@ def digest(tokens: Sequence[int]) -> int:
 
 
 def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
-    """A number for the tokens of each prompt up to its last label word."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    inside = batch.attention_mask & (positions <= batch.label_ends.max(1, keepdim=True).values)
+    """A number for the tokens of each prompt up to its last label word, or for all its tokens."""
+    inside = batch.attention_mask
+    if batch.has_label_words:
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        inside = inside & (positions <= batch.label_ends.max(1, keepdim=True).values)
     rows = zip(batch.tokens, inside, strict=True)
     ids = [digest(tokens[mask].tolist()) for tokens, mask in rows]
     return torch.tensor(ids, device=batch.tokens.device)
 
 
+def require_label_words(batches: Sequence[PromptBatch]) -> None:
+    """Raise an error for batches of segments, which have no label words."""
+    if not all(batch.has_label_words for batch in batches):
+        raise PromptError(
+            "these prompts have segments but no label words, which are needed here; build them "
+            "with build_prompts, or from your own tokens with PromptBatch.from_positions"
+        )
+
+
 def check_batch(batch: PromptBatch) -> None:
+    """Check prompts with label words; see ``check_prompts``.
+
+    Raises:
+        PromptError: There are no label words, or ``check_prompts`` raises it.
+    """
+    check_prompts(batch)
+    require_label_words([batch])
+
+
+def check_prompts(batch: PromptBatch) -> None:
     """Check that the tensors of a batch agree: ``dataclasses.replace`` can make one that is wrong.
 
     Raises:
         PromptError: A tensor has a wrong type or shape, a position lies outside its prompt or not
-            before the target, or a class is out of range.
+            before the target, or a class or segment is out of range.
     """
     hints = get_type_hints(PromptBatch)
     with jaxtyped("context"):  # compares the length of each axis across all tensors
@@ -442,7 +510,10 @@ def check_batch(batch: PromptBatch) -> None:
         raise PromptError(f"prompt {row} is padding only")
     if (batch.tokens < 0).any():
         raise PromptError(f"tokens count from 0; got {int(batch.tokens.min())}")
-    _check_positions(batch)
+    _check_segments(batch)
+    check_inside(batch, "target_positions", batch.target_positions[:, None])
+    if batch.has_label_words or batch.label_positions.numel():
+        _check_positions(batch)
 
 
 def check_inside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"]) -> None:
@@ -465,12 +536,29 @@ def check_inside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"
             )
 
 
+def _check_segments(batch: PromptBatch) -> None:
+    """Check that names of segments are different, and that each token has one of them or none."""
+    names, groups = batch.segment_names, batch.groups
+    are_names = isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
+    if not are_names or not names or len(set(names)) < len(names):
+        raise PromptError(f"segments have different names, at least one; got {names!r}")
+    if not ((groups >= PADDING) & (groups < len(names))).all():
+        raise PromptError(
+            f"segments are numbers from 0 to {len(names) - 1}, one for each of the {len(names)} "
+            f"names, or {PADDING} for none; got {int(groups.min())} to {int(groups.max())}"
+        )
+    if (groups[~batch.attention_mask] != PADDING).any():
+        row = int(((groups != PADDING) & ~batch.attention_mask).any(1).nonzero()[0])
+        raise PromptError(
+            f"prompt {row} has padding in a segment; the segment of padding is {PADDING}"
+        )
+
+
 def _check_positions(batch: PromptBatch) -> None:
     """Check that positions are inside their prompt and before the target, and classes in range."""
     classes = len(batch.label_token_ids)
     check_inside(batch, "label_positions", batch.label_positions)
     check_inside(batch, "label_ends", batch.label_ends)
-    check_inside(batch, "target_positions", batch.target_positions[:, None])
     if batch.label_positions.shape[1] == 0:
         raise PromptError(
             "a batch has at least one label word in each prompt; got label_positions "

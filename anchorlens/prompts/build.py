@@ -5,7 +5,6 @@ format around them), so that the piece of every character is known. The characte
 tokenizer then give the piece of every token. Token ids are never searched.
 """
 
-import unicodedata
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +22,8 @@ from .checks import demonstrations_by_query
 from .examples import Example
 from .groups import OTHER, PADDING, QUERY, TARGET
 from .tasks import Piece, Task
+from .tokens import check_tokenizer, encode
 from .verbalizer import Verbalizer
-
-_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 def build_prompts(
@@ -69,7 +67,9 @@ def build_prompts(
         >>> batches[0].label_positions.shape == (1, len(demos))
         True
     """
-    _check_options(tokenizer, batch_size, padding_side, max_length)
+    check_tokenizer(tokenizer, batch_size, padding_side)
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        raise PromptError(f"max_length must be a whole number from 1; got {max_length!r}")
     sets = demonstrations_by_query(task, demonstrations, queries)
     word_ids = _word_token_ids(tokenizer, task)
     ids = torch.tensor([words[0] for words in word_ids])
@@ -118,64 +118,6 @@ class _Prompt(NamedTuple):
     begins_with_bos: bool
 
 
-def _encode(
-    tokenizer: Any, task: Task, text: str
-) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
-    """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
-
-    Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
-    previous token ended, so that the characters of " Positive" include the space.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"a text holds {text[error.start]!r}, half of a surrogate pair, "
-            f"after {text[max(0, error.start - 20) : error.start]!r}; remove it"
-        ) from error
-    encoded = tokenizer(
-        text,
-        add_special_tokens=task.adds_special_tokens,
-        return_offsets_mapping=True,
-        return_special_tokens_mask=True,
-    )
-    special = [task.adds_special_tokens and bool(flag) for flag in encoded["special_tokens_mask"]]
-    names = encoded.tokens()
-    spans: list[tuple[int, int]] = []
-    previous = 0
-    for k, (start, end) in enumerate(encoded["offset_mapping"]):
-        if special[k] and start == end:
-            spans.append((previous, previous))
-            continue
-        if _composes(text, previous, start):
-            # These characters belong to the previous token, joined to its last character.
-            spans[-1] = (spans[-1][0], start)
-            previous = start
-        # Tokens that share a character (bytes of an emoji) have the same offsets.
-        begin = min(start, previous)
-        spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
-        if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
-            # The previous token ends in spaces ("\n  ") that its offsets leave out.
-            begin = start - spaces
-            spans[-1] = (spans[-1][0], begin)
-        spans.append((begin, end))
-        previous = max(previous, end)
-    return list(encoded["input_ids"]), spans, special
-
-
-def _composes(text: str, stop: int, start: int) -> bool:
-    """Whether the characters [stop, start) form one character with the character before them.
-
-    A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
-    accent.
-    """
-    if not 0 < stop < start:
-        return False
-    parts = (text[stop - 1 : stop], text[stop:start])
-    normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
-    return normal[0] + normal[1] != normal[2]
-
-
 def _tokenize(
     tokenizer: Any,
     task: Task,
@@ -186,7 +128,7 @@ def _tokenize(
 ) -> _Prompt:
     pieces = task.write(tokenizer, demos, query.text)
     text = "".join(piece.text for piece in pieces)
-    tokens, spans, special = _encode(tokenizer, task, text)
+    tokens, spans, special = encode(tokenizer, text, adds_special_tokens=task.adds_special_tokens)
     # A token belongs to the piece of its last character: a space belongs to the word after it.
     group_of_character = [piece.group for piece in pieces for _ in piece.text]
     groups = [
@@ -247,7 +189,7 @@ def _check_unknown_word(
 ) -> None:
     """Check that no label word becomes a part of an unknown word at the end of the query."""
     for word in chain.from_iterable(task.written_words(tokenizer)):
-        longer, _, _ = _encode(tokenizer, task, text + word)
+        longer, _, _ = encode(tokenizer, text + word, adds_special_tokens=task.adds_special_tokens)
         if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
             raise PromptError(
                 f"query {index} ends in a word that the tokenizer does not know, and label word "
@@ -289,7 +231,7 @@ def _word(
 def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
     """First token of each label word after a query, where the model predicts it."""
     ending = _query_text(task.write(tokenizer, [], "x"))
-    plain, _, special = _encode(tokenizer, task, ending)
+    plain, _, special = encode(tokenizer, ending, adds_special_tokens=task.adds_special_tokens)
     if not plain:
         raise PromptError(
             f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
@@ -303,7 +245,9 @@ def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
         )
     word_of: dict[int, str] = {}
     for word in chain.from_iterable(task.written_words(tokenizer)):
-        tokens, spans, _ = _encode(tokenizer, task, ending + word)
+        tokens, spans, _ = encode(
+            tokenizer, ending + word, adds_special_tokens=task.adds_special_tokens
+        )
         text = ending + word
         first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
         if tokens[:first] != plain:
@@ -321,23 +265,6 @@ def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
         word_of[tokens[first]] = word
     ids = iter(word_of)
     return [[next(ids) for _ in words] for words in task.words]
-
-
-def _check_options(tokenizer: Any, batch_size: int, side: str, max_length: int | None) -> None:
-    if not getattr(tokenizer, "is_fast", False):
-        raise PromptError(
-            f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
-            "computed; "
-            "load the fast version (one with a tokenizer.json; in Python "
-            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
-            "positions with PromptBatch.from_positions"
-        )
-    limits = {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}
-    for name, count in limits.items():
-        if not isinstance(count, int) or count < 1:
-            raise PromptError(f"{name} must be a whole number from 1; got {count!r}")
-    if side not in ("left", "right"):
-        raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")
 
 
 def _pad(

@@ -15,8 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import PromptError
-from .batch import PromptBatch, check_inside
-from .groups import GROUPS
+from .batch import PromptBatch, check_inside, require_label_words
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
@@ -41,24 +40,26 @@ def between(queries: Positions, keys: Positions) -> Edges:
 
 
 def group(batch: PromptBatch, name: str) -> Positions:
-    """Positions of a token group: text, label, format, target, query or other.
+    """Positions of a segment: text, label, format, target, query or other, or one of your own.
 
     ``label`` holds all tokens of each label word, ``anchors`` only one of them.
 
     Raises:
-        PromptError: There is no group of that name.
+        PromptError: There is no segment of that name.
     """
-    if name not in GROUPS:
-        raise PromptError(f"there is no token group {name!r}; the groups are {', '.join(GROUPS)}")
-    return batch.groups == GROUPS.index(name)
+    names = batch.segment_names
+    if name not in names:
+        raise PromptError(f"there is no segment {name!r}; the segments are {', '.join(names)}")
+    return batch.groups == names.index(name)
 
 
 def anchors(batch: PromptBatch) -> Positions:
     """Positions of the anchors: one token of each label word (the paper's p_k).
 
     Raises:
-        PromptError: A label position lies outside its prompt.
+        PromptError: A label position lies outside its prompt, or there are no label words.
     """
+    require_label_words([batch])
     check_inside(batch, "label_positions", batch.label_positions)
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 

@@ -23,10 +23,21 @@ PROMPT_CSS = """\
 .al-target { background: rgb(213 94 0 / 32%); font-weight: bold; outline: 2px solid;
 margin: 0 .15em; padding: 1px .2em; }
 .al-other { background: none; }
+.al-segment { color: inherit; border-radius: 2px; padding: 1px 0; }
+.al-segment-0 { background: rgb(0 114 178 / 28%); }
+.al-segment-1 { background: rgb(230 159 0 / 26%); }
+.al-segment-2 { background: rgb(0 158 115 / 28%); text-decoration: underline dotted; }
+.al-segment-3 { background: rgb(204 121 167 / 30%); }
+.al-segment-4 { background: rgb(86 180 233 / 30%); text-decoration: underline dotted; }
+.al-segment-5 { background: rgb(213 94 0 / 30%); }
+.al-segment-none { background: none; }
 .al-tokens [data-token]:hover::after { content: attr(data-token); position: absolute;
 font-size: .7em; font-weight: normal; padding: 0 .3em; background: Canvas; color: CanvasText; }
 """
 """Style of the elements that ``token_spans`` and ``prompt_legend`` make."""
+
+NO_SEGMENT = "no segment"
+"""What the legend calls tokens that are in none of the segments that a user named."""
 
 _MEANING = {
     TEXT: "text",
@@ -36,13 +47,14 @@ _MEANING = {
     TARGET: "target",
     OTHER: "other (BOS, instructions)",
 }
+_COLORS = 6  # of segments with names of one's own
 _ELEMENT = {LABEL: "strong", TARGET: "mark"}
 _SIGN = {LABEL: "◆", TARGET: "■"}  # as in figures
 _PART = "\ufffd"  # a token that is only a part of a character
 _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", 9: "⇥\t", 10: "↵<br>"}
 
 
-def token_spans(tokens: Sequence[str], groups: Sequence[int]) -> str:
+def token_spans(tokens: Sequence[str], groups: Sequence[int], names: Sequence[str] = GROUPS) -> str:
     """Tokens as HTML elements that show their group; ``PROMPT_CSS`` has their style.
 
     Each element has the position of its token as ``data-token``. Tokens without a text of their
@@ -52,7 +64,8 @@ def token_spans(tokens: Sequence[str], groups: Sequence[int]) -> str:
     Args:
         tokens: Text of each token; all texts are escaped. A line break is shown by a mark and
             breaks the line, other control characters are shown by their symbols.
-        groups: Group of each token, as in ``PromptBatch.groups``.
+        groups: Segment of each token, as in ``PromptBatch.groups``.
+        names: Names of the segments.
 
     Raises:
         PromptError: The numbers of tokens and groups differ, or a group does not exist.
@@ -62,15 +75,18 @@ def token_spans(tokens: Sequence[str], groups: Sequence[int]) -> str:
         '<span class="al-text" data-token="0">dull</span><strong'
     """
     return "".join(
-        _element(group, escape(text).translate(_CONTROL), f' data-token="{position}"')
-        for position, text, group in _joined(tokens, groups)
+        _element(group, escape(text).translate(_CONTROL), names, f' data-token="{position}"')
+        for position, text, group in _joined(tokens, groups, len(names))
     )
 
 
-def prompt_legend(groups: Iterable[int]) -> str:
-    """The groups that occur, each in its own colours, as HTML."""
+def prompt_legend(groups: Iterable[int], names: Sequence[str] = GROUPS) -> str:
+    """The segments that occur, each in its own colours, as HTML."""
     present = set(groups)
-    return " ".join(_element(group, text) for group, text in _MEANING.items() if group in present)
+    meanings = _MEANING if names == GROUPS else dict(enumerate(names))
+    return " ".join(
+        _element(group, escape(text), names) for group, text in meanings.items() if group in present
+    )
 
 
 @dataclass(frozen=True)
@@ -79,39 +95,43 @@ class PromptView:
 
     Attributes:
         tokens: Text of each token.
-        groups: Group of each token, as in ``PromptBatch.groups``.
+        groups: Segment of each token, as in ``PromptBatch.groups``.
         heading: What is above the prompt.
+        names: Names of the segments.
     """
 
     tokens: Sequence[str]
     groups: Sequence[int]
     heading: str = ""
+    names: Sequence[str] = GROUPS
 
     def __repr__(self) -> str:
         """The text of the prompt, with ◆ before each label word and ■ before the target."""
         parts: list[str] = []
         before: int | None = None
-        for _, text, group in _joined(self.tokens, self.groups):
-            parts += [_SIGN[group]] if group in _SIGN and group != before else []
+        signs = _SIGN if self.names == GROUPS else {}
+        for _, text, group in _joined(self.tokens, self.groups, len(self.names)):
+            parts += [signs[group]] if group in signs and group != before else []
             parts, before = [*parts, text], group
         return "".join(parts)
 
     def _repr_html_(self) -> str:
         return (
             f"<style>{PROMPT_CSS}</style><div><p>{escape(self.heading)}</p>"
-            f"<p>{prompt_legend(self.groups)}</p>"
-            f'<p class="al-tokens">{token_spans(self.tokens, self.groups)}</p></div>'
+            f"<p>{prompt_legend(self.groups, self.names)}</p>"
+            f'<p class="al-tokens">{token_spans(self.tokens, self.groups, self.names)}</p></div>'
         )
 
 
-def _joined(tokens: Sequence[str], groups: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """First position, text and group of each element."""
+def _joined(
+    tokens: Sequence[str], groups: Sequence[int], count: int
+) -> Iterator[tuple[int, str, int]]:
+    """First position, text and segment of each element; there are ``count`` segments."""
     if len(tokens) != len(groups):
         raise PromptError(f"each token has a group; got {len(tokens)} and {len(groups)} groups")
-    if wrong := [group for group in groups if not PADDING <= group < len(GROUPS)]:
+    if wrong := [group for group in groups if not PADDING <= group < count]:
         raise PromptError(
-            f"groups are numbers from 0 to {len(GROUPS) - 1}, or {PADDING} for padding; "
-            f"got {wrong[0]}"
+            f"groups are numbers from 0 to {count - 1}, or {PADDING} for padding; got {wrong[0]}"
         )
     first = 0
     for position, (text, group) in enumerate(zip(tokens, groups, strict=True)):
@@ -123,6 +143,9 @@ def _joined(tokens: Sequence[str], groups: Sequence[int]) -> Iterator[tuple[int,
         first = position + 1
 
 
-def _element(group: int, html: str, attributes: str = "") -> str:
+def _element(group: int, html: str, names: Sequence[str], attributes: str = "") -> str:
+    if names != GROUPS:
+        color = group % _COLORS if names[group] != NO_SEGMENT else "none"
+        return f'<span class="al-segment al-segment-{color}"{attributes}>{html}</span>'
     element = _ELEMENT.get(group, "span")
     return f'<{element} class="al-{GROUPS[group]}"{attributes}>{html}</{element}>'

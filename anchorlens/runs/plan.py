@@ -106,7 +106,8 @@ class Plan:
             gradient_checkpointing=self.gradient_checkpointing,
         )
         # By these a resumed run recognises other hooks, which rows of metrics may not show.
-        rows = {"/label_logits": batch.label_scores(logits).cpu()}
+        seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
+        rows = {"/label_logits": seen.cpu()}
         for metric, before, after in zip(self.metrics, in_prefix, observations, strict=True):
             try:
                 of_metric = _rows_of(before, after, logits, clean)

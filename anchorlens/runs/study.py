@@ -23,7 +23,8 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import PartsThatFit, joined
 from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
-from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.groups import GROUPS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows
 from ..results.results import Results
@@ -336,12 +337,15 @@ def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, An
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     verbalizer = batches[0].verbalizer
     several_words = {} if verbalizer is None else {"verbalizer": repr(verbalizer)}
+    names = batches[0].segment_names
+    own_segments = {} if names == GROUPS else {"segments": names}
     weights = next(iter(model.parameters()))  # type: ignore[attr-defined]
     return {
         "model": str(model.cfg.model_name),
         "dtype": str(weights.dtype).removeprefix("torch."),
         "labels": [label.strip() for label in batches[0].labels] or None,
         **several_words,
+        **own_segments,
         "prompts": len(ids),
         "demonstration_sets": len(ids.unique()),
         "versions": versions(),
@@ -376,12 +380,17 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
             "calls are joined by +"
         )
     for batch in batches:
-        check_batch(batch)
+        check_prompts(batch)
         check_fits(model, batch)
         words = [(each.label_token_ids.tolist(), each.verbalizer) for each in (batch, batches[0])]
         if words[0] != words[1]:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
+            )
+        if batch.segment_names != batches[0].segment_names:
+            raise PromptError(
+                "the batches of one run must have the same segments; got "
+                f"{batches[0].segment_names} and {batch.segment_names}"
             )
 
 

@@ -15,7 +15,7 @@ from ..models.hooked import BatchHook, Hook, HookedModel, device_of, pattern_nam
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.late_start import stored_starts
-from ..passes.losses import Loss
+from ..passes.losses import Loss, targets_of
 from ..passes.memory import of_what_fits
 from ..passes.shared_prefix import (
     TOLERANCE,
@@ -74,7 +74,7 @@ def _tried(
         return whole_passes(model, f"{', '.join(without)} without observe_prefix")
     if has_user_hooks(model):
         return whole_passes(model, _HOOKS_OF_USER)
-    lengths = _shared_lengths(batches)
+    lengths = _shared_lengths(batches, loss)
     if not lengths:
         return whole_passes(model, "no two prompts share their demonstrations")
     passes = Passes(model, lengths, "")
@@ -277,8 +277,10 @@ def _why_not_after_prefix(
     return None
 
 
-def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
+def _shared_lengths(batches: Sequence[PromptBatch], loss: Loss | None) -> dict[int, int]:
     """The number of leading tokens that all prompts of a set share, at most up to a target.
+
+    Targets are also the positions whose logits the loss gets.
 
     A set that also occurs in a batch of several sets is left out: where memory runs out, a part of
     that batch could have this set alone, and share fewer tokens.
@@ -291,15 +293,19 @@ def _shared_lengths(batches: Sequence[PromptBatch]) -> dict[int, int]:
             mixed.update(batch.demonstrations_id.tolist())
         else:
             rows.setdefault(name, []).append(batch.to("cpu"))
-    lengths = {name: _shared_length(rows[name]) for name in rows.keys() - mixed}
+    lengths = {name: _shared_length(rows[name], loss) for name in rows.keys() - mixed}
     return {name: length for name, length in lengths.items() if length > 0}
 
 
-def _shared_length(batches: Sequence[PromptBatch]) -> int:
+def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
     if sum(map(len, batches)) < 2 or any(_has_gaps(batch) for batch in batches):
         return 0
     first = batches[0]
-    shared = min(int(batch.target_positions.min()) for batch in batches)
+    if not all(batch.has_label_words for batch in batches):
+        return 0
+    targets = [batch.target_positions for batch in batches]
+    targets += [targets_of(loss, batch).flatten() for batch in batches]
+    shared = int(torch.cat(targets).min())
     for batch in batches:
         for name in ("label_positions", "label_ends", "label_classes"):
             values, reference = getattr(batch, name), getattr(first, name)[0]

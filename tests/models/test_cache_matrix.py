@@ -68,7 +68,7 @@ def test_a_cache_gives_the_results_of_whole_prompts(
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_shared_lengths", lambda batches: {})
+        patch.setattr(trial, "_shared_lengths", lambda *of: {})
         patch.setattr(
             isolation, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
         )
@@ -98,7 +98,7 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
         return al.isolate_labels(model, batch, layers=layers)
 
     # Saliency flows need value biases that are not folded.
-    flows, _ = possible(model, [batch], [al.SaliencyFlows()])
+    flows, _ = possible(model, [batch], [al.SaliencyFlows(), al.SegmentFlows()])
     metrics += flows
     yield from al.run(model, [batch], metrics, **options).values()
     yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()

@@ -61,7 +61,7 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
 @pytest.fixture(autouse=True)
 def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share no prefix without checkpoints, so that both runs do the same computation."""
-    monkeypatch.setattr(trial, "_shared_lengths", lambda batches: {})
+    monkeypatch.setattr(trial, "_shared_lengths", lambda *of: {})
 
 
 def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:

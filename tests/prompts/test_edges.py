@@ -148,7 +148,7 @@ def test_between_connects_queries_to_all_earlier_keys() -> None:
 
 def test_a_group_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
     with pytest.raises(
-        PromptError, match=r"no token group 'labels'; the groups are other, text, label"
+        PromptError, match=r"no segment 'labels'; the segments are other, text, label"
     ):
         edges.group(batch, "labels")
 

@@ -151,10 +151,27 @@ def inside(maps: Tensor, batch: al.PromptBatch, n: int) -> Tensor:
     return maps[..., positions[0] : positions[-1] + 1, positions[0] : positions[-1] + 1]
 
 
+PARTS = {
+    "anchors": al.edges.anchors,
+    "target": al.edges.target,
+    "rest": lambda batch: batch.attention_mask & ~al.edges.anchors(batch) & ~al.edges.target(batch),
+}
+
+
+def flows_of_segments(sums: Tensor, counts: Tensor) -> Tensor:
+    """S_wp, S_pq and S_ww from the cells of anchors, target and rest: [prompt, layer, flow]."""
+    flows = []
+    for cells in ([(0, 0), (0, 2)], [(1, 0)], [(1, 2), (2, 0), (2, 2)]):
+        total = sum(sums[:, :, a, b].double() for a, b in cells)
+        number = sum(counts[:, a, b] for a, b in cells)
+        flows.append(total / torch.as_tensor(number)[:, None])
+    return torch.stack(flows, -1)
+
+
 def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     """Return the numbers of the package for a padded batch."""
     dtype = next(iter(model.parameters())).dtype
-    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    metrics: list[Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.SegmentFlows(PARTS)]
     observations = [metric.observe(model, batch) for metric in metrics]
     logits = run_pass(
         model,
@@ -165,7 +182,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
         ],
         loss=al.label_cross_entropy,
     )
-    flows, attention = (observation.rows(logits, None) for observation in observations)
+    flows, attention, segments = (o.rows(logits, None) for o in observations)
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
     positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
     cuts = [
@@ -177,6 +194,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
         "logits": logits,
         "saliency": al.saliency(model, batch),
         "flows": (flows["sums"] / flows["counts"][:, None])[..., :3],
+        "flows of segments": flows_of_segments(segments["sums"], segments["counts"]),
         "attention": attention["attention"].sum(2),
         "isolation": [logits_of(model, batch, hooks) for hooks in cuts],
         "reweighting": logits_of(model, batch, al.reweight_anchors(model, batch, beta)),
@@ -197,9 +215,10 @@ def differences(model: Any, batch: al.PromptBatch, expected: Reference) -> dict[
         for mine, theirs in zip(results["isolation"], zip(*expected.cut, strict=True), strict=True)
     ]
     reweighted = torch.stack(expected.reweighted)
+    flows = [difference(results[name], expected.flows) for name in ("flows", "flows of segments")]
     return {
         "logits": difference(centred(results["logits"]), centred(logits)),
-        "saliency": largest(*maps, difference(results["flows"], expected.flows)),
+        "saliency": largest(*maps, *flows),
         "isolation": largest(*cuts),
         "reweighting": difference(centred(results["reweighting"]), centred(reweighted)),
         "attention": difference(results["attention"], attention),

@@ -1,0 +1,222 @@
+"""Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import MetricError
+from ..models.hooked import HookedModel, check_fits
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..prompts.groups import GROUPS
+from ..results.record import Record, Rows, rows_by_set
+from ..results.segment_figures import pairs_by_layer
+from ..system.names import name_of
+from .metric import Observation
+from .products import SegmentSums, product_hooks
+from .weights import Weight, saliency
+
+PositionsOfBatch = Callable[[PromptBatch], Bool[Tensor, "batch position"]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentFlowsRecord(Record):
+    """Flows between segments by layer: ``flow[l, a, b]`` is what segment a reads from segment b.
+
+    Attributes:
+        flow: Mean weight of the edges from a query in the first segment to an earlier key in the
+            second; for saliency in nats. High means that the loss depends on what a token of the
+            first segment reads from a token of the second. Mean over the prompts with such edges,
+            then over sets of demonstrations; NaN where there is none.
+        total: Sum of these weights in a prompt, 0 where there is no edge. Long segments have more.
+        edges: Number of these edges in a prompt.
+        flow_of_heads: The flow with the weight of each head alone. Does not sum to flow.
+        flow_of_prompts: The flow of each prompt.
+    """
+
+    flow: Float[Tensor, "layer segment segment"]
+    total: Float[Tensor, "layer segment segment"]
+    edges: Float[Tensor, "segment segment"]
+    flow_of_heads: Float[Tensor, "layer head segment segment"]
+    flow_of_prompts: Float[Tensor, "prompt layer segment segment"]
+
+    caption: ClassVar[str] = (
+        "Mean weight of the edges between two segments: a row is what the segment at the left of "
+        "the arrow reads from the one at its right, in each layer."
+    )
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The segments by name."""
+        if axis == "segment":
+            names = self.info.get("segment_names") or self.info.get("segments")
+            return tuple(names or GROUPS)
+        return super().axis_names(axis)
+
+    def plot(self) -> go.Figure:
+        """The flow of every pair of segments that have edges, by layer."""
+        return pairs_by_layer(
+            self.flow,
+            self.axis_names("segment") or (),
+            title="Flows between segments",
+            bar_title=str(self.info.get("weight", "flow")),
+        )
+
+
+@dataclass(frozen=True)
+class SegmentFlows:
+    """Flows between any groups of tokens, such as question, steps and answer.
+
+    For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:
+
+        total_l(a, b) = sum_E w_l(i, j)        flow_l(a, b) = total_l(a, b) / |E|
+
+    w is the saliency ``| sum_h A dL/dA |`` of the run's loss by default. With the anchors, the
+    target and the rest as segments, sums of cells over their counts are S_wp, S_pq and S_ww.
+
+    Args:
+        segments: Names of segments of the prompts; or, for each name, a function of the batch to
+            positions, as those in ``al.edges``; by default all segments of the prompts. A
+            token is in one of them or in none.
+        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
+        name: Key of the result; with another name several weights can be in a run.
+
+    Raises:
+        MetricError: ``segments`` are no names and no functions by name, a function gives no
+            positions of the batch, or a token is in two segments.
+        PromptError: The prompts have no segment of a name.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.SegmentFlows(["text", "label", "target"])],
+        ...                  progress=False)
+        >>> flow = results["segment_flows"].flow
+        >>> flow.shape == (model.cfg.n_layers, 3, 3)
+        True
+        >>> parts = {"anchors": al.edges.anchors, "target": al.edges.target}
+        >>> helps = al.SegmentFlows(parts, weight=al.weights.signed)
+    """
+
+    segments: Mapping[str, PositionsOfBatch] | Sequence[str] | None = field(
+        default=None, hash=False
+    )
+    weight: Weight = saliency
+    name: str = "segment_flows"
+    needs_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        given = self.segments
+        if isinstance(given, Mapping):
+            fits = all(isinstance(name, str) and callable(of) for name, of in given.items())
+        else:
+            fits = not isinstance(given, str) and (given is None or _are_names(given))
+        if not fits or (given is not None and not len(given)):
+            raise MetricError(
+                "segments are different names, ['question', 'answer'], or functions of the batch "
+                f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
+            )
+        if not callable(self.weight):
+            raise MetricError(
+                "weight is a function of (pattern, gradient), such as al.weights.signed; got "
+                f"{self.weight!r}"
+            )
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where a prompt lacks a segment that was named, or a token is in two."""
+        for batch in batches:
+            self.segments_of(batch)
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe A and dL/dA of every layer; store only sums over edges."""
+        check_fits(model, batch)
+        segments = self.segments_of(batch)
+        counts = _edge_counts(segments).cpu()
+        sums = SegmentSums(segments, self.weight, batch.first_query)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            ids = batch.demonstrations_id.cpu()
+            return {**sums.rows(logits, clean_logits), "counts": counts, "demonstrations_id": ids}
+
+        return Observation(rows, *product_hooks(model, sums.add))
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the edges between shared tokens, with the gradient of each prompt."""
+        check_fits(model, batch)
+        sums = SegmentSums(self.segments_of(batch), self.weight, 0)
+        return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
+
+    def result(self, rows: Rows) -> SegmentFlowsRecord:
+        """Means over the edges of each prompt, then over prompts, then over sets."""
+        counts = rows["counts"].double()
+        totals, of_heads = rows["sums"].double(), rows["head_sums"].double()
+        of_prompts = totals / counts[:, None]  # 0 / 0 is NaN where there is no edge
+        means = {
+            "flow": of_prompts,
+            "flow_of_heads": of_heads / counts[:, None, None],
+            "total": totals,
+            "edges": counts,
+            "demonstrations_id": rows["demonstrations_id"],
+        }
+        sets = rows_by_set(means)
+        mean = {
+            name: torch.stack([of_set[name].nanmean(0) for of_set in sets]).nanmean(0)
+            for name in ("flow", "total", "edges", "flow_of_heads")
+        }
+        names = () if self.segments is None else tuple(self.segments)
+        return SegmentFlowsRecord(
+            flow=mean["flow"],
+            total=mean["total"],
+            edges=mean["edges"],
+            flow_of_heads=mean["flow_of_heads"],
+            flow_of_prompts=of_prompts,
+            info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
+        )
+
+    def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
+        """The positions of each segment in a batch."""
+        shape = tuple(batch.tokens.shape)
+        sets = []
+        for name, function in self._functions(batch).items():
+            positions = function(batch)
+            is_table = isinstance(positions, Tensor) and positions.dtype == torch.bool
+            if not is_table or tuple(positions.shape) != shape:
+                got: Any = type(positions).__name__
+                if isinstance(positions, Tensor):
+                    got = f"{positions.dtype} {tuple(positions.shape)}"
+                raise MetricError(
+                    f"segment {name!r} of {self.name} must be True and False for each position, "
+                    f"shape (batch, position) = {shape}, as al.edges.group gives; got {got}"
+                )
+            sets.append(positions)
+        segments = torch.stack(sets, dim=1)
+        if (segments.sum(1) > 1).any():
+            row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
+            raise MetricError(
+                f"token {position} of prompt {row} is in two segments of {self.name}; a token is "
+                "in one or in none"
+            )
+        return segments
+
+    def _functions(self, batch: PromptBatch) -> Mapping[str, PositionsOfBatch]:
+        if isinstance(self.segments, Mapping):
+            return self.segments
+        names = batch.segment_names if self.segments is None else self.segments
+        return {name: partial(edges.group, name=name) for name in names}
+
+
+def _are_names(names: Any) -> bool:
+    is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    return is_list and len(set(names)) == len(names)
+
+
+def _edge_counts(
+    segments: Bool[Tensor, "batch segment position"],
+) -> Int[Tensor, "batch segment segment"]:
+    """The number of edges (i, j), j < i, from each segment to each."""
+    counts = segments.long()
+    earlier = counts.cumsum(2) - counts
+    return torch.einsum("bsi,bti->bst", counts, earlier)

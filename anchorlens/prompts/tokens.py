@@ -1,0 +1,81 @@
+"""A text as tokens whose characters are known."""
+
+import unicodedata
+from typing import Any
+
+from ..errors import PromptError
+
+_SPACE = "Ġ"  # how byte-level tokenizers write a space
+
+
+def encode(
+    tokenizer: Any, text: str, *, adds_special_tokens: bool
+) -> tuple[list[int], list[tuple[int, int]], list[bool]]:
+    """Token ids, the characters [start, end) of each token, and which the tokenizer has added.
+
+    Offsets of a tokenizer can leave out the white space of a token. Here a token begins where the
+    previous token ended, so that the characters of " Positive" include the space.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"a text holds {text[error.start]!r}, half of a surrogate pair, "
+            f"after {text[max(0, error.start - 20) : error.start]!r}; remove it"
+        ) from error
+    encoded = tokenizer(
+        text,
+        add_special_tokens=adds_special_tokens,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+    )
+    special = [adds_special_tokens and bool(flag) for flag in encoded["special_tokens_mask"]]
+    names = encoded.tokens()
+    spans: list[tuple[int, int]] = []
+    previous = 0
+    for k, (start, end) in enumerate(encoded["offset_mapping"]):
+        if special[k] and start == end:
+            spans.append((previous, previous))
+            continue
+        if _composes(text, previous, start):
+            # These characters belong to the previous token, joined to its last character.
+            spans[-1] = (spans[-1][0], start)
+            previous = start
+        # Tokens that share a character (bytes of an emoji) have the same offsets.
+        begin = min(start, previous)
+        spaces = len(names[k]) - len(names[k].lstrip(_SPACE))
+        if start - previous > spaces and k > 0 and names[k - 1].endswith(_SPACE):
+            # The previous token ends in spaces ("\n  ") that its offsets leave out.
+            begin = start - spaces
+            spans[-1] = (spans[-1][0], begin)
+        spans.append((begin, end))
+        previous = max(previous, end)
+    return list(encoded["input_ids"]), spans, special
+
+
+def _composes(text: str, stop: int, start: int) -> bool:
+    """Whether the characters [stop, start) form one character with the character before them.
+
+    A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
+    accent.
+    """
+    if not 0 < stop < start:
+        return False
+    parts = (text[stop - 1 : stop], text[stop:start])
+    normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
+    return normal[0] + normal[1] != normal[2]
+
+
+def check_tokenizer(tokenizer: Any, batch_size: int, side: str) -> None:
+    """Raise an error for a tokenizer without offsets, a wrong batch size or side of padding."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise PromptError(
+            f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
+            "computed; load the fast version (one with a tokenizer.json; in Python "
+            "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
+            "positions with PromptBatch.from_positions"
+        )
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise PromptError(f"batch_size must be a whole number from 1; got {batch_size!r}")
+    if side not in ("left", "right"):
+        raise PromptError(f"padding_side must be 'left' or 'right'; got {side!r}")

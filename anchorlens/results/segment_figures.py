@@ -1,0 +1,52 @@
+"""Draws flows between segments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from jaxtyping import Float
+from torch import Tensor
+
+from .figure_parts import check_shape, layout, literal, name_ticks
+
+
+def pairs_by_layer(
+    flow: Float[Tensor, "layer segment segment"],
+    segments: Sequence[str],
+    *,
+    title: str,
+    bar_title: str,
+) -> go.Figure:
+    """Draw the flow between each pair of segments in each layer as a heat map.
+
+    Args:
+        flow: a number for each layer, reading segment and segment that is read. Pairs that are NaN
+            in every layer have no row.
+        segments: the names of the segments.
+        title: text over the figure.
+        bar_title: what the numbers are, for the colour bar.
+
+    Returns:
+        The figure, with a row ``a ← b`` for each pair. Numbers on both sides of 0 have two colours.
+
+    Examples:
+        >>> flow = torch.tensor([[[float("nan"), float("nan")], [0.5, 0.25]]])
+        >>> figure = pairs_by_layer(flow, ["question", "answer"], title="", bar_title="saliency")
+        >>> figure.layout.yaxis.ticktext
+        ('answer ← question', 'answer ← answer')
+    """
+    layers, count = flow.shape[:2]
+    check_shape(flow, (layers, len(segments), len(segments)), "pass one name per segment")
+    pairs = [(a, b) for a in range(count) for b in range(count) if not flow[:, a, b].isnan().all()]
+    rows = [flow[:, a, b].tolist() for a, b in pairs]
+    heat = go.Heatmap(z=rows, coloraxis="coloraxis", hoverongaps=False, xgap=1, ygap=1)
+    heat.update(hovertemplate="layer %{x}: %{z:.3g}<extra></extra>")
+    figure = go.Figure(heat, layout(title, max(320, 180 + 26 * len(pairs))))
+    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
+    axis: dict[str, Any] = {"colorscale": "Cividis", "colorbar": bar}
+    if bool((flow < 0).any()):
+        axis |= {"colorscale": "RdBu_r", "cmid": 0}
+    figure.update_layout(coloraxis=axis, xaxis_title="layer")
+    figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
+    names = name_ticks([f"{segments[a]} ← {segments[b]}" for a, b in pairs])
+    return figure.update_yaxes(names, autorange="reversed", showgrid=False, zeroline=False)

@@ -1,0 +1,414 @@
+"""Flows between segments against loops over edges, and losses of several tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same, difference
+from tiny_models import questions, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, PromptError
+from anchorlens.models.hooked import pattern_name
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.losses import columns_of
+
+pytestmark = pytest.mark.without_jaxtyping
+
+MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+NAMES = ["question", "step", "answer"]
+TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
+MASK = torch.tensor([[1] * 9, [0, 0, *[1] * 7]])
+SEGMENTS = [[0, 0, 0, -1, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 1, 1, 2, 2, 2]]
+
+
+@pytest.fixture
+def batch() -> al.PromptBatch:
+    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES, attention_mask=MASK)
+
+
+@pytest.fixture
+def precise(hooked: Any, byte_level: Any) -> Any:
+    """GPT-2 in float64, whose softmax is in float64 too."""
+    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+
+
+def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment: int) -> Tensor:
+    """A * dL/dA of one prompt, [layer, head, query, key], by autograd in plain transformers."""
+    plain = MAKE[name](model.W_E.shape[0])
+    plain.set_attn_implementation("eager")
+    mask = batch.attention_mask[n]
+    tokens, segments = batch.tokens[n][mask], batch.groups[n][mask]
+    out = plain(tokens[None], output_attentions=True)
+    for attention in out.attentions:
+        attention.retain_grad()
+    log_probs = out.logits[0].log_softmax(-1)
+    inside = [t for t in range(1, len(tokens)) if segments[t] == segment]
+    torch.stack([-log_probs[t - 1, tokens[t]] for t in inside]).sum().backward()
+    return torch.stack([(a * a.grad)[0] for a in out.attentions]).detach()
+
+
+def cell(edges: Tensor, segments: Tensor, a: int, b: int) -> tuple[float, int]:
+    """The sum over edges from one segment to another, and their number, by loops."""
+    values = [
+        float(edges[i, j])
+        for i in range(len(segments))
+        for j in range(i)
+        if segments[i] == a and segments[j] == b
+    ]
+    return sum(values), len(values)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("name", MAKE)
+def test_flows_of_a_written_answer_equal_plain_transformers(
+    name: str, batch: al.PromptBatch, request: pytest.FixtureRequest, kind_of_model: str
+) -> None:
+    model = request.getfixturevalue(name)
+    metrics = [
+        al.SegmentFlows(),
+        al.SegmentFlows(weight=al.weights.signed, name="signed"),
+        al.SegmentFlows(weight=al.weights.saliency_of_heads, name="of heads"),
+    ]
+    loss = al.span_cross_entropy("answer")
+    results = al.run(model, [batch], metrics, loss=loss, **QUIET)
+    tolerance = 1e-4 if kind_of_model != "bridge" else 1e-5
+    expected: dict[str, list[Tensor]] = {name: [] for name in results}
+    heads = []
+    for n in range(2):
+        products = plain_products(name, model, batch, n, 2)
+        segments = batch.groups[n][batch.attention_mask[n]]
+
+        def cells(edges: Tensor, segments: Tensor = segments) -> Tensor:
+            rows = [[cell(edges, segments, a, b)[0] for b in range(3)] for a in range(3)]
+            return torch.tensor(rows)
+
+        expected["segment_flows"].append(torch.stack([cells(p.sum(0).abs()) for p in products]))
+        expected["signed"].append(torch.stack([cells(p.sum(0)) for p in products]))
+        expected["of heads"].append(torch.stack([cells(p.abs().sum(0)) for p in products]))
+        heads.append(torch.stack([torch.stack([cells(h.abs()) for h in p]) for p in products]))
+    for name_of_metric, record in results.items():
+        totals = torch.stack(expected[name_of_metric])
+        assert difference(record.total, totals.mean(0)) <= tolerance
+        counts = torch.tensor(
+            [
+                [[cell(torch.ones(9, 9), row[m], a, b)[1] for b in range(3)] for a in range(3)]
+                for row, m in zip(batch.groups, batch.attention_mask, strict=True)
+            ]
+        )
+        assert torch.equal(record.edges, counts.double().mean(0))
+        flows = totals / counts[:, None]
+        assert torch.equal(record.flow_of_prompts.isnan(), flows.isnan())
+        assert difference(record.flow_of_prompts.nan_to_num(), flows.nan_to_num()) <= tolerance
+        assert difference(record.flow.nan_to_num(), flows.nanmean(0).nan_to_num()) <= tolerance
+    by_head = torch.stack(heads) / counts[:, None, None]
+    ours = results["segment_flows"].flow_of_heads.nan_to_num()
+    assert difference(ours, by_head.nanmean(0).nan_to_num()) <= tolerance
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("share", [True, False])
+def test_anchors_target_and_rest_give_the_flows_of_the_paper(
+    side: Any, share: bool, precise: Any
+) -> None:
+    batches = questions(precise, 4, padding_side=side)
+    parts = {
+        "anchors": al.edges.anchors,
+        "target": al.edges.target,
+        "rest": lambda b: b.attention_mask & ~al.edges.anchors(b) & ~al.edges.target(b),
+    }
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows(parts)]
+    flows, segments = al.run(precise, batches, metrics, share_prefix=share, **QUIET).values()
+    assert ("run once" in segments.info["shared_prefix"]) is share
+    assert difference(segments.flow_of_prompts[..., 1, 0], flows.per_prompt[..., 1]) <= 1e-12
+    # One prompt, whose totals are its own.
+    alone = [batches[0].prompt(0)]
+    flows, segments = al.run(precise, alone, metrics, share_prefix=share, **QUIET).values()
+    totals, counts = segments.total, segments.edges
+    for number, cells in enumerate([[(0, 0), (0, 2)], [(1, 0)], [(1, 2), (2, 0), (2, 2)]]):
+        total = torch.stack([totals[:, a, b] for a, b in cells]).sum(0)
+        count = sum(float(counts[a, b]) for a, b in cells)
+        assert difference(total / count, flows.flows[:, number]) <= 1e-12
+
+
+def test_signed_totals_of_a_span_are_the_sums_of_its_steps(
+    precise: Any, batch: al.PromptBatch
+) -> None:
+    span = al.span_cross_entropy("answer")
+    positions = span.positions(batch)
+    steps = []
+    for number in range(2):
+        columns = columns_of(positions)[0][:, number]
+        steps.append(torch.zeros_like(positions).scatter(1, columns[:, None], True))
+    rest = positions & ~steps[0] & ~steps[1]  # the second prompt has a third token
+    metrics = [
+        al.SegmentFlows(weight=al.weights.signed, name="signed"),
+        al.SegmentFlows(name="absolute"),
+    ]
+
+    def totals(row: int, mask: Tensor) -> dict[str, Tensor]:
+        prompt = batch.prompt(row)
+        own = mask[row][batch.attention_mask[row]][None]
+        loss = al.next_token_cross_entropy(lambda _: own)
+        results = al.run(precise, [prompt], metrics, loss=loss, **QUIET)
+        return {name: record.total for name, record in results.items()}
+
+    for row in range(2):
+        of_span = totals(row, positions)
+        parts = [totals(row, mask) for mask in (*steps, rest) if mask[row].any()]
+        assert len(parts) == 2 + row
+        signed = torch.stack([part["signed"] for part in parts]).sum(0)
+        assert difference(of_span["signed"], signed) <= 1e-12
+        absolute = torch.stack([part["absolute"] for part in parts]).sum(0)
+        assert (of_span["absolute"] <= absolute + 1e-15).all()
+        assert (of_span["absolute"] < 0.99 * absolute).any()
+
+
+def test_rows_after_a_predicted_token_are_zero_and_those_before_do_not_see_it(
+    precise: Any, batch: al.PromptBatch
+) -> None:
+    prompt = batch.prompt(0)
+    for t in (3, 6):
+        at_t = torch.arange(9)[None] == t
+        loss = al.next_token_cross_entropy(lambda _, at_t=at_t: at_t)  # type: ignore[misc]
+        whole = al.saliency(precise, prompt, loss=loss)
+        assert not whole[:, :, t + 1 :].any()
+        assert whole[:, :, : t + 1].any()
+
+        following = int(prompt.tokens[0, t + 1])
+        cut = al.PromptBatch.from_segments(prompt.tokens[:, : t + 1], [[0] * (t + 1)], ["all"])
+        alone = al.saliency(
+            precise,
+            cut,
+            loss=lambda logits, _, token=following: -logits.log_softmax(-1)[:, token],  # type: ignore[misc]
+        )
+        assert difference(whole[:, :, : t + 1, : t + 1], alone) <= 1e-12
+
+
+def test_the_signed_total_of_a_cell_is_a_central_difference(
+    precise: Any, batch: al.PromptBatch
+) -> None:
+    """If the edges of a cell are scaled by 1 +- e, the loss changes by e times the signed total."""
+    prompt, step, loss = batch.prompt(1), 1e-4, al.span_cross_entropy("answer")
+    metric = al.SegmentFlows(weight=al.weights.signed)
+    record = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
+    losses: list[float] = []
+
+    def recorded(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        values = loss(logits, batch)
+        losses.append(float(values.detach()))
+        return values
+
+    class Recorded:
+        positions = staticmethod(loss.positions)
+        __call__ = staticmethod(recorded)
+
+    def loss_with(layer: int, edges: Tensor, factor: float) -> float:
+        def scale(pattern: Tensor, hook: Any) -> Tensor:
+            return torch.where(edges[:, None], pattern * factor, pattern)
+
+        run_pass(precise, prompt, hooks=[(pattern_name(layer), scale)], loss=Recorded())
+        return losses[-1]
+
+    numeric = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for layer in range(3):
+        for a, first in enumerate(NAMES):
+            for b, second in enumerate(NAMES):
+                groups = (al.edges.group(prompt, name) for name in (first, second))
+                edges = al.edges.between(*groups)
+                up, down = (loss_with(layer, edges, 1 + sign * step) for sign in (1, -1))
+                numeric[layer, a, b] = (up - down) / (2 * step)
+    assert (numeric != 0).sum() >= 12
+    assert difference(record.total, numeric) <= 1e-6
+
+
+def test_totals_of_merged_segments_add_up_to_every_edge(
+    precise: Any, batch: al.PromptBatch
+) -> None:
+    loss = al.span_cross_entropy("answer")
+    prompt = batch.prompt(0)
+
+    def group(*names: str) -> Callable[[al.PromptBatch], Tensor]:
+        return lambda batch: torch.stack([al.edges.group(batch, name) for name in names]).any(0)
+
+    def total(segments: Any) -> Tensor:
+        results = al.run(precise, [prompt], [al.SegmentFlows(segments)], loss=loss, **QUIET)
+        return results["segment_flows"].total
+
+    apart = total(None)
+    merged = total({"both": group("question", "step"), "answer": group("answer")})
+    assert difference(merged[:, 0, 0], apart[:, :2, :2].sum((1, 2))) <= 1e-12
+    assert difference(merged[:, 1, 0], apart[:, 2, :2].sum(1)) <= 1e-12
+    everything = total({"all": lambda batch: batch.attention_mask})
+    edges = al.saliency(precise, prompt, loss=loss)[0].tril(-1)
+    assert difference(everything[:, 0, 0], edges.sum((1, 2))) <= 1e-12
+
+
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+def test_results_do_not_depend_on_batches_and_checkpoints(gpt2: Any, batch: al.PromptBatch) -> None:
+    loss, metrics = al.span_cross_entropy("answer"), [al.SegmentFlows(["question", "answer"])]
+    together = al.run(gpt2, [batch], metrics, loss=loss, **QUIET)["segment_flows"]
+    split = [replace(batch.prompt(row), index=torch.tensor([row])) for row in range(2)]
+    alone = al.run(gpt2, split, metrics, loss=loss, **QUIET)["segment_flows"]
+    assert_same(alone, together)
+    checkpointed = al.run(gpt2, [batch], metrics, loss=loss, gradient_checkpointing=True, **QUIET)[
+        "segment_flows"
+    ]
+    assert_same(checkpointed, together)
+
+
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+def test_a_span_in_the_query_is_the_same_after_shared_demonstrations(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+    loss = al.span_cross_entropy("target")
+    metrics: list[al.Metric] = [al.SegmentFlows(), al.SaliencyFlows()]
+    shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
+    whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
+    assert "run once" in shared["segment_flows"].info["shared_prefix"]
+    for name in shared:
+        assert_same(shared[name], whole[name], 1e-4)
+    # Label words are predicted in the tokens that would be shared.
+    loss = al.span_cross_entropy("label")
+    record = al.run(gpt2, batches, metrics, loss=loss, **QUIET)["segment_flows"]
+    assert record.info["shared_prefix"].startswith("off")
+
+
+def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
+    span = al.span_cross_entropy("answer")
+    mean = al.next_token_cross_entropy(
+        lambda batch: span.positions(batch) / span.positions(batch).sum(1, keepdim=True).double()
+    )
+    metrics = [al.SegmentFlows()]
+    total, averaged = (
+        al.run(precise, [batch], metrics, loss=loss, **QUIET)["segment_flows"].flow_of_prompts
+        for loss in (span, mean)
+    )
+    counts = span.positions(batch).sum(1)[:, None, None, None]
+    assert counts.flatten().tolist() == [2, 3]
+    assert difference(averaged.nan_to_num() * counts, total.nan_to_num()) <= 1e-12
+
+
+def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
+    loss = al.span_cross_entropy("answer")
+    record = al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)["segment_flows"]
+    assert record.axis_names("segment") == tuple(NAMES)
+    some = al.run(gpt2, [batch], [al.SegmentFlows(["answer", "question"])], loss=loss, **QUIET)[
+        "segment_flows"
+    ]
+    assert some.axis_names("segment") == ("answer", "question")
+    assert difference(some.flow[:, 0, 1], record.flow[:, 2, 0]) <= 1e-6
+    rows = [row.replace("<br>", " ") for row in record.plot().layout.yaxis.ticktext]
+    assert rows[0] == "question ← question"
+    assert "answer ← step" in rows
+    assert "question ← answer" not in rows
+    own = al.run(gpt2, questions(gpt2, 2), [al.SegmentFlows()], **QUIET)["segment_flows"]
+    assert own.axis_names("segment") == al.GROUPS
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: al.SegmentFlows("answer"), "segments are different names"),
+        (lambda: al.SegmentFlows([]), "segments are different names"),
+        (lambda: al.SegmentFlows(["a", "a"]), "segments are different names"),
+        (lambda: al.SegmentFlows({"a": 3}), "segments are different names"),  # type: ignore[dict-item]
+        (lambda: al.SegmentFlows(weight="signed"), "weight is a function"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_raise_an_error(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MetricError, match=message):
+        make()
+
+
+def two_segments(batch: al.PromptBatch) -> dict[str, Any]:
+    return {"all": lambda batch: batch.attention_mask, "answer": lambda b: b.attention_mask}
+
+
+@pytest.mark.parametrize(
+    ("metric", "loss", "message"),
+    [
+        (al.SegmentFlows(["reply"]), "answer", "there is no segment 'reply'; the segments are qu"),
+        (al.SegmentFlows(), "reply", "there is no segment 'reply'"),
+        (al.SegmentFlows({"a": lambda b: b.tokens}), "answer", "must be True and False for each"),
+        (al.SegmentFlows(two_segments(None)), "answer", "token 0 of prompt 0 is in two segments"),  # type: ignore[arg-type]
+        (al.SegmentFlows(weight=lambda a, g: a), "answer", "to a number for each edge, of the sh"),
+        (al.SaliencyFlows(), "answer", "these prompts have segments but no label words"),
+        (al.AttentionAUCROC(), "answer", "these prompts have segments but no label words"),
+        (al.Accuracy(), "answer", "label"),
+    ],
+)
+def test_what_does_not_fit_raises_an_error(
+    metric: Any, loss: str, message: str, gpt2: Any, batch: al.PromptBatch
+) -> None:
+    with pytest.raises((MetricError, PromptError), match=message):
+        al.run(gpt2, [batch], [metric], loss=al.span_cross_entropy(loss), **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (lambda b: torch.zeros(2, 9), "prompt 0 has no token to predict"),
+        (lambda b: torch.ones(2, 8), r"shape \(batch, position\) = \(2, 9\); got \(2, 8\)"),
+        (lambda b: torch.full((2, 9), torch.nan), "must be a number for each position"),
+        (lambda b: torch.arange(9).expand(2, -1) == 8, "a weight of the loss is at a position"),
+        (lambda b: 3, "got int"),
+    ],
+)
+def test_wrong_weights_of_a_loss_raise_an_error(
+    weights: Any, message: str, gpt2: Any, batch: al.PromptBatch
+) -> None:
+    loss = al.next_token_cross_entropy(weights)
+    with pytest.raises(MetricError, match=message):
+        al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)
+    with pytest.raises(MetricError, match=message):
+        al.saliency(gpt2, batch, loss=loss)
+
+
+def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
+    batches, loss = questions(gpt2, 4, batch_size=2), al.span_cross_entropy("target")
+    with pytest.raises(MetricError, match="needs the logits at several positions"):
+        al.train_reweighting(gpt2, batches, loss=loss, progress=False)
+    with pytest.raises(MetricError, match="needs the logits at several positions"):
+        al.train_prefix(gpt2, batches[:1], held_out=batches[1:], loss=loss, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segments": [[0] * 9, [0] * 9]}, "prompt 1 has padding in a segment"),
+        ({"segments": [[3] * 9, [-1] * 9]}, "segments are numbers from 0 to 2"),
+        ({"segments": [[0] * 9]}, r"segments must have the shape \(2, 9\)"),
+        ({"segments": [[0.5] * 9] * 2}, "segments must be integers"),
+        ({"names": ["a", "a", "b"]}, "segments have different names"),
+        ({"names": []}, "segments have different names"),
+        ({"target_positions": [8, 9]}, "has a position outside the prompt"),
+        ({"target_positions": [8, 0]}, "has a position under padding"),
+        ({"tokens": TOKENS[0]}, "tokens must have the shape"),
+    ],
+)
+def test_wrong_segments_of_a_batch_raise_an_error(change: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"tokens": TOKENS, "segments": SEGMENTS, "names": NAMES}
+    options |= {"attention_mask": MASK} | change
+    with pytest.raises(PromptError, match=message):
+        al.PromptBatch.from_segments(**options)
+
+
+def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> None:
+    assert repr(batch) == (
+        "PromptBatch(batch 2, position 9; segments ('question', 'step', 'answer'))"
+    )
+    html = batch._repr_html_()
+    assert '<span class="al-segment al-segment-1" data-token="4">40 </span>' in html
+    assert '<span class="al-segment al-segment-none" data-token="3">3 </span>' in html
+    for name in (*NAMES, "no segment"):
+        assert f">{name}</span>" in html
+    shown = batch.show(gpt2.tokenizer)
+    assert repr(shown) == gpt2.tokenizer.decode(TOKENS[0])
+    unescaped = replace(batch, segment_names=("<b>", "step", "answer"))._repr_html_()
+    assert "<b>" not in unescaped

@@ -1,0 +1,107 @@
+"""Batches of named pieces of text: which segment each token is in."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_gpt2
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+
+PIECES: list[tuple[str | None, str]] = [
+    ("question", "Who wrote it?"),
+    (None, "\n"),
+    ("answer", " Nobody knows."),
+]
+SHORT: list[tuple[str | None, str]] = [
+    ("question", "Why?"),
+    ("step", " Because"),
+    ("answer", " so."),
+    ("step", " Or"),
+]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
+def test_each_token_is_in_the_segment_of_its_piece(
+    name: str, side: Any, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    [batch] = al.build_segments(tokenizer, [PIECES, SHORT], padding_side=side)
+    assert batch.segment_names == ("question", "answer", "step")
+    assert batch.index.tolist() == [1, 0]  # shorter prompts first
+    for row, pieces in enumerate((SHORT, PIECES)):
+        mask = batch.attention_mask[row]
+        ids = batch.tokens[row][mask].tolist()
+        text = "".join(text for _, text in pieces)
+        assert ids == tokenizer(text)["input_ids"]
+        # By text: what the tokens of a segment decode to is what was written, in order.
+        for segment in batch.segment_names:
+            inside = al.edges.group(batch, segment)[row]
+            written = "".join(text for name, text in pieces if name == segment)
+            decoded = tokenizer.decode(batch.tokens[row][inside].tolist())
+            assert decoded.replace(" ", "") == written.replace(" ", "")
+        assert int(batch.target_positions[row]) == int(mask.nonzero().max())
+    assert (batch.groups[~batch.attention_mask] == -1).all()
+    if batch.begins_with_bos:
+        first = batch.attention_mask.long().argmax(1, keepdim=True)
+        assert (batch.groups.gather(1, first) == -1).all()
+
+
+def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
+    batches = al.build_segments(byte_level, [PIECES, SHORT, SHORT], batch_size=2)
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert torch.cat([batch.index for batch in batches]).tolist() == [1, 2, 0]
+    assert {batch.segment_names for batch in batches} == {("question", "answer", "step")}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts is a list of prompts"),
+        ("text", "prompts is a list of prompts"),
+        (["text"], r"prompt 0 must be a list of \(name, text\)"),
+        ([[]], r"prompt 0 must be a list of \(name, text\)"),
+        ([PIECES, [("a", 3)]], r"prompt 1 must be a list of \(name, text\)"),
+        ([[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
+        ([[(None, "a")]], "prompt 0 has no piece with a name"),
+        ([[("a", "x"), ("b", "")]], "the piece '' of segment 'b' in prompt 0 has no token"),
+        ([[("a", "Hello wor"), ("b", ""), ("c", "ld")]], "of segment 'b' in prompt 0 has no tok"),
+        ([[("a", "half \ud800")]], "half of a surrogate pair"),
+    ],
+)
+def test_wrong_pieces_raise_an_error(prompts: Any, message: str, byte_level: Any) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.build_segments(byte_level, prompts)
+
+
+def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> None:
+    word = next(token for token in byte_level.get_vocab() if token[0] == "Ġ" and len(token) > 2)
+    pieces = [("a", "x"), ("b", " "), ("c", word[1:])]
+    assert byte_level.tokenize("".join(text for _, text in pieces))[-1] == word
+    with pytest.raises(PromptError, match="the piece ' ' of segment 'b' in prompt 0 has no token"):
+        al.build_segments(byte_level, [pieces])
+
+
+def test_wrong_options_raise_an_error(byte_level: Any) -> None:
+    with pytest.raises(PromptError, match="batch_size must be a whole number"):
+        al.build_segments(byte_level, [PIECES], batch_size=0)
+    with pytest.raises(PromptError, match="padding_side must be"):
+        al.build_segments(byte_level, [PIECES], padding_side="up")  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="gives no character offsets"):
+        al.build_segments(object(), [PIECES])
+
+
+def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level)
+    flows = []
+    for side in ("left", "right"):
+        batches = al.build_segments(byte_level, [PIECES, SHORT], padding_side=side)
+        loss = al.span_cross_entropy("answer")
+        results = al.run(
+            model, batches, [al.SegmentFlows()], loss=loss, resamples=0, progress=False
+        )
+        flows.append(results["segment_flows"].flow_of_prompts)
+    assert torch.equal(*(flow.nan_to_num() for flow in flows))
+    assert flows[0].isfinite().any()
