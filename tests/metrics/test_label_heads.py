@@ -177,6 +177,23 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     assert record.gap[0].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_attention_is_summed_in_a_wide_type(
+    gpt2: Any, dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    batch = questions(gpt2, 2)[0]
+    observation = al.LabelHeads(draws=1).observe(gpt2, batch)
+    length = batch.tokens.shape[1]
+    for _, act in observation.hooks:
+        act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
+    rows = observation.rows(torch.zeros(2, gpt2.cfg.d_vocab), None)
+    assert {rows[name].dtype for name in SCORES} == {expected}
+    assert (rows["read"] == 6 * 1.0078125).all()
+
+
 def test_a_score_that_equals_its_threshold_does_not_count() -> None:
     values = torch.tensor([0.25, 0.125]).expand(4, 2)[..., None, None]  # label words, random
     rows = dict.fromkeys(SCORES, values) | {
@@ -278,7 +295,7 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     assert [*figure.data[0].z[1]] == record.share[:, 1, 0].tolist()
     lines = [trace for trace in figure.data if trace.name]
     assert [line.name.partition(":")[0] for line in lines] == [*SCORES]
-    assert [*lines[3].y] == record.gap[:, 3].tolist()
+    assert [*lines[0].y] == record.gap[:, 0].tolist() != record.heads[:, 0].tolist()
     copied = record.plot_share("copy")
     assert [*copied.data[0].z[0]] == record.share[:, 0, 3].tolist()
     without = replace(record, intervals={}).plot_gaps()
@@ -334,7 +351,7 @@ def test_prompts_without_a_result_are_refused_before_any_pass(
 
     monkeypatch.setattr(run_pass.__module__ + "._run", fail)
     with pytest.raises(MetricError, match=message):
-        heads_of(gpt2, [change(bare_batch())])
+        heads_of(gpt2, [bare_batch(), change(bare_batch())])
 
 
 def test_a_stored_run_gives_the_same_record(gpt2: Any, tmp_path: Path) -> None:
