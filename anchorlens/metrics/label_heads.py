@@ -217,8 +217,8 @@ class LabelHeads:
             classes = rows["classes"] if name in _OF_CLASSES else 1
             threshold = self.times / (rows["tokens"].double() * classes)
             above = rows[name] > threshold[:, None, None, None]
-            means.append(rows[name].mean(0, dtype=torch.double))
-            shares.append(above.mean(0, dtype=torch.double))
+            means.append(rows[name].double().mean(0))
+            shares.append(above.double().mean(0))
         # The label words are the first choice of positions, the random draws are the others.
         scores, random_scores = _first_and_rest(torch.stack(means, dim=-1))
         share, random_share = _first_and_rest(torch.stack(shares, dim=-1))
