@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from .metrics.saliency import saliency as saliency
     from .metrics.segment_flows import SegmentFlows as SegmentFlows
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
+    from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord
+    from .metrics.step_flows import step_flows as step_flows
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model
