@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
+    from .metrics.label_heads import LabelHeads as LabelHeads
+    from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
     from .metrics.loyalty import Loyalty as Loyalty
     from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
     from .metrics.loyalty import loyalty as loyalty

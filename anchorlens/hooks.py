@@ -250,15 +250,22 @@ def isolate_random(
 
 
 def random_positions(
-    batch: PromptBatch, seed: int, *, whole_words: bool = False
+    batch: PromptBatch,
+    seed: int,
+    *,
+    whole_words: bool = False,
+    after: Int[Tensor, "batch 1"] | None = None,
 ) -> Bool[Tensor, "batch position"]:
-    """Random positions of the demonstrations, as many as the label words have."""
+    """Random positions of the demonstrations, as many as the label words have.
+
+    They are after the first token of each prompt, or after the positions ``after``.
+    """
     if not isinstance(seed, int):
         raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
     last = batch.label_ends.max(1, keepdim=True).values
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    first = batch.attention_mask.long().argmax(1, keepdim=True)
-    allowed = batch.attention_mask & (positions < last) & (positions != first)
+    after = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after
+    allowed = batch.attention_mask & (positions < last) & (positions > after)
     labels = edge_sets.group(batch, "label") | edge_sets.anchors(batch)
     allowed &= ~labels
     # Instructions are not drawn. Batches from bare positions do not know which tokens these are.

@@ -16,7 +16,7 @@ def trained(
     model: Any, training: list[al.PromptBatch], options: dict[str, Any], length: int
 ) -> dict[str, Any]:
     """Soft and hard prompts, a prefix, and one from the label words if their positions can move."""
-    words = training[0].label_token_ids.tolist()
+    words = al.hard_prompts.class_words(training)
     contexts: dict[str, Any] = {
         "soft prompt": al.train_soft_prompt(model, training, length=length, **options),
         "hard prompt": al.train_hard_prompt(model, training, length=length, start=words, **options),
@@ -33,14 +33,23 @@ def trained(
 
 
 def print_effects(model: Any, batches: list[al.PromptBatch], contexts: dict[str, Any]) -> None:
-    """What each context does to the attention of the query: means over layers (and heads)."""
-    print(f"\n{'effect on attention':24}  stolen  direct  indirect  directions")
+    """What each context does to the attention of the query: means over layers (and heads).
+
+    In brackets: the means of the lower and of the upper bounds of the layers' 95 % intervals.
+    """
+    print(
+        f"\n{'effect on attention':20}  {'stolen':17}  {'direct':17}  {'indirect':17}  directions"
+    )
     for name, context in contexts.items():
         made = context if isinstance(context, al.Context) else context(model, batches[0])
-        effect = al.prefix_effect(model, batches, made, resamples=0, progress=False)
-        numbers = (effect.stolen, effect.direct, effect.indirect, effect.effective_rank)
-        values = [float(number.nanmean()) for number in numbers]
-        print("{:24}  {:6.2f}  {:6.2f}  {:8.2f}  {:10.1f}".format(name, *values))
+        effect = al.prefix_effect(model, batches, made, progress=False)
+        cells = []
+        for quantity in ("stolen", "direct", "indirect"):
+            low, high = (float(bound.nanmean()) for bound in effect.intervals[quantity])
+            mean = float(getattr(effect, quantity).nanmean())
+            cells.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]")
+        cells.append(f"{float(effect.effective_rank.nanmean()):10.1f}")
+        print("{:20}  {:17}  {:17}  {:17}  {}".format(name, *cells), flush=True)
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def instances(model: Any) -> Iterator[Any]:
     batch = questions(model, 2)[0]
     yield from all_records()
     yield from (al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(), al.Loyalty())
-    yield al.PrefixEffect()
+    yield from (al.PrefixEffect(), al.LabelHeads())
     yield from (al.Accuracy(), *al.TASKS.values(), al.Example("What is it?", 1))
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
     yield al.Verbalizer([[1, 2], [5]])

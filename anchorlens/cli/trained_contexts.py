@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..contexts.compression import compress
+from ..contexts.hard_prompts import class_words
 from ..contexts.placement import rebased
 from ..contexts.prefix_context import NoContext, PrefixContext
 from ..contexts.reweighted import reweight_demonstrations
@@ -16,7 +17,7 @@ from ..contexts.token_prompt import HardPrompt
 from ..contexts.trained_prefix import train_prefix
 from ..contexts.trained_tokens import train_hard_prompt
 from ..contexts.training import TrainingRecord
-from ..errors import ModelError
+from ..errors import ModelError, PromptError
 from ..experiments.context_comparison import MakeContext
 from ..experiments.reweighting import train_reweighting
 from ..models.hooked import HookedModel
@@ -120,8 +121,9 @@ def trained_contexts(
         return train_soft_prompt(model, prompts.training, length=training.length, **options)
 
     def hard_prompt(**options: Any) -> PrefixContext:
-        batches, words = prompts.training, prompts.training[0].label_token_ids.tolist()
-        return train_hard_prompt(model, batches, length=training.length, start=words, **options)
+        words = class_words(prompts.training)
+        batches, length = prompts.training, training.length
+        return train_hard_prompt(model, batches, length=length, start=words, **options)
 
     def prefix_from_anchors(**options: Any) -> PrefixContext:
         anchors = compress(model, prompts.training[0], positions=rebased)
@@ -144,7 +146,8 @@ def trained_contexts(
                 progress=not output.quiet,
                 folder=_folder_of(training.folder, name),
             )
-        except ModelError as error:  # learned positions cannot be moved, for example
+        # Learned positions cannot be moved, or a label word has several tokens, for example.
+        except (ModelError, PromptError) as error:
             output.note(f"no {name}: {error}")
     return contexts
 

@@ -45,3 +45,9 @@ CONTEXTS = (
     "from whole prompts. Stolen attention: the part of the target's attention that goes to the "
     "context, without BOS, as a mean over layers and heads. The paper has no such figure."
 )
+LABEL_HEADS = (
+    "Top: share of prompts in which the target's attention to all label words is above 5/n, n the "
+    "number of tokens. Bottom: how many more heads of a layer are above the threshold for label "
+    "words than for random positions; 0 says that label words are not special. In the source (Cho "
+    "et al., ICLR 2025) the step of copying comes before the step of reading."
+)

@@ -13,6 +13,7 @@ from test_cli import call, error_of
 from trained_contexts import same
 
 import anchorlens as al
+from anchorlens.cli import trained_contexts as command_prompts
 from anchorlens.contexts import soft_prompt, trained_prefix
 from anchorlens.experiments import context_comparison
 
@@ -52,6 +53,26 @@ def test_contexts_are_trained_compared_and_reported(
     row = f'<tr><th scope="row">anchors only</th><td>{accuracy}</td>'
     assert row in page
     assert "queries_in_training" not in page and "queries in training" not in page
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_label_words_of_several_tokens_leave_out_the_hard_prompt_alone(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    build = command_prompts.build_prompts
+
+    def with_long_words(*args: Any, **options: Any) -> list[al.PromptBatch]:
+        return [
+            replace(batch, label_ends=batch.label_positions + 1)
+            for batch in build(*args, **options)
+        ]
+
+    monkeypatch.setattr(command_prompts, "build_prompts", with_long_words)
+    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
+    assert call(monkeypatch, *arguments) == 0
+    assert "no hard prompt: a label word has several tokens" in capsys.readouterr().err
+    record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
+    assert list(record.info["contexts"])[-2:] == ["soft prompt", "prefix"]
 
 
 class Counted:

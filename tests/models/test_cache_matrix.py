@@ -89,7 +89,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     """Yield the record of every metric, with and without isolated label words, and of a sweep."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
-    metrics.append(al.Accuracy())
+    metrics += [al.Accuracy(), al.LabelHeads(draws=2)]
     options: dict[str, Any] = {"resamples": 0, "progress": False}
 
     layers, _ = cut_layers(model.cfg.n_layers)

@@ -90,6 +90,7 @@ def two_sets(model: Any) -> list[al.PromptBatch]:
 
 def many_prompts(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(4)]
+    metrics.append(al.LabelHeads(draws=2))
     return al.run(model, batches, metrics, **QUIET)
 
 

@@ -1,0 +1,293 @@
+"""Heads that read label words from the target, and heads that copy demonstrations into them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar
+
+import plotly.graph_objects as go
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import HookError, MetricError
+from ..hooks import random_positions
+from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
+from ..prompts.batch import PromptBatch
+from ..results import captions, figures, prefix_figures
+from ..results.record import Record, Rows, require_gold
+from .aucroc import predicted_class
+from .metric import Observation
+
+SCORES = ("read", "correct", "predicted", "copy")
+_OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
+_LEGEND = (
+    "read: target to label words",
+    "correct: to those of the true label",
+    "predicted: to those of the prediction",
+    "copy: label word to the token before it",
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelHeadsRecord(Record):
+    """Attention of each head to label words, and from them, beside that of random positions.
+
+    The axis ``score`` is ``read, correct, predicted, copy``. ``LabelHeads`` has their formulas.
+
+    Attributes:
+        scores: Mean score over prompts. ``read`` and ``copy`` are parts of a row of attention, from
+            0 to 1; high means that the head reads label words, or copies into them. ``correct`` and
+            ``predicted`` are from -1 to 1: above 0 where label words of the true (predicted) class
+            get more attention than all others together.
+        share: Share of prompts in which the score is above the threshold, from 0 to 1. At 1 the
+            head counts in every prompt.
+        heads: Number of heads of a layer above the threshold, from 0 to all; mean over prompts.
+        random_scores: ``scores`` with random positions in place of label words, mean over draws.
+        random_share: ``share`` with these. As high as ``share`` where label words are not special.
+        random_heads: ``heads`` with these.
+        gap: ``heads`` minus ``random_heads``. Above 0 where heads of the layer attend to label
+            words, or from them, more than to other words of the demonstrations.
+    """
+
+    scores: Float[Tensor, "layer head score"]
+    share: Float[Tensor, "layer head score"]
+    heads: Float[Tensor, "layer score"]
+    random_scores: Float[Tensor, "layer head score"]
+    random_share: Float[Tensor, "layer head score"]
+    random_heads: Float[Tensor, "layer score"]
+    gap: Float[Tensor, "layer score"]
+
+    caption: ClassVar[str] = captions.LABEL_HEADS
+    names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return {"share": 1}
+
+    def plot(self) -> go.Figure:
+        """Heads that read label words, by layer and head, above the gaps of all scores by layer."""
+        return figures.stacked(self.plot_share("read"), self.plot_gaps())
+
+    def plot_share(self, score: str) -> go.Figure:
+        """The share of prompts in which each head is above the threshold of a score.
+
+        Args:
+            score: read, correct, predicted or copy.
+
+        Raises:
+            MetricError: There is no such score.
+        """
+        if score not in SCORES:
+            raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
+        number = SCORES.index(score)
+        return prefix_figures.heads_by_layer(
+            self.share[..., number],
+            title=f"Heads above the threshold ({_LEGEND[number]})",
+            bar_title="share of prompts",
+        )
+
+    def plot_gaps(self) -> go.Figure:
+        """How many more heads of a layer count for label words than for random positions."""
+        bounds = self.intervals.get("gap")
+        return figures.lines_by_layer(
+            self.gap.T,
+            _LEGEND,
+            title="Heads above the threshold, label words against random positions",
+            y_title="heads more than at random",
+            low=None if bounds is None else bounds[0].T,
+            high=None if bounds is None else bounds[1].T,
+            reference=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class LabelHeads:
+    """Which heads read label words, read those of one class, and copy into label words.
+
+    With q the target, p_k the label words of the demonstrations, y_k their classes, K their number:
+
+    - read: ``sum_k A(q, p_k)``,
+    - correct: ``sum_{y_k = y} A(q, p_k) - sum_{y_k != y} A(q, p_k)``, y the true label,
+    - predicted: the same, y the label that the model predicts,
+    - copy: ``1/K sum_k A(p_k, p_k - 1)``, from each label word to the token before it.
+
+    With n the number of tokens up to the target, and C that of classes, a head counts in a prompt
+    if its score is above 5/n (read and copy), or above 5/(n C) (correct and predicted). The same is
+    computed with random positions in place of the label words, as many, drawn from the
+    demonstrations after their first label word. See "Label heads" in the definitions, also for
+    differences from the source (Cho et al., "Revisiting In-context Learning Inference Circuit in
+    Large Language Models", ICLR 2025).
+
+    Args:
+        times: The number 5 of the thresholds: how many times the weight that each token has where
+            the target reads all tokens alike.
+        draws: Number of draws of random positions. A draw depends on the demonstrations alone and
+            is the same in all layers. The k-th random position has the class of the k-th label
+            word.
+        name: Key of the result.
+
+    Raises:
+        MetricError: ``times`` or ``draws`` is not above 0, queries have no true labels, a label
+            word has no token before it, or the demonstrations have too few other tokens after
+            their first label word.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.LabelHeads()], progress=False)
+        >>> heads = results["label_heads"]
+        >>> heads.share.shape == (model.cfg.n_layers, model.cfg.n_heads, 4)
+        True
+        >>> heads.axis_names("score")
+        ('read', 'correct', 'predicted', 'copy')
+    """
+
+    times: float = 5.0
+    draws: int = 10
+    name: str = "label_heads"
+    needs_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.times, int | float) and isfinite(self.times)
+        if not is_number or self.times <= 0:
+            raise MetricError(
+                "times must be a number above 0, by which 1/n is multiplied to give a threshold; "
+                f"got {self.times!r}"
+            )
+        if not isinstance(self.draws, int) or self.draws < 1:
+            raise MetricError(
+                f"draws must be the number of random draws, at least 1; got {self.draws!r}"
+            )
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error for prompts without true labels, or without tokens to compare with."""
+        for batch in batches:
+            self._gold_of(batch)
+            self._positions_of(batch)
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the target's row, and for whole prompts also the rows of label words."""
+        gold, positions = self._gold_of(batch), self._positions_of(batch)
+        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+        tokens = _tokens_up_to_target(batch)
+        attention: dict[int, Tensor] = {}
+
+        def store_read(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            queries = batch.target_rows[:, None]
+            of_keys = pattern.detach()[prompts, :, queries, positions.flatten(1)]
+            attention[layer] = _by_choice(of_keys, len(positions[0]))
+
+        copied = self.observe_prefix(model, batch) if batch.is_whole else None
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            by_anchor = _by_layer(attention)  # [batch, choice, layer, head, anchor]
+            predicted = predicted_class(batch.label_scores(logits))
+            values = {
+                "read": by_anchor.sum(-1),
+                "correct": (by_anchor * _signs(batch, gold)).sum(-1),
+                "predicted": (by_anchor * _signs(batch, predicted)).sum(-1),
+                "tokens": tokens.cpu(),
+                "classes": torch.full((len(batch),), len(batch.label_token_ids)),
+            }
+            return values if copied is None else values | copied.rows(logits, clean_logits)
+
+        hooks = hooks_by_layer(model, pattern_name, store_read)
+        return Observation(rows, [*hooks, *(() if copied is None else copied.hooks)])
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the rows of label words, at the tokens before them."""
+        positions = self._positions_of(batch)
+        prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+        attention: dict[int, Tensor] = {}
+
+        def store_copy(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            queries = positions.flatten(1)
+            of_queries = pattern.detach()[prompts, :, queries, queries - 1]
+            attention[layer] = _by_choice(of_queries, len(positions[0]))
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            return {"copy": _by_layer(attention).mean(-1)}
+
+        return Observation(rows, hooks_by_layer(model, pattern_name, store_copy))
+
+    def result(self, rows: Rows) -> LabelHeadsRecord:
+        """Means over prompts of the scores, and of whether they are above their threshold."""
+        means, shares = [], []
+        for name in SCORES:
+            classes = rows["classes"] if name in _OF_CLASSES else 1
+            threshold = self.times / (rows["tokens"].double() * classes)
+            above = rows[name] > threshold[:, None, None, None]
+            means.append(rows[name].double().mean(0))
+            shares.append(above.double().mean(0))
+        # The label words are the first choice of positions, the random draws are the others.
+        scores, random_scores = _first_and_rest(torch.stack(means, dim=-1))
+        share, random_share = _first_and_rest(torch.stack(shares, dim=-1))
+        heads, random_heads = share.sum(1), random_share.sum(1)
+        return LabelHeadsRecord(
+            scores=scores,
+            share=share,
+            heads=heads,
+            random_scores=random_scores,
+            random_share=random_share,
+            random_heads=random_heads,
+            gap=heads - random_heads,
+            info={"times": self.times, "draws": self.draws},
+        )
+
+    def _gold_of(self, batch: PromptBatch) -> Int[Tensor, " batch"]:
+        return require_gold(batch.gold, f"{self.name} (its score 'correct')")
+
+    def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
+        """The label words, then the positions of each random draw, in order of appearance."""
+        first = batch.attention_mask.long().argmax(1, keepdim=True)
+        if (batch.label_positions <= first).any():
+            row = int((batch.label_positions <= first).any(1).nonzero()[0])
+            raise MetricError(
+                f"{self.name} reads the attention of each label word to the token before it, but "
+                f"the first label word of prompt {row} is its first token; put a token before it"
+            )
+        # Not before the first label word: the first rows of a pattern have few tokens, so that each
+        # of these gets much attention from any head.
+        after = batch.label_positions[:, :1]
+        try:
+            masks = [random_positions(batch, seed, after=after) for seed in range(self.draws)]
+        except HookError as error:
+            raise MetricError(
+                f"{self.name} draws random positions after the first label word, but {error}"
+            ) from error
+        draws = [mask.nonzero()[:, 1].view_as(batch.label_positions) for mask in masks]
+        return torch.stack([batch.label_positions, *draws], dim=1)
+
+
+def _tokens_up_to_target(batch: PromptBatch) -> Int[Tensor, " batch"]:
+    """The number n of tokens of each prompt that its target can read, and the target itself."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return (batch.attention_mask & (positions <= batch.target_positions[:, None])).sum(1)
+
+
+def _by_choice(
+    attention: Float[Tensor, "batch position head"], choices: int
+) -> Float[Tensor, "batch choice head anchor"]:
+    """The attention of each choice of positions, on the CPU in float32 or a wider type."""
+    wide = torch.promote_types(attention.dtype, torch.float32)
+    by_choice = rearrange(
+        attention, "batch (choice anchor) head -> batch choice head anchor", choice=choices
+    )
+    return by_choice.to("cpu", wide)
+
+
+def _by_layer(attention: Mapping[int, Tensor]) -> Float[Tensor, "batch choice layer head anchor"]:
+    return torch.stack([attention[layer] for layer in sorted(attention)], dim=2)
+
+
+def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "batch 1 1 1 anchor"]:
+    """1 for label words of the class of their prompt, and -1 for all others."""
+    is_class = batch.label_classes == classes[:, None]
+    return (2 * is_class.long() - 1).cpu()[:, None, None, None]
+
+
+def _first_and_rest(
+    values: Float[Tensor, "choice layer head score"],
+) -> tuple[Float[Tensor, "layer head score"], Float[Tensor, "layer head score"]]:
+    """The first entry, and the mean of all others."""
+    return values[0], values[1:].mean(0)

@@ -1,0 +1,363 @@
+"""Heads that read and copy: against plain transformers, by hand, and what must not matter."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plain
+import pytest
+import torch
+from measures import assert_same
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.hooks import random_positions
+from anchorlens.metrics.label_heads import SCORES
+from anchorlens.passes.forward import run_pass
+
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+# The limits of test_matrix.py in float64.
+TOLERANCE = {"bridge": 1e-9, "processed": 1e-6, "hooked-transformer": 1e-6}
+MAKE = {
+    "gpt2": (tiny_gpt2, "byte_level"),
+    "llama": (tiny_llama, "sentencepiece_like"),
+    "gemma3": (tiny_gemma3, "sentencepiece_like"),
+}
+
+
+def heads_of(model: Any, batches: list[al.PromptBatch], **options: Any) -> Any:
+    metric = al.LabelHeads(draws=options.pop("draws", 3))
+    return al.run(model, batches, [metric], **(QUIET | options))["label_heads"]
+
+
+def scores_of_prompt(
+    attention: Tensor, positions: list[int], classes: list[int], gold: int, predicted: int
+) -> Tensor:
+    """The four scores [layer, head, score] of one prompt from its patterns, term by term."""
+    scores = torch.zeros(*attention.shape[:2], 4, dtype=torch.double)
+    target = attention.shape[2] - 1
+    for position, label in zip(positions, classes, strict=True):
+        to_anchor = attention[:, :, target, position]
+        scores[..., 0] += to_anchor
+        scores[..., 1] += to_anchor if label == gold else -to_anchor
+        scores[..., 2] += to_anchor if label == predicted else -to_anchor
+        scores[..., 3] += attention[:, :, position, position - 1] / len(positions)
+    return scores
+
+
+def counted(scores: Tensor, tokens: int, classes: int) -> Tensor:
+    bounds = [5 / tokens, 5 / tokens / classes, 5 / tokens / classes, 5 / tokens]
+    return (scores > torch.tensor(bounds, dtype=torch.double)).double()
+
+
+@pytest.mark.every_kind
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MAKE)
+def test_record_equals_plain_transformers(
+    name: str, side: Any, hooked: Any, kind_of_model: str, request: pytest.FixtureRequest
+) -> None:
+    make, of_tokenizer = MAKE[name]
+    tokenizer = request.getfixturevalue(of_tokenizer)
+    weights, oracle = (make(len(tokenizer)).double() for _ in range(2))
+    model = hooked(weights, tokenizer)
+    oracle.set_attn_implementation("eager")
+    batches = questions(model, 10, batch_size=4, padding_side=side)
+    chosen: list[list[Tensor]] = [[], [], []]
+    above: list[list[Tensor]] = [[], [], []]
+    hits = []
+    with plain.everything_in_float64():
+        for batch in batches:
+            after = batch.label_positions[:, :1]
+            draws = [random_positions(batch, seed, after=after) for seed in range(2)]
+            for n, prompt in enumerate(plain.prompts_of(batch)):
+                with torch.no_grad():
+                    out = plain.forward(oracle, prompt, output_attentions=True)
+                attention = torch.cat(out.attentions).double()
+                predicted = int(out.logits[0, -1, prompt.label_token_ids].argmax())
+                start = int(batch.attention_mask[n].long().argmax())
+                at_random = [(draw[n].nonzero().flatten() - start).tolist() for draw in draws]
+                for k, positions in enumerate([prompt.anchors, *at_random]):
+                    classes = [prompt.classes, int(prompt.gold), predicted]
+                    scores = scores_of_prompt(attention, positions, *classes)  # type: ignore[arg-type]
+                    chosen[k].append(scores)
+                    above[k].append(counted(scores, prompt.tokens.shape[1], 6))
+                hits.append(predicted == int(prompt.gold))
+        record = heads_of(model, batches, draws=2)
+    assert 0 < sum(hits) < len(hits)
+    scores, *random_scores = (torch.stack(values).mean(0) for values in chosen)
+    shares, *random_shares = (torch.stack(values).mean(0) for values in above)
+    expected: dict[str, Any] = {
+        "scores": scores,
+        "share": shares,
+        "heads": shares.sum(1),
+        "random_scores": sum(random_scores) / 2,
+        "random_share": sum(random_shares) / 2,
+        "random_heads": sum(random_shares).sum(1) / 2,  # type: ignore[union-attr]
+    }
+    expected["gap"] = expected["heads"] - expected["random_heads"]
+    for field, values in expected.items():
+        largest = TOLERANCE[kind_of_model] * float(values.abs().max())
+        torch.testing.assert_close(getattr(record, field), values, rtol=0, atol=largest)
+    assert 0 < float(shares.mean()) < 1 and (scores[..., 1] != scores[..., 2]).any()
+
+
+@pytest.mark.every_kind
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_shared_demonstrations_give_the_record_of_whole_prompts(
+    name: str, changed: bool, request: pytest.FixtureRequest
+) -> None:
+    """Copy lies in the shared tokens, of one set after another, and the other scores after them."""
+    model = request.getfixturevalue(name)
+    batches = questions(model, 7, batch_size=4, padding_side="left") + questions(model, 5, seed=7)
+
+    def isolated(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(model, batch, range(1))
+
+    hooks = isolated if changed else None
+    shared = heads_of(model, batches, hooks=hooks)
+    whole = heads_of(model, batches, hooks=hooks, share_prefix=False)
+    assert "run once" in shared.info["shared_prefix"]
+    assert whole.info["shared_prefix"].startswith("off")
+    assert_same(shared, whole)
+    copied = shared.scores[0, :, SCORES.index("copy")]
+    assert float(copied.abs().max()) == 0 if changed else float(copied.min()) > 0
+
+
+def bare_batch() -> al.PromptBatch:
+    """Two prompts of 12 and 10 tokens with three label words each, of two classes."""
+    tokens = torch.arange(24).view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 10:] = 0
+    return al.PromptBatch.from_positions(
+        tokens,
+        label_positions=[[1, 3, 7], [1, 3, 7]],
+        label_classes=[[0, 1, 1], [0, 1, 1]],
+        label_token_ids=[30, 31],
+        gold=[1, 0],
+        attention_mask=mask,
+    )
+
+
+def test_a_pattern_by_hand(gpt2: Any) -> None:
+    """Random positions are 4, 5 and 6, all that there are between the first and last label word."""
+    batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
+    batch = replace(batch, label_ends=batch.label_positions)
+    batch.groups[:, 2], batch.groups[:, 3] = al.GROUPS.index("label"), al.GROUPS.index("label")
+    metric = al.LabelHeads(times=1.2, draws=1)
+    observation = metric.observe(gpt2, batch)
+    pattern = torch.zeros(2, 2, 12, 12)
+    pattern[0, 0, 11, [1, 2, 7]] = torch.tensor([0.125, 0.25, 0.5])
+    pattern[0, 0, 11, [4, 5, 6]] = torch.tensor([0.0625, 0.0, 0.0])
+    pattern[1, 1, 9, [1, 2, 7]] = torch.tensor([0.5, 0.125, 0.0])
+    pattern[:, 0, [1, 2, 7], [0, 1, 6]] = torch.tensor([0.75, 0.5, 0.25])
+    pattern[:, 1, [4, 5, 6], [3, 4, 5]] = torch.tensor([0.0, 0.5, 0.25])
+    for _, act in observation.hooks:
+        act(pattern, hook=None)
+    logits = torch.zeros(2, gpt2.cfg.d_vocab)
+    logits[:, 30] = 1.0  # class 0 is predicted for both
+    rows = observation.rows(logits, None)
+    assert rows["tokens"].tolist() == [12, 10] and rows["classes"].tolist() == [2, 2]
+    record = metric.result(rows)
+    first = record.scores[0] * 2  # sums over the two prompts
+    assert first[0].tolist() == [0.875, 0.625, -0.625, 1.0]
+    assert first[1].tolist() == [0.625, 0.375, 0.375, 0.0]
+    assert (record.random_scores[1] * 2).tolist() == [
+        [0.0625, -0.0625, 0.0625, 0.0],
+        [0.0, 0.0, 0.0, 0.5],
+    ]
+    # The thresholds are 0.1 and 0.12 (read, copy), and half of it.
+    assert record.share[2].tolist() == [[0.5, 0.5, 0.0, 1.0], [0.5, 0.5, 0.5, 0.0]]
+    assert record.random_share[2].tolist() == [[0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    assert record.heads[0].tolist() == [1.0, 1.0, 0.5, 1.0]
+    assert record.gap[0].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_attention_is_summed_in_a_wide_type(
+    gpt2: Any, dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    batch = questions(gpt2, 2)[0]
+    observation = al.LabelHeads(draws=1).observe(gpt2, batch)
+    length = batch.tokens.shape[1]
+    for _, act in observation.hooks:
+        act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
+    rows = observation.rows(torch.zeros(2, gpt2.cfg.d_vocab), None)
+    assert {rows[name].dtype for name in SCORES} == {expected}
+    assert (rows["read"] == 6 * 1.0078125).all()
+
+
+def test_a_score_that_equals_its_threshold_does_not_count() -> None:
+    values = torch.tensor([0.25, 0.125]).expand(4, 2)[..., None, None]  # label words, random
+    rows = dict.fromkeys(SCORES, values) | {
+        "tokens": torch.tensor([20, 21, 40, 19]),
+        "classes": torch.tensor([1, 1, 1, 1]),
+    }
+    record = al.LabelHeads(draws=1).result(rows)
+    assert record.share.flatten().tolist() == [0.5] * 4  # of 21 and 40 tokens
+    assert record.random_share.flatten().tolist() == [0.0] * 4
+    of_two = al.LabelHeads(draws=1).result({**rows, "classes": torch.tensor([2, 2, 2, 2])})
+    assert of_two.random_share.flatten().tolist() == [0.0, 0.5, 0.5, 0.0]
+    assert of_two.share.flatten().tolist() == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
+    """Six label words of weight 1/n are above 5/n, and so are six other words."""
+    batch = questions(gpt2, 4)[0]
+    metric = al.LabelHeads(draws=2)
+    observation = metric.observe(gpt2, batch)
+    length = batch.tokens.shape[1]
+    pattern = torch.ones(length, length).tril()
+    pattern /= pattern.sum(1, keepdim=True)
+    for _, act in observation.hooks:
+        act(pattern.expand(len(batch), 2, -1, -1), hook=None)
+    record = metric.result(observation.rows(torch.zeros(4, gpt2.cfg.d_vocab), None))
+    tokens = batch.attention_mask.sum(1).double()
+    expected = (6 / tokens).mean()
+    for values in (record.scores, record.random_scores):
+        torch.testing.assert_close(values[..., 0], expected.expand(3, 2), rtol=1e-6, atol=0)
+        torch.testing.assert_close(values[..., 1], -expected.expand(3, 2) * 2 / 3)
+    assert (record.share[..., 0] == 1).all() and not record.share[..., 1].any()
+    assert not record.gap[:, :3].any()
+    copied = (1 / (batch.label_positions[0] + 1)).double().mean()
+    torch.testing.assert_close(record.scores[..., 3], copied.expand(3, 2), rtol=1e-6, atol=0)
+    # Random positions are not nearer to the start, where rows are short.
+    assert float(record.random_scores[..., 3].max()) < 2 * float(copied)
+
+
+def test_scores_of_the_true_label_and_of_the_prediction(gpt2: Any) -> None:
+    batches = questions(gpt2, 8)
+    logits = al.target_logits(gpt2, batches, progress=False)
+    (batch,) = batches
+    predicted = batch.label_scores(logits).argmax(-1)[batch.index]
+    one_class = replace(batch, label_classes=torch.zeros_like(batch.label_classes))
+    right = heads_of(gpt2, [replace(batch, gold=predicted)]).scores
+    assert torch.equal(right[..., 1], right[..., 2])
+    all_right = heads_of(gpt2, [replace(one_class, gold=torch.zeros(8).long())]).scores
+    assert torch.equal(all_right[..., 0], all_right[..., 1])
+    all_wrong = heads_of(gpt2, [replace(one_class, gold=torch.ones(8).long())]).scores
+    assert torch.equal(all_wrong[..., 0], -all_wrong[..., 1])
+
+
+def test_order_and_size_of_batches_and_padding_do_not_matter(llama: Any) -> None:
+    expected = heads_of(llama, questions(llama, 9, batch_size=9), share_prefix=False)
+    small = questions(llama, 9, batch_size=2, padding_side="left")
+    assert_same(heads_of(llama, small[::-1]), expected)
+    alone = questions(llama, 9, batch_size=1)
+    assert_same(heads_of(llama, alone[::-1], share_prefix=False), expected)
+
+
+def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
+    alone = questions(gpt2, 1)[0]
+    more = torch.full((1, 40), 7)
+    longer = replace(
+        alone,
+        tokens=torch.cat([alone.tokens, more], 1),
+        attention_mask=torch.cat([alone.attention_mask, more > 0], 1),
+        groups=torch.cat([alone.groups, torch.full_like(more, al.GROUPS.index("query"))], 1),
+    )
+    assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
+
+
+def test_cut_edges_are_not_read(gpt2: Any) -> None:
+    batches = questions(gpt2, 6)
+
+    def cut(batch: al.PromptBatch) -> Any:
+        return al.block_edges(gpt2, al.edges.pq(batch), range(3))
+
+    record = heads_of(gpt2, batches, hooks=cut)
+    assert not record.scores[..., :3].any() and not record.heads[:, :3].any()
+    assert float(record.scores[..., 3].min()) > 0
+    assert float(record.random_scores[..., 0].min()) > 0
+
+
+def test_every_number_has_an_interval(gpt2: Any) -> None:
+    record = heads_of(gpt2, questions(gpt2, 20), resamples=20)
+    assert set(record.intervals) == set(record.axes())
+    for name, (low, high) in record.intervals.items():
+        value = getattr(record, name)
+        assert (low <= value + 1e-12).all() and (value <= high + 1e-12).all(), name
+    low, high = record.intervals["share"]
+    assert (low < high).all()  # Wilson's, also where all prompts are alike
+    assert set(record.to_frame()["score"]) == set(SCORES)
+
+
+def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
+    record = heads_of(gpt2, questions(gpt2, 20), resamples=5)
+    figure = record.plot()
+    assert [*figure.data[0].z[1]] == record.share[:, 1, 0].tolist()
+    lines = [trace for trace in figure.data if trace.name]
+    assert [line.name.partition(":")[0] for line in lines] == [*SCORES]
+    assert [*lines[0].y] == record.gap[:, 0].tolist() != record.heads[:, 0].tolist()
+    copied = record.plot_share("copy")
+    assert [*copied.data[0].z[0]] == record.share[:, 0, 3].tolist()
+    without = replace(record, intervals={}).plot_gaps()
+    assert len(without.data) < len(record.plot_gaps().data)
+    with pytest.raises(MetricError, match="no score 'reads'; the scores are read, correct, pred"):
+        record.plot_share("reads")
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"times": 0}, "times must be a number above 0.*got 0"),
+        ({"times": "5"}, "times must be a number above 0.*got '5'"),
+        ({"times": float("nan")}, "times must be a number above 0.*got nan"),
+        ({"draws": 0}, "draws must be .* at least 1; got 0"),
+        ({"draws": 2.0}, r"draws must be .* at least 1; got 2\.0"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MetricError, match=message):
+        al.LabelHeads(**options)
+
+
+def no_gold(batch: al.PromptBatch) -> al.PromptBatch:
+    return replace(batch, gold=None)
+
+
+def at(*positions: int) -> Any:
+    """A function that gives a batch other label words."""
+
+    def change(batch: al.PromptBatch) -> al.PromptBatch:
+        moved = torch.tensor([positions, (1, 3, 7)])
+        return replace(batch, label_positions=moved, label_ends=moved)
+
+    return change
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_gold, "label_heads .* needs the true label of each query"),
+        (at(0, 3, 7), "label word of prompt 0 is its first token; put a token before it"),
+        (at(4, 5, 7), "after the first label word, but .* have 1 tokens .* too few for a random"),
+    ],
+)
+def test_prompts_without_a_result_are_refused_before_any_pass(
+    change: Any, message: str, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a pass was made")
+
+    monkeypatch.setattr(run_pass.__module__ + "._run", fail)
+    with pytest.raises(MetricError, match=message):
+        heads_of(gpt2, [bare_batch(), change(bare_batch())])
+
+
+def test_a_stored_run_gives_the_same_record(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2, 5, batch_size=2)
+    first = heads_of(gpt2, batches, folder=tmp_path)
+    again = heads_of(gpt2, batches, folder=tmp_path)
+    assert_same(again, first, 0.0)
+    loaded = al.load_record(first.save(tmp_path / "heads.safetensors"))
+    assert_same(loaded, first, 0.0)
