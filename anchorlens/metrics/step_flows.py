@@ -20,7 +20,7 @@ from ..prompts.token_texts import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
 from ..system.names import name_of
-from .products import row_pieces
+from .products import require_edges, row_pieces
 from .segment_flows import PositionsOfBatch, SegmentFlows
 from .weights import Weight, saliency
 
@@ -170,8 +170,8 @@ class _Flows:
         """Sum the edges of a layer for the loss of a step."""
         row = self.columns[step]
         pieces = list(row_pieces(pattern, gradient))
-        weights = torch.cat([self.weight(a, slope)[0] for _, a, slope in pieces])
-        edges = weights.tril(-1).double()
+        weights = [require_edges(self.weight(a, slope), a)[0] for _, a, slope in pieces]
+        edges = torch.cat(weights).tril(-1).double()
         parts = self.segments.to(edges)
         earlier = torch.arange(len(edges), device=edges.device) < row
         self.total[step, layer] = parts @ edges @ parts.T

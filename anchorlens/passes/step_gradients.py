@@ -104,8 +104,11 @@ def step_gradients(
         losses = cross_entropy(logits, following, reduction="none")
         route = _from_patterns([patterns[layer] for layer in layers])
         if _have_one_shape(model, outputs, values):
-            found = ([of[layer] for layer in layers] for of in (outputs, values))
-            from_outputs = _from_outputs(model, *found)
+            from_outputs = _from_outputs(
+                model,
+                [outputs[layer] for layer in layers],
+                [values[layer].detach() for layer in layers],
+            )
             route = from_outputs if _agree(losses, from_outputs, route) else route
         for start in range(0, len(losses), chunk):
             steps = range(start, min(start + chunk, len(losses)))
