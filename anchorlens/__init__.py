@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
+    from .experiments.generation import GenerationTrace as GenerationTrace
+    from .experiments.generation import trace_generation as trace_generation
     from .experiments.isolation import IsolationRecord as IsolationRecord
     from .experiments.isolation import SweepResults as SweepResults
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
