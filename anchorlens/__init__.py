@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
+    from .experiments.generation import GenerationTrace as GenerationTrace
+    from .experiments.generation import trace_generation as trace_generation
     from .experiments.isolation import IsolationRecord as IsolationRecord
     from .experiments.isolation import SweepResults as SweepResults
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
@@ -86,6 +88,8 @@ if TYPE_CHECKING:
     from .metrics.saliency import saliency as saliency
     from .metrics.segment_flows import SegmentFlows as SegmentFlows
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
+    from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord
+    from .metrics.step_flows import step_flows as step_flows
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model

@@ -134,7 +134,7 @@ class SegmentFlows:
         """Observe A and dL/dA of every layer; store only sums over edges."""
         check_fits(model, batch)
         segments = self.segments_of(batch)
-        counts = _edge_counts(segments).cpu()
+        counts = edge_counts(segments).cpu()
         sums = SegmentSums(segments, self.weight, batch.first_query)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -201,6 +201,10 @@ class SegmentFlows:
             )
         return segments
 
+    def names_of(self, batch: PromptBatch) -> tuple[str, ...]:
+        """The names of the segments in a batch."""
+        return tuple(self._functions(batch))
+
     def _functions(self, batch: PromptBatch) -> Mapping[str, PositionsOfBatch]:
         if isinstance(self.segments, Mapping):
             return self.segments
@@ -213,7 +217,7 @@ def _are_names(names: Any) -> bool:
     return is_list and len(set(names)) == len(names)
 
 
-def _edge_counts(
+def edge_counts(
     segments: Bool[Tensor, "batch segment position"],
 ) -> Int[Tensor, "batch segment segment"]:
     """The number of edges (i, j), j < i, from each segment to each."""

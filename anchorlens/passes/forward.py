@@ -188,7 +188,7 @@ def run_prefix(
     require_prepared(model)
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
     points: list[tuple[Tensor, HookFunction]] = []
-    needed = _padding_hooks(model, batch) + ([_leaf_hook([])] if backward_hooks else [])
+    needed = _padding_hooks(model, batch) + ([leaf_hook([])] if backward_hooks else [])
     last = [_point_hook(points, *hook) for hook in backward_hooks]
     last += [_last_hook(model)] if narrowed else []
     with (
@@ -213,9 +213,9 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         copies = [*prefix.keys, *prefix.values]
     leaves = [*described.into, *copies]
     needs_leaf = loss is not None and not described.into
-    needed = _padding_hooks(model, batch) + ([_leaf_hook(leaves)] if needs_leaf else [])
+    needed = _padding_hooks(model, batch) + ([leaf_hook(leaves)] if needs_leaf else [])
     rows = described.rows
-    last = [_rows_hook(model, rows)] if described.runs_targets_alone else []
+    last = [rows_hook(model, rows)] if described.runs_targets_alone else []
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
     observers = described.observers
     if checkpoints is not None:
@@ -298,7 +298,7 @@ def _at_rows(
     return values[prompts, rows.to(values.device)]
 
 
-def _leaf_hook(leaves: list[Tensor]) -> Hook:
+def leaf_hook(leaves: list[Tensor]) -> Hook:
     """Makes the input of block 0 require a gradient, because all parameters are frozen."""
 
     def make_leaf(resid: Tensor, hook: Any) -> Tensor:
@@ -336,7 +336,7 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
 
 
-def _rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
+def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
     """Selects the needed rows before the unembedding.
 
     The hook is on the unembedding's input, because some transformers models fix the shape after the

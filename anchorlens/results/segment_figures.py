@@ -7,7 +7,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from .figure_parts import check_shape, layout, literal, name_ticks
+from .figure_parts import VISIBLE, check_shape, layout, literal, name_ticks
+
+_MOST_STEPS = 40  # names of more would overlap
 
 
 def pairs_by_layer(
@@ -50,3 +52,41 @@ def pairs_by_layer(
     figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
     names = name_ticks([f"{segments[a]} ← {segments[b]}" for a, b in pairs])
     return figure.update_yaxes(names, autorange="reversed", showgrid=False, zeroline=False)
+
+
+def steps_by_segment(
+    shares: Float[Tensor, "step segment"],
+    steps: Sequence[str],
+    segments: Sequence[str],
+    *,
+    title: str,
+    bar_title: str,
+) -> go.Figure:
+    """Draw a number for each step of a text and each segment as a heat map.
+
+    Args:
+        shares: the numbers; NaN leaves a gap.
+        steps: the texts of the steps, in order; of more than 40, some are left out.
+        segments: the names of the segments.
+        title: text over the figure.
+        bar_title: what the numbers are, for the colour bar.
+
+    Returns:
+        The figure, with a column for each step.
+
+    Examples:
+        >>> figure = steps_by_segment(torch.tensor([[0.5], [0.25]]), ["Yes", "."], ["question"],
+        ...                           title="", bar_title="share")
+        >>> figure.data[0].z
+        ([0.5, 0.25],)
+    """
+    check_shape(shares, (len(steps), len(segments)), "pass one name per step and per segment")
+    heat = go.Heatmap(z=shares.T.tolist(), coloraxis="coloraxis", hoverongaps=False, xgap=1, ygap=1)
+    heat.update(hovertemplate="%{z:.3g}<extra></extra>")
+    figure = go.Figure(heat, layout(title, max(320, 220 + 26 * len(segments))))
+    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
+    figure.update_layout(coloraxis={"colorscale": "Cividis", "colorbar": bar})
+    stride = 1 + (len(steps) - 1) // _MOST_STEPS
+    texts = [step.translate(VISIBLE) if k % stride == 0 else "" for k, step in enumerate(steps)]
+    figure.update_xaxes(name_ticks(texts), title="token", tickangle=-60)
+    return figure.update_yaxes(name_ticks(segments), autorange="reversed")

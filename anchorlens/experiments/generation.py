@@ -1,0 +1,154 @@
+"""A text that the model writes, and where each of its tokens comes from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from torch import Tensor
+
+from ..errors import PromptError
+from ..metrics.step_flows import StepFlowsRecord, step_flows
+from ..metrics.weights import Weight, saliency
+from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode
+from ..prompts.batch import PromptBatch
+from ..prompts.segments import TextPiece, build_segments
+
+ANSWER = "answer"
+"""The segment of the tokens that the model writes."""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationTrace:
+    """What a model wrote after a prompt, and where it came from.
+
+    Attributes:
+        text: What the model wrote.
+        batch: The prompt with the written tokens, which are its segment ``answer``.
+        flows: Flows of each written token; see ``StepFlowsRecord``.
+    """
+
+    text: str
+    batch: PromptBatch
+    flows: StepFlowsRecord
+
+    def __repr__(self) -> str:
+        """One line: the text and its number of tokens."""
+        return f"GenerationTrace({self.text!r}; {len(self.flows.loss)} tokens)"
+
+    def plot(self) -> go.Figure:
+        """What each written token reads from each segment."""
+        return self.flows.plot()
+
+
+def trace_generation(
+    model: HookedModel,
+    prompt: str | Sequence[TextPiece],
+    *,
+    max_new_tokens: int = 20,
+    seed: int = 0,
+    weight: Weight = saliency,
+    chunk: int = 8,
+    **options: Any,
+) -> GenerationTrace:
+    """Let the model write after a prompt, and find where each written token comes from.
+
+    The model writes with its key-value cache. Then one pass over the whole text, with the written
+    tokens given, computes the flows: the same logits up to rounding.
+
+    Args:
+        model: A hooked model with its tokenizer.
+        prompt: A text, or pieces of text with the names of their segments, as in
+            ``build_segments``. A text is the segment ``prompt``.
+        max_new_tokens: Most tokens that are written; it stops before the end-of-text token.
+        seed: Seed where ``options`` ask for sampling; the global random state is as before.
+        weight: See ``SegmentFlows``.
+        chunk: See ``step_flows``.
+        **options: For the model's ``generate``, such as ``do_sample=True, temperature=0.7``; the
+            likeliest token is written by default.
+
+    Raises:
+        PromptError: A segment is called ``answer``, the prompt and the answer do not fit the model,
+            the model has no tokenizer, or it ends the text at once.
+        ModelError: The value biases of the model are folded, or its logits are not finite.
+
+    Examples:
+        >>> pieces = [("document", "The museum opens at ten. "), ("question", "When? At")]
+        >>> trace = al.trace_generation(model, pieces, max_new_tokens=3)
+        >>> trace.flows.axis_names("segment")
+        ('document', 'question', 'answer')
+        >>> len(trace.flows.loss)
+        3
+    """
+    ensure_prepared(model)
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
+    if (
+        isinstance(max_new_tokens, bool)
+        or not isinstance(max_new_tokens, int)
+        or max_new_tokens < 1
+    ):
+        raise PromptError(f"max_new_tokens must be a whole number from 1; got {max_new_tokens!r}")
+    pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
+    [written_after] = build_segments(tokenizer, [pieces])
+    if ANSWER in written_after.segment_names:
+        raise PromptError(
+            f"a piece of the prompt is called {ANSWER!r}, as the text that the model writes; "
+            "choose another name"
+        )
+    length = written_after.tokens.shape[1]
+    if length + max_new_tokens > model.cfg.n_ctx:
+        raise PromptError(
+            f"the prompt has {length} tokens and the model's context {model.cfg.n_ctx}, so that "
+            f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
+        )
+    check_fits(model, written_after)
+    tokens = _written(model, written_after, max_new_tokens, seed, options)
+    batch = PromptBatch.from_segments(
+        tokens,
+        torch.cat(
+            [
+                written_after.groups,
+                torch.full((1, tokens.shape[1] - length), len(written_after.segment_names)),
+            ],
+            dim=1,
+        ),
+        [*written_after.segment_names, ANSWER],
+        begins_with_bos=written_after.begins_with_bos,
+    )
+    return GenerationTrace(
+        text=str(tokenizer.decode(tokens[0, length:].tolist())),
+        batch=batch,
+        flows=step_flows(model, batch, ANSWER, weight=weight, chunk=chunk),
+    )
+
+
+def _written(
+    model: Any, prompt: PromptBatch, count: int, seed: int, options: dict[str, Any]
+) -> Tensor:
+    """The prompt and the tokens that the model writes after it, without the end of the text."""
+    end = model.tokenizer.eos_token_id
+    device = device_of(model)
+    devices = [device] if device.type == "cuda" else []
+    defaults = {"do_sample": False, "verbose": False, "stop_at_eos": end is not None}
+    with frozen_in_eval_mode(model), torch.random.fork_rng(devices), torch.no_grad():
+        torch.manual_seed(seed)
+        tokens: Tensor = model.generate(
+            prompt.tokens.to(device),
+            max_new_tokens=count,
+            return_type="tokens",
+            **(defaults | options),
+        ).cpu()
+    length = prompt.tokens.shape[1]
+    ends = (tokens[0, length:] == end).nonzero().flatten() if end is not None else []
+    stop = length + int(ends[0]) if len(ends) else tokens.shape[1]
+    if stop == length:
+        raise PromptError(
+            "the model ends the text at once, so that there is nothing to trace; let the prompt "
+            "end where a text goes on, or pass stop_at_eos=False"
+        )
+    return tokens[:, :stop]

@@ -1,0 +1,198 @@
+"""Flows of each token of a written answer alone: what every step of a text comes from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import MetricError, PromptError
+from ..models.hooked import HookedModel, device_of
+from ..models.load import ensure_prepared
+from ..passes.losses import before_segment
+from ..passes.step_gradients import step_gradients
+from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.groups import GROUPS
+from ..prompts.token_texts import token_texts
+from ..results.record import Record
+from ..results.segment_figures import steps_by_segment
+from ..system.names import name_of
+from .products import require_edges, row_pieces
+from .segment_flows import PositionsOfBatch, SegmentFlows
+from .weights import Weight, saliency
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepFlowsRecord(Record):
+    """Flows for each token of a segment, the steps, each with its own loss.
+
+    Attributes:
+        loss: Cross entropy of each step given all tokens before it, in nats; low where the model
+            expects the token.
+        read: Mean weight of the edges from the position that predicts a step to the earlier tokens
+            of each segment. High: the prediction depends on what is read there directly. NaN where
+            the segment has no earlier token.
+        total: Sum of the weight of all edges between two segments, with the loss of one step. What
+            is read through other tokens is in it. Edges of later positions are exactly 0.
+        output_saliency: Mean saliency of the edges from the position that predicts a step to the
+            earlier steps, where the map of a layer ``sum_h |A dL/dA|`` is divided by its l2 norm
+            (Zhang et al., 2026). Low: the prediction depends little on what was written before.
+            NaN for the first step.
+    """
+
+    loss: Float[Tensor, " step"]
+    read: Float[Tensor, "step layer segment"]
+    total: Float[Tensor, "step layer segment segment"]
+    output_saliency: Float[Tensor, "step layer"]
+
+    caption: ClassVar[str] = (
+        "What the position that predicts each token reads from each segment, mean over layers of "
+        "its share in the layer."
+    )
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The segments by name, and the texts of the steps."""
+        if axis == "segment":
+            return tuple(self.info.get("segment_names", GROUPS))
+        if axis == "step":
+            return self.info.get("steps")
+        return super().axis_names(axis)
+
+    def plot(self) -> go.Figure:
+        """What each step reads from each segment, as its share in a layer, mean over layers."""
+        shares = self.read / self.read.nansum(-1, keepdim=True)
+        steps = self.axis_names("step") or [str(step) for step in range(len(self.loss))]
+        return steps_by_segment(
+            shares.nanmean(1),
+            steps,
+            self.axis_names("segment") or (),
+            title="Where each token comes from",
+            bar_title="share of what is read",
+        )
+
+
+def step_flows(
+    model: HookedModel,
+    batch: PromptBatch,
+    segment: str,
+    *,
+    segments: Mapping[str, PositionsOfBatch] | Sequence[str] | None = None,
+    weight: Weight = saliency,
+    chunk: int = 8,
+) -> StepFlowsRecord:
+    """Flows of each token of a segment, with the loss of this token alone.
+
+    For step s, the token at position t + 1, ``L_s = - log p(token t+1 | tokens up to t)``; the
+    weight of an edge is ``| sum_h A dL_s/dA |`` by default. The model runs forward once. Flows with
+    a sign add up over steps to those of ``span_cross_entropy``.
+
+    Args:
+        model: A hooked model.
+        batch: One prompt, such as ``batch.prompt(0)``.
+        segment: The segment whose tokens are the steps.
+        segments: See ``SegmentFlows``.
+        weight: See ``SegmentFlows``.
+        chunk: How many steps go backward at the same time: more need more memory.
+
+    Raises:
+        PromptError: The batch has several prompts, does not fit the model, or has no such segment.
+        MetricError: The segment has no token that follows another, or ``segments`` or ``weight``
+            do not fit; see ``SegmentFlows``.
+        ModelError: The value biases of the model are folded, or its logits are not finite.
+
+    Examples:
+        >>> pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows.")]
+        >>> [prompt] = al.build_segments(model.tokenizer, [pieces])
+        >>> record = al.step_flows(model, prompt, "answer")
+        >>> record.read.shape[1:] == (model.cfg.n_layers, 2)
+        True
+    """
+    ensure_prepared(model)
+    if not isinstance(batch, PromptBatch) or len(batch) != 1:
+        raise PromptError(
+            f"step flows are of one prompt, such as batches[0].prompt(0); got {batch!r}"
+        )
+    check_prompts(batch)
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise MetricError(f"chunk must be a whole number from 1; got {chunk!r}")
+    prompt = batch.prompts(0, 1).to(device_of(model))
+    positions = before_segment(prompt, segment)
+    if not positions.any():
+        raise MetricError(f"segment {segment!r} has no token that follows another one")
+    if not prompt.attention_mask.all():
+        raise PromptError("step flows need a prompt without padding inside")
+    metric = SegmentFlows(segments, weight)
+    parts = metric.segments_of(prompt)[0]
+    columns = positions[0].nonzero().flatten().tolist()
+    flows = _Flows(parts, positions[0], columns, weight)
+    losses, route = step_gradients(model, prompt, positions, flows.add, chunk=chunk)
+    return StepFlowsRecord(
+        loss=losses,
+        read=flows.table(flows.read),
+        total=flows.table(flows.total),
+        output_saliency=flows.table(flows.of_output),
+        info={
+            "model": str(model.cfg.model_name),
+            "segment_names": metric.names_of(prompt),
+            "steps": _texts(model, prompt, columns),
+            "weight": name_of(weight),
+            "computed from": route,
+        },
+    )
+
+
+class _Flows:
+    """The numbers of each step and layer, from A and dL/dA."""
+
+    def __init__(
+        self,
+        segments: Bool[Tensor, "segment position"],
+        predicts: Bool[Tensor, " position"],
+        columns: Sequence[int],
+        weight: Weight,
+    ) -> None:
+        self.segments, self.predicts, self.columns = segments, predicts, columns
+        self.weight = weight
+        self.read: dict[tuple[int, int], Tensor] = {}
+        self.total: dict[tuple[int, int], Tensor] = {}
+        self.of_output: dict[tuple[int, int], Tensor] = {}
+
+    def add(
+        self,
+        step: int,
+        layer: int,
+        pattern: Float[Tensor, "1 head query key"],
+        gradient: Float[Tensor, "1 head query key"],
+    ) -> None:
+        """Sum the edges of a layer for the loss of a step."""
+        row = self.columns[step]
+        pieces = list(row_pieces(pattern, gradient))
+        weights = [require_edges(self.weight(a, slope), a)[0] for _, a, slope in pieces]
+        edges = torch.cat(weights).tril(-1).double()
+        parts = self.segments.to(edges)
+        earlier = torch.arange(len(edges), device=edges.device) < row
+        self.total[step, layer] = parts @ edges @ parts.T
+        self.read[step, layer] = (parts @ edges[row]) / (parts @ earlier.to(edges))
+        maps = torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril().double()
+        written = earlier & self.predicts.roll(1)  # the steps before this one
+        self.of_output[step, layer] = (maps[row] / maps.norm())[written].mean()
+
+    def table(self, values: Mapping[tuple[int, int], Tensor]) -> Float[Tensor, "step layer ..."]:
+        """The numbers of all steps and layers on the CPU."""
+        steps, layers = (1 + max(index) for index in zip(*values, strict=True))
+        rows = [torch.stack([values[s, k] for k in range(layers)]) for s in range(steps)]
+        return torch.stack(rows).cpu()
+
+
+def _texts(
+    model: HookedModel, prompt: PromptBatch, columns: Sequence[int]
+) -> tuple[str, ...] | None:
+    """The text of each step, if the model has its tokenizer."""
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return None
+    texts = token_texts(tokenizer, prompt.tokens[0].tolist())
+    return tuple(texts[column + 1] for column in columns)

@@ -1,0 +1,212 @@
+"""The gradient of each predicted token alone, of one forward pass.
+
+``dL/dA_h,ij = (dL/dz)_h,i . v_h,j``, where z is the output of a head (before W_O) and v are its
+values. So the gradients of the outputs suffice, for any number of tokens at once. Where a model
+computes its outputs or values in another way (a norm after them), the gradients of the patterns
+are taken, which cost more memory. Which of the two it is, is tried on the first token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..errors import NotFiniteError
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    check_fits,
+    hooks_by_layer,
+    pattern_name,
+    refuse_folded_value_biases,
+    require_prepared,
+)
+from ..models.kv_cache import cached_heads
+from ..models.model_state import frozen_in_eval_mode
+from ..prompts.batch import PromptBatch
+from .forward import leaf_hook, rows_hook
+from .losses import columns_of
+
+Pattern = Float[Tensor, "1 head query key"]
+
+TOLERANCE = 1e-5  # of the largest product in its layer
+
+
+def output_name(layer: int) -> str:
+    """Hook point of the outputs of heads, Float["batch query head d_head"], before W_O."""
+    return f"blocks.{layer}.attn.hook_z"
+
+
+def values_name(layer: int) -> str:
+    """Hook point of the values, which several heads may share."""
+    return f"blocks.{layer}.attn.hook_v"
+
+
+def step_gradients(
+    model: HookedModel,
+    batch: PromptBatch,
+    positions: Bool[Tensor, "1 position"],
+    use: Callable[[int, int, Pattern, Pattern], None],
+    *,
+    chunk: int = 8,
+) -> tuple[Float[Tensor, " step"], str]:
+    """Run a prompt once, then backward from the loss of each position's next token.
+
+    Args:
+        model: A prepared model.
+        batch: One prompt without padding, on the model's device.
+        positions: The positions whose next token is a step, at least one.
+        use: Called with the number of the step, the layer, A and dL/dA.
+        chunk: Number of steps that go backward at the same time.
+
+    Returns:
+        The loss of each step, in nats, and how dL/dA was computed.
+
+    Raises:
+        ModelError: The model was not prepared, its value biases are folded, or its logits are not
+            finite.
+        PromptError: The prompt does not fit the model.
+    """
+    require_prepared(model)
+    refuse_folded_value_biases(model)
+    check_fits(model, batch)
+    layers = range(model.cfg.n_layers)
+    patterns: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+    with (
+        frozen_in_eval_mode(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        columns, _ = columns_of(positions)
+        following = batch.tokens.gather(1, columns + 1)[0]
+        hooks = [
+            leaf_hook([]),
+            *hooks_by_layer(model, pattern_name, patterns.__setitem__),
+            *_at_known_points(model, values_name, values.__setitem__),
+            *_outputs_in_the_graph(model, outputs),
+            rows_hook(model, columns),
+        ]
+        with model.hooks(fwd_hooks=hooks):
+            logits = model(batch.tokens, attention_mask=batch.attention_mask.long())[0]
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        if not torch.stack(logits.aminmax()).isfinite().all():
+            raise NotFiniteError(
+                "the model's logits are not finite (NaN or infinite) at the predicted tokens; try "
+                "float32 (dtype=torch.float32)"
+            )
+        losses = cross_entropy(logits, following, reduction="none")
+        route = _from_patterns([patterns[layer] for layer in layers])
+        if _have_one_shape(model, outputs, values):
+            from_outputs = _from_outputs(
+                model,
+                [outputs[layer] for layer in layers],
+                [values[layer].detach() for layer in layers],
+            )
+            route = from_outputs if _agree(losses, from_outputs, route) else route
+        for start in range(0, len(losses), chunk):
+            steps = range(start, min(start + chunk, len(losses)))
+            gradients = _of_steps(losses, route.tensors, steps)
+            for layer in layers:
+                for row, step in enumerate(steps):
+                    slope = route.of_pattern(layer, gradients[layer][row])
+                    use(step, layer, patterns[layer].detach(), slope)
+    return losses.detach().cpu(), route.name
+
+
+def _at_known_points(
+    model: HookedModel, name: Callable[[int], str], store: Callable[[int, Tensor], None]
+) -> list[Hook]:
+    """Hooks that store what a hook point of each layer holds; no hook where it does not exist."""
+    return [hook for hook in hooks_by_layer(model, name, store) if hook[0] in model.hook_dict]
+
+
+def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
+    """Hooks that store the outputs of heads.
+
+    They return what they store: a bridge shows its hooks a copy and goes on with the original,
+    unless a hook returns something.
+    """
+
+    def hook_of(layer: int) -> Hook:
+        def store(output: Tensor, hook: Any) -> Tensor:
+            outputs[layer] = output.view_as(output)
+            return outputs[layer]
+
+        return output_name(layer), store
+
+    hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
+    return [hook for hook in hooks if hook[0] in model.hook_dict]
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """Tensors of the layers, and dL/dA of a layer from the gradient of its tensor."""
+
+    name: str
+    tensors: Sequence[Tensor]
+    of_pattern: Callable[[int, Tensor], Pattern]
+
+
+def _from_patterns(patterns: Sequence[Tensor]) -> _Route:
+    return _Route("gradients of the patterns", patterns, lambda layer, gradient: gradient)
+
+
+def _from_outputs(
+    model: HookedModel, outputs: Sequence[Tensor], values: Sequence[Tensor]
+) -> _Route:
+    heads = [cached_heads(model, of_layer.shape[2]) for of_layer in values]
+
+    def of_pattern(layer: int, gradient: Tensor) -> Pattern:
+        of_heads = values[layer][:, :, heads[layer].to(gradient.device)]
+        return torch.einsum("bqhd,bkhd->bhqk", gradient, of_heads)
+
+    return _Route("gradients of the heads' outputs, times values", outputs, of_pattern)
+
+
+def _of_steps(
+    losses: Float[Tensor, " step"], tensors: Sequence[Tensor], steps: Sequence[int]
+) -> list[Float[Tensor, "step ..."]]:
+    """The gradients of several losses, one backward pass for all where each operation can do it."""
+    chosen = torch.eye(len(losses), device=losses.device, dtype=losses.dtype)[list(steps)]
+    gradients_of = partial(torch.autograd.grad, losses, tensors, retain_graph=True)
+    if len(chosen) > 1:
+        try:
+            return list(gradients_of(grad_outputs=chosen, is_grads_batched=True))
+        except RuntimeError:  # an operation has no batched gradient
+            pass
+    each = [gradients_of(grad_outputs=row) for row in chosen]
+    return [torch.stack(of_layer) for of_layer in zip(*each, strict=True)]
+
+
+def _have_one_shape(
+    model: HookedModel, outputs: Mapping[int, Tensor], values: Mapping[int, Tensor]
+) -> bool:
+    """Whether every layer has outputs and values of one width for a product."""
+    return len(outputs) == len(values) == model.cfg.n_layers and all(
+        output.ndim == value.ndim == 4
+        and output.shape[3] == value.shape[3]
+        and output.shape[2] % value.shape[2] == 0
+        for output, value in zip(outputs.values(), values.values(), strict=True)
+    )
+
+
+def _agree(losses: Float[Tensor, " step"], route: _Route, patterns: _Route) -> bool:
+    """Whether both routes give the same products for the first step."""
+    try:
+        gradients = _of_steps(losses, [*route.tensors, *patterns.tensors], [0])
+    except RuntimeError:  # a tensor is not in the graph
+        return False
+    count = len(route.tensors)
+    for layer, pattern in enumerate(patterns.tensors):
+        expected = gradients[count + layer][0] * pattern
+        product = route.of_pattern(layer, gradients[layer][0]) * pattern
+        if not (product - expected).abs().max() <= TOLERANCE * expected.abs().max():
+            return False
+    return True

@@ -1,0 +1,103 @@
+"""Text that the model writes: what it wrote, and the flows of its tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same, hooks_on
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+
+pytestmark = pytest.mark.without_jaxtyping
+
+PIECES: list[tuple[str | None, str]] = [
+    ("document", "The museum opens at ten. "),
+    ("question", "When does it open? At"),
+]
+
+
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    trace = al.trace_generation(model, PIECES, max_new_tokens=5, stop_at_eos=False)
+    length = int((trace.batch.groups[0] != 2).sum())
+    tokens = trace.batch.tokens
+    assert tokens.shape[1] == length + 5
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=trace.batch.attention_mask.long())[0]
+    rows = logits[length - 1 : -1].float()
+    assert rows.argmax(-1).tolist() == tokens[0, length:].tolist()
+    losses = -rows.log_softmax(-1).gather(1, tokens[0, length:, None])[:, 0]
+    assert torch.allclose(trace.flows.loss, losses, atol=1e-5)
+    assert trace.batch.segment_names == ("document", "question", "answer")
+    assert trace.text == model.tokenizer.decode(tokens[0, length:].tolist())
+    assert len(trace.plot().layout.xaxis.ticktext) == 5
+    assert f"{trace!r}".endswith("; 5 tokens)")
+
+
+def test_logits_of_the_pass_are_those_at_generation(gpt2: Any) -> None:
+    trace = al.trace_generation(gpt2, "The museum opens at", max_new_tokens=4, stop_at_eos=False)
+    assert trace.batch.segment_names == ("prompt", "answer")
+    length = trace.batch.tokens.shape[1] - 4
+    written = gpt2.generate(
+        trace.batch.tokens[:, :length],
+        max_new_tokens=4,
+        do_sample=False,
+        stop_at_eos=False,
+        verbose=False,
+        return_type="tokens",
+        output_logits=True,
+    )
+    with torch.no_grad():
+        logits = gpt2(trace.batch.tokens)[0, length - 1 : -1]
+    at_generation = torch.cat(list(written.logits))
+    assert torch.equal(written.sequences, trace.batch.tokens)
+    assert float((logits - at_generation).abs().max()) <= 1e-5 * float(logits.abs().max())
+
+
+def test_sampling_leaves_the_random_state_and_depends_on_the_seed(gpt2: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "stop_at_eos": False}
+    state, hooks = torch.random.get_rng_state(), hooks_on(gpt2)
+    first = al.trace_generation(gpt2, PIECES, **options)
+    again = al.trace_generation(gpt2, PIECES, **options)
+    other = al.trace_generation(gpt2, PIECES, seed=1, **options)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert hooks_on(gpt2) == hooks
+    assert torch.equal(first.batch.tokens, again.batch.tokens)
+    assert_same(first.flows, again.flows, 0)
+    assert not torch.equal(first.batch.tokens, other.batch.tokens)
+
+
+def test_the_end_of_the_text_is_left_out(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = al.trace_generation(gpt2, PIECES, max_new_tokens=6, stop_at_eos=False)
+    written = whole.batch.tokens[0, -6:].tolist()
+    tokenizer = gpt2.tokenizer
+    last = next(token for token in reversed(written) if token != written[0])
+    monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(last))
+    trace = al.trace_generation(gpt2, PIECES, max_new_tokens=6)
+    assert trace.batch.tokens[0].tolist()[-written.index(last) :] == written[: written.index(last)]
+    assert len(trace.flows.loss) == written.index(last)
+    monkeypatch.setattr(tokenizer, "eos_token", tokenizer.convert_ids_to_tokens(written[0]))
+    with pytest.raises(PromptError, match="the model ends the text at once"):
+        al.trace_generation(gpt2, PIECES, max_new_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": [("answer", "Yes")]}, "a piece of the prompt is called 'answer'"),
+        ({"prompt": ""}, "gives no token for it"),
+        ({"prompt": 3}, r"prompt 0 must be a list of \(name, text\)"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
+        ({"max_new_tokens": 10_000}, "max_new_tokens=10000 does not fit"),
+    ],
+)
+def test_wrong_arguments_raise_an_error(arguments: dict[str, Any], message: str, gpt2: Any) -> None:
+    options: dict[str, Any] = {"prompt": PIECES} | arguments
+    with pytest.raises(PromptError, match=message):
+        al.trace_generation(gpt2, **options)

@@ -1,0 +1,183 @@
+"""Flows of each token of an answer against flows of the whole answer and loops over edges."""
+
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same, difference, hooks_on
+from tiny_models import questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import MetricError, PromptError
+from anchorlens.passes import step_gradients
+
+pytestmark = pytest.mark.without_jaxtyping
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
+SEGMENTS = [[0, 0, 0, -1, 1, 1, 2, 2, 2, 2]]
+NAMES = ["question", "step", "answer"]
+FIRST = 5  # the position that predicts the first token of the answer
+
+
+@pytest.fixture
+def prompt() -> al.PromptBatch:
+    return al.PromptBatch.from_segments(TOKENS, SEGMENTS, NAMES)
+
+
+@pytest.fixture
+def precise(hooked: Any, byte_level: Any) -> Any:
+    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+
+
+def loss_of(step: int) -> Any:
+    return al.next_token_cross_entropy(lambda batch: torch.arange(10)[None] == FIRST + step)
+
+
+def test_signed_totals_of_the_steps_add_up_to_those_of_the_answer(
+    precise: Any, prompt: al.PromptBatch
+) -> None:
+    steps = al.step_flows(precise, prompt, "answer", weight=al.weights.signed)
+    metric = al.SegmentFlows(weight=al.weights.signed)
+    loss = al.span_cross_entropy("answer")
+    whole = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
+    assert steps.total.shape == (4, 3, 3, 3)
+    assert difference(steps.total.sum(0), whole.total) <= 1e-12
+
+
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBatch) -> None:
+    record = al.step_flows(gpt2, prompt, "answer")
+    for step in range(4):
+        metrics = [al.SegmentFlows()]
+        loss = loss_of(step)
+        flows = al.run(gpt2, [prompt], metrics, loss=loss, **QUIET)["segment_flows"]
+        assert difference(record.total[step], flows.total) <= 1e-5
+        maps = al.saliency(gpt2, prompt, loss=loss)[0].double()
+        row = FIRST + step
+        for part in range(3):
+            keys = [j for j in range(row) if SEGMENTS[0][j] == part]
+            if keys:
+                expected = maps[:, row, keys].mean(-1)
+                assert difference(record.read[step, :, part], expected) <= 1e-5
+            else:
+                assert record.read[step, :, part].isnan().all()
+        heads = al.head_saliency(gpt2, prompt, loss=loss)[0].double()
+        per_layer = heads.abs().sum(1)
+        written = range(6, row)
+        if step < 2:
+            assert len(written) == max(0, step - 1)
+        scores = [
+            (per_layer[layer, row] / per_layer[layer].square().sum().sqrt())[list(earlier)].mean()
+            for layer in range(3)
+            for earlier in [range(6, row)]
+        ]
+        expected = torch.stack(scores)
+        assert torch.equal(record.output_saliency[step].isnan(), expected.isnan())
+        ours, theirs = record.output_saliency[step].nan_to_num(), expected.nan_to_num()
+        assert difference(ours, theirs) <= 1e-5
+    assert record.output_saliency[2:].isfinite().all()
+
+
+def test_later_tokens_change_nothing(precise: Any, prompt: al.PromptBatch) -> None:
+    whole = al.step_flows(precise, prompt, "answer")
+    for last in (7, 8):
+        cut = al.PromptBatch.from_segments(TOKENS[:, : last + 1], [SEGMENTS[0][: last + 1]], NAMES)
+        part = al.step_flows(precise, cut, "answer")
+        count = len(part.loss)
+        assert count == last - FIRST
+        assert difference(part.loss, whole.loss[:count]) <= 1e-12
+        assert difference(part.total, whole.total[:count]) <= 1e-12
+        assert difference(part.read.nan_to_num(), whole.read[:count].nan_to_num()) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_the_size_of_chunks_changes_nothing(
+    chunk: int, precise: Any, prompt: al.PromptBatch
+) -> None:
+    ours = al.step_flows(precise, prompt, "answer", chunk=chunk)
+    assert_same(ours, al.step_flows(precise, prompt, "answer", chunk=4), 1e-12)
+    before = hooks_on(precise)
+    with pytest.raises(PromptError):
+        al.step_flows(precise, prompt, "reply", chunk=chunk)
+    assert hooks_on(precise) == before
+
+
+def test_both_ways_to_the_gradient_agree(
+    precise: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_outputs = al.step_flows(precise, prompt, "answer")
+    assert from_outputs.info["computed from"] == "gradients of the heads' outputs, times values"
+    monkeypatch.setattr(step_gradients, "_agree", lambda *of: False)
+    from_patterns = al.step_flows(precise, prompt, "answer")
+    assert from_patterns.info["computed from"] == "gradients of the patterns"
+    assert_same(from_outputs, from_patterns, 1e-12)
+
+
+def test_an_operation_without_a_batched_gradient_costs_a_pass_for_each_step(
+    precise: Any, prompt: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, grad, calls = al.step_flows(precise, prompt, "answer"), torch.autograd.grad, []
+
+    def without_batches(*of: Any, is_grads_batched: bool = False, **options: Any) -> Any:
+        calls.append(is_grads_batched)
+        if is_grads_batched:
+            raise RuntimeError("Batching rule not implemented")
+        return grad(*of, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", without_batches)
+    assert_same(al.step_flows(precise, prompt, "answer"), expected, 1e-12)
+    assert calls.count(True) == 1
+    assert calls.count(False) == 5  # the trial, and four steps
+
+
+def test_a_padded_prompt_of_a_task_has_steps_too(gpt2: Any) -> None:
+    batch = questions(gpt2, 3, padding_side="left")[0]
+    alone = al.step_flows(gpt2, batch.prompt(1), "target", segments=["text", "label", "query"])
+    assert alone.read.shape == (1, 3, 3)
+    assert alone.axis_names("segment") == ("text", "label", "query")
+    with pytest.raises(PromptError, match="step flows are of one prompt"):
+        al.step_flows(gpt2, batch, "target")
+
+
+def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch, tmp_path: Any) -> None:
+    record = al.step_flows(gpt2, prompt, "answer")
+    texts = record.axis_names("step")
+    assert texts is not None
+    assert "".join(texts) in gpt2.tokenizer.decode(TOKENS[0])
+    frame = record.to_frame()
+    assert set(frame[frame["quantity"] == "loss"]["step"]) <= set(texts)
+    same = al.StepFlowsRecord.load(record.save(tmp_path / "steps.safetensors"))
+    assert_same(same, record, 0)
+    figure = record.plot()
+    z: Tensor = torch.tensor(figure.data[0].z, dtype=torch.float64)
+    shares = (record.read / record.read.nansum(-1, keepdim=True)).nanmean(1).T
+    assert difference(z.nan_to_num(), shares.nan_to_num()) <= 1e-6
+    assert len(figure.layout.xaxis.ticktext) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"segment": "reply"}, "there is no segment 'reply'"),
+        ({"segments": ["reply"]}, "there is no segment 'reply'"),
+        ({"chunk": 0}, "chunk must be a whole number from 1"),
+        ({"chunk": 2.5}, "chunk must be a whole number from 1"),
+        ({"weight": "signed"}, "weight is a function"),
+        ({"weight": lambda a, g: a}, "to a number for each edge"),
+    ],
+)
+def test_wrong_arguments_raise_an_error(
+    arguments: dict[str, Any], message: str, gpt2: Any, prompt: al.PromptBatch
+) -> None:
+    options: dict[str, Any] = {"segment": "answer"} | arguments
+    with pytest.raises((MetricError, PromptError), match=message):
+        al.step_flows(gpt2, prompt, **options)
+
+
+def test_a_segment_of_the_first_token_alone_has_no_steps(gpt2: Any) -> None:
+    prompt = al.PromptBatch.from_segments(TOKENS, [[0] + [1] * 9], ["first", "rest"])
+    with pytest.raises(MetricError, match="has no token that follows another one"):
+        al.step_flows(gpt2, prompt, "first")
