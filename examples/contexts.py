@@ -16,7 +16,7 @@ def trained(
     model: Any, training: list[al.PromptBatch], options: dict[str, Any], length: int
 ) -> dict[str, Any]:
     """Soft and hard prompts, a prefix, and one from the label words if their positions can move."""
-    words = al.hard_prompts.class_words(training)
+    words = training[0].label_token_ids.tolist()  # the first token of each label word
     contexts: dict[str, Any] = {
         "soft prompt": al.train_soft_prompt(model, training, length=length, **options),
         "hard prompt": al.train_hard_prompt(model, training, length=length, start=words, **options),

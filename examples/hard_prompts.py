@@ -129,7 +129,7 @@ def main() -> None:
             training,
             held_out=held_out,
             length=options.length,
-            start=al.hard_prompts.class_words(training),
+            start=training[0].label_token_ids.tolist(),  # the first token of each label word
         )
         stored = options.folder / name
         seeds = range(1, options.searches + 1)

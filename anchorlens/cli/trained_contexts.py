@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..contexts.compression import compress
-from ..contexts.hard_prompts import class_words
 from ..contexts.placement import rebased
 from ..contexts.prefix_context import NoContext, PrefixContext
 from ..contexts.reweighted import reweight_demonstrations
@@ -121,8 +120,10 @@ def trained_contexts(
         return train_soft_prompt(model, prompts.training, length=training.length, **options)
 
     def hard_prompt(**options: Any) -> PrefixContext:
-        words = class_words(prompts.training)
         batches, length = prompts.training, training.length
+        if any((batch.label_ends != batch.label_positions).any() for batch in batches):
+            output.note("the search starts from the first token of each label word")
+        words = batches[0].label_token_ids.tolist()
         return train_hard_prompt(model, batches, length=length, start=words, **options)
 
     def prefix_from_anchors(**options: Any) -> PrefixContext:
@@ -146,7 +147,7 @@ def trained_contexts(
                 progress=not output.quiet,
                 folder=_folder_of(training.folder, name),
             )
-        # Learned positions cannot be moved, or a label word has several tokens, for example.
+        # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
             output.note(f"no {name}: {error}")
     return contexts
