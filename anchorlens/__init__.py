@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random
     from .hooks import reweight_anchors as reweight_anchors
+    from .hooks import scale_edges as scale_edges
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord
     from .metrics.accuracy import AccuracyRecord as AccuracyRecord

@@ -163,6 +163,16 @@ def calls() -> list[Call]:
             ("edges", "layers", "heads"),
         ),
         Call(
+            al.scale_edges,
+            {"model": model, "edges": edges, "factor": 0.5, "layers": [0], "heads": None},
+            {
+                **layers,
+                "edges": [edges.float(), edges[0], edges.long()],
+                "factor": [-1.0, NAN, INF, "x", None, True, vector, torch.ones(3, 2) * NAN],
+            },
+            ("edges", "factor", "layers", "heads"),
+        ),
+        Call(
             al.isolate,
             {"model": model, "positions": batch.label_positions, "layers": [0], "heads": None},
             {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
