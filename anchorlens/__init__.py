@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .experiments.reweighting import train_reweighting as train_reweighting
     from .experiments.sites import Site as Site
     from .hooks import block_edges as block_edges
+    from .hooks import detach_heads as detach_heads
     from .hooks import isolate as isolate
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random

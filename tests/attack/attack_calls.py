@@ -173,6 +173,12 @@ def calls() -> list[Call]:
             ("edges", "factor", "layers", "heads"),
         ),
         Call(
+            al.detach_heads,
+            {"model": model, "layers": [0], "heads": None},
+            {"model": models, **layers},
+            ("model", "layers", "heads"),
+        ),
+        Call(
             al.isolate,
             {"model": model, "positions": batch.label_positions, "layers": [0], "heads": None},
             {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
