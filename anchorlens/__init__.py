@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
+    from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
+    from .experiments.edge_sweep import SweepResults as SweepResults
+    from .experiments.edge_sweep import edge_sweep as edge_sweep
     from .experiments.isolation import IsolationRecord as IsolationRecord
-    from .experiments.isolation import SweepResults as SweepResults
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
     from .experiments.isolation import plot_isolation as plot_isolation

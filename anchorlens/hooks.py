@@ -345,8 +345,6 @@ def random_positions(
     batch: PromptBatch, seed: int, *, whole_words: bool = False
 ) -> Bool[Tensor, "batch position"]:
     """Random positions of the demonstrations, as many as the label words have."""
-    if not isinstance(seed, int):
-        raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
     last = batch.label_ends.max(1, keepdim=True).values
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     first = batch.attention_mask.long().argmax(1, keepdim=True)
@@ -367,7 +365,7 @@ def random_positions(
                 "label words, too few for a random control; use longer demonstrations"
             )
         # Padding does not change the draw: candidates are counted, not positions.
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
+        generator = edge_sets.draw_generator(seed, set_id)
         chosen = torch.randperm(len(candidates), generator=generator)[:count]
         drawn[row, candidates[chosen]] = True
     return drawn.to(batch.tokens.device)
@@ -450,12 +448,25 @@ def _isolate_in_batch(
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
     cut = edge_sets.between(receivers, batch.attention_mask)
+    return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
+
+
+def block_in_batch(
+    model: HookedModel,
+    batch: PromptBatch,
+    cut: Bool[Tensor, "batch query key"],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None,
+    keep_bos: bool,
+    renormalize: bool,
+) -> list[Hook]:
+    """Hooks of ``block_edges`` for a batch, which they follow after a cached prefix."""
     if keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
-        cut &= ~edge_sets.from_first(batch)
+        cut = cut & ~edge_sets.from_first(batch)
     first = batch.first_query
     numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
     hooks = block_edges(model, cut, layers, numbers, renormalize=renormalize, first_query=first)

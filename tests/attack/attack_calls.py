@@ -243,6 +243,21 @@ def calls() -> list[Call]:
             ("model", "batches", "sites", "draws"),
         ),
         Call(
+            al.edge_sweep,
+            {
+                **{**all_of, "edges": al.edges.pq, "sites": {"first": al.Site([0])}},
+                **{"control": al.edges.random_keys, "draws": 1, **QUICK},
+            },
+            {
+                "batches": bad_lists,
+                "edges": [None, edges, lambda batch: None, lambda batch: batch.tokens],
+                "control": [None, edges, lambda *_: None, lambda batch, *_: batch.tokens],
+                "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
+                "draws": sizes,
+            },
+            ("model", "batches", "edges", "sites", "control", "draws"),
+        ),
+        Call(
             al.sites.first_and_last,
             {"model": model, "depths": [1]},
             {"depths": [[0], [99], [-1], [1.5]]},
