@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
+    from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
+    from .experiments.edge_sweep import SweepResults as SweepResults
+    from .experiments.edge_sweep import edge_sweep as edge_sweep
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.generation import trace_generation as trace_generation
     from .experiments.isolation import IsolationRecord as IsolationRecord
-    from .experiments.isolation import SweepResults as SweepResults
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
     from .experiments.isolation import plot_isolation as plot_isolation
@@ -56,10 +58,12 @@ if TYPE_CHECKING:
     from .experiments.reweighting import train_reweighting as train_reweighting
     from .experiments.sites import Site as Site
     from .hooks import block_edges as block_edges
+    from .hooks import detach_heads as detach_heads
     from .hooks import isolate as isolate
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random
     from .hooks import reweight_anchors as reweight_anchors
+    from .hooks import scale_edges as scale_edges
     from .metrics import weights as weights
     from .metrics.accuracy import Accuracy as Accuracy
     from .metrics.accuracy import AccuracyComparisonRecord as AccuracyComparisonRecord

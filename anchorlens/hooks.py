@@ -1,4 +1,4 @@
-"""Turns positions and edges into plain TransformerLens hooks: block, isolate, re-weight.
+"""Turns positions and edges into plain TransformerLens hooks: block, scale, isolate, detach.
 
 Each function returns a list of ``(hook name, function)`` pairs for ``run_with_hooks``; lists join
 with ``+``. It checks its arguments against the model before the model runs.
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .errors import HookError, PromptError
+from .models.head_outputs import detached, require_separate_heads
 from .models.hooked import (
     BatchHook,
     Hook,
@@ -24,10 +25,14 @@ from .models.hooked import (
     refuse_folded_value_biases,
     require_prepared,
     scores_name,
+    z_name,
 )
 from .prompts import edges as edge_sets
 from .prompts.arrays import holds_integers
 from .prompts.batch import LeadingTokens, PromptBatch, check_inside
+
+# From the numbers of queries and keys that the model runs to the edges of these queries.
+RowsOfEdges = Callable[[int, int], Bool[Tensor, "batch query key"]]
 
 
 class Hooks(list[Hook]):
@@ -88,27 +93,115 @@ def block_edges(
         >>> cut = al.block_edges(model, al.edges.pq(batch), layers=range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
-    if not isinstance(edges, Tensor) or edges.dtype != torch.bool or edges.ndim != 3:
-        raise HookError(
-            "edges must be a tensor of True and False with the shape (batch, query, key), as "
-            f"al.edges gives; got {_kind(edges)}"
-        )
+    rows = _rows_of(edges, first_query)
     if renormalize and edges.diagonal(dim1=1, dim2=2).any():
-        raise HookError(
-            "edges from a position to itself cannot be cut before the softmax: the row may be left "
-            "with nothing to attend to. Leave the diagonal out (edges & ~torch.eye(n, dtype=bool)) "
-            "or pass renormalize=False"
-        )
-
-    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
-        if keys != edges.shape[2] or first_query + queries > edges.shape[1]:
-            raise HookError(
-                f"edges are for {edges.shape[1]} query and {edges.shape[2]} key positions, but the "
-                f"model runs {queries} queries (from {first_query}) over {keys} keys"
-            )
-        return edges[:, first_query : first_query + queries]
-
+        raise _diagonal_error("cut")
     return _blocking_hooks(model, rows, layers, heads, renormalize)
+
+
+def scale_edges(
+    model: HookedModel,
+    edges: Bool[Tensor, "batch query key"],
+    factor: float | Float[Tensor, ""] | Float[Tensor, "layer head"],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None = None,
+    *,
+    renormalize: bool = True,
+    first_query: int = 0,
+) -> list[Hook]:
+    """Hooks that multiply the attention along edges by a factor: 0 cuts them, 1 changes nothing.
+
+    With ``renormalize`` each row is divided by its new sum, ``A f / sum_j A f``; without it the
+    pattern is ``A f``. A factor of 0 gives the numbers of ``block_edges`` bit for bit. Gradients
+    flow into a tensor.
+
+    Args:
+        model: The hooked model to which the hooks will be added.
+        edges: True at the edges to scale; a batch of 1 holds for all prompts.
+        factor: A number from 0 up, or one for each layer and head of the model, of which those in
+            ``layers`` and ``heads`` are used.
+        layers: Layers to act in; negative numbers count from the end.
+        heads: Heads to act in; all by default.
+        renormalize: True adds ``log(factor)`` to the scores before the softmax, so that each row
+            still sums to 1; in models with attention sinks the row and its sink do. False
+            multiplies the pattern after the softmax, as ``reweight_anchors`` does.
+        first_query: Position of the first query row; above 0 after a cached prefix.
+
+    Returns:
+        Hooks for ``run_with_hooks``.
+
+    Raises:
+        HookError: As for ``block_edges``, or ``factor`` is negative, not finite or of another
+            shape. With ``renormalize=True``, 0 is also refused for edges of a position to itself,
+            and in a tensor that needs a gradient, because ``log`` has none there.
+        ModelError: The model was not prepared, or its value biases are folded and
+            ``renormalize`` is False.
+
+    Examples:
+        >>> half = al.scale_edges(model, al.edges.pq(batch), 0.5, layers=range(3))
+        >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=half)
+    """
+    require_prepared(model)
+    rows = _rows_of(edges, first_query)
+    factors = _factors(model, factor)
+    used = factors[layer_numbers(model, layers)][:, _head_numbers(model, heads)]
+    if renormalize and (used == 0).any():
+        if edges.diagonal(dim1=1, dim2=2).any():
+            raise _diagonal_error("multiplied by 0")
+        if factors.requires_grad:
+            raise HookError(
+                "a factor of 0 has no gradient before the softmax; begin with a small number such "
+                "as 1e-6, or pass renormalize=False"
+            )
+
+    def scale(layer: int, attention: Tensor, where: Tensor) -> Tensor:
+        of_heads = factors[layer].to(attention.device)[:, None, None]
+        if not renormalize:
+            return torch.where(where, attention * of_heads.to(attention.dtype), attention)
+        scores = attention + of_heads.log().to(attention.dtype)
+        # Not -inf, as in block_edges.
+        return torch.where(where, scores.clamp(min=torch.finfo(scores.dtype).min), attention)
+
+    return _hooks_on_edges(model, rows, layers, heads, renormalize, scale)
+
+
+def detach_heads(
+    model: HookedModel, layers: Iterable[int] | int, heads: Iterable[int] | int | None = None
+) -> list[Hook]:
+    """Hooks that stop the gradient through heads, and leave every output as it was, bit for bit.
+
+    They detach ``z``, the output of a head before the output projection. So the pattern and the
+    values of these heads get a gradient of exactly 0, and everything before them gets only the
+    gradient that comes through the rest of the model.
+
+    Args:
+        model: The hooked model to which the hooks will be added.
+        layers: Layers to act in; negative numbers count from the end.
+        heads: Heads to act in; all by default.
+
+    Returns:
+        Hooks for ``run_with_hooks``, or for ``model.hooks`` around a backward pass.
+
+    Raises:
+        HookError: A layer or head does not exist.
+        ModelError: The model was not prepared, or a layer does not hold the output of each head
+            by itself (JetMoe; BitNet, whose norm mixes heads). A tiny pass finds out at first use.
+
+    Examples:
+        The saliency of the other heads, and of other layers without the paths through head 1.0.
+
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False,
+        ...     hooks=lambda batch: al.detach_heads(model, layers=1, heads=0))
+    """
+    require_prepared(model)
+    numbers = layer_numbers(model, layers)
+    chosen = _head_numbers(model, heads)
+    require_separate_heads(model, numbers)
+
+    def detach(z: Tensor, hook: Any) -> Tensor:
+        return detached(z, model.cfg.n_heads, chosen)
+
+    return Hooks((z_name(layer), detach) for layer in numbers)
 
 
 def isolate(
@@ -260,8 +353,6 @@ def random_positions(
 
     They are after the first token of each prompt, or after the positions ``after``.
     """
-    if not isinstance(seed, int):
-        raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
     last = batch.label_ends.max(1, keepdim=True).values
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     after = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after
@@ -282,7 +373,7 @@ def random_positions(
                 "label words, too few for a random control; use longer demonstrations"
             )
         # Padding does not change the draw: candidates are counted, not positions.
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
+        generator = edge_sets.draw_generator(seed, set_id)
         chosen = torch.randperm(len(candidates), generator=generator)[:count]
         drawn[row, candidates[chosen]] = True
     return drawn.to(batch.tokens.device)
@@ -365,12 +456,25 @@ def _isolate_in_batch(
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
     cut = edge_sets.between(receivers, batch.attention_mask)
+    return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
+
+
+def block_in_batch(
+    model: HookedModel,
+    batch: PromptBatch,
+    cut: Bool[Tensor, "batch query key"],
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None,
+    keep_bos: bool,
+    renormalize: bool,
+) -> list[Hook]:
+    """Hooks of ``block_edges`` for a batch, which they follow after a cached prefix."""
     if keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
-        cut &= ~edge_sets.from_first(batch)
+        cut = cut & ~edge_sets.from_first(batch)
     first = batch.first_query
     numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
     hooks = block_edges(model, cut, layers, numbers, renormalize=renormalize, first_query=first)
@@ -381,31 +485,104 @@ def _isolate_in_batch(
 
 def _blocking_hooks(
     model: HookedModel,
-    rows: Callable[[int, int], Bool[Tensor, "batch query key"]],
+    rows: RowsOfEdges,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
     renormalize: bool,
 ) -> list[Hook]:
+    def block(layer: int, attention: Tensor, where: Tensor) -> Tensor:
+        # Not -inf, because a row with nothing but padding would become NaN.
+        value = torch.finfo(attention.dtype).min if renormalize else 0.0
+        return attention.masked_fill(where, value)
+
+    return _hooks_on_edges(model, rows, layers, heads, renormalize, block)
+
+
+def _hooks_on_edges(
+    model: HookedModel,
+    rows: RowsOfEdges,
+    layers: Iterable[int] | int,
+    heads: Iterable[int] | int | None,
+    renormalize: bool,
+    change: Callable[[int, Tensor, Tensor], Tensor],
+) -> list[Hook]:
+    """Hooks that change the scores (to renormalize) or the pattern of a layer along edges."""
     require_prepared(model)
     if not renormalize:
         refuse_folded_value_biases(model)
-    count = model.cfg.n_heads
-    chosen = torch.zeros(count, dtype=torch.bool)
-    chosen[indices_of("head", range(count) if heads is None else heads, count)] = True
+    chosen = torch.zeros(model.cfg.n_heads, dtype=torch.bool)
+    chosen[_head_numbers(model, heads)] = True
     name = scores_name if renormalize else pattern_name
 
-    def block(attention: Tensor, hook: Any) -> Tensor:
-        device = attention.device
-        cut = rows(attention.shape[2], attention.shape[3]).to(device)
-        if cut.shape[0] not in (1, attention.shape[0]):
-            raise HookError(
-                f"edges are for {cut.shape[0]} prompts, but the model runs {attention.shape[0]}"
-            )
-        # Not -inf, because a row with nothing but padding would become NaN.
-        value = torch.finfo(attention.dtype).min if renormalize else 0.0
-        return attention.masked_fill(cut[:, None] & chosen.to(device)[:, None, None], value)
+    def hook_of(layer: int) -> Hook:
+        def act(attention: Tensor, hook: Any) -> Tensor:
+            device = attention.device
+            edges = rows(attention.shape[2], attention.shape[3]).to(device)
+            if edges.shape[0] not in (1, attention.shape[0]):
+                raise HookError(
+                    f"edges are for {edges.shape[0]} prompts, but the model runs "
+                    f"{attention.shape[0]}"
+                )
+            where = edges[:, None] & chosen.to(device)[:, None, None]
+            return change(layer, attention, where)
 
-    return Hooks((name(layer), block) for layer in layer_numbers(model, layers))
+        return name(layer), act
+
+    return Hooks(hook_of(layer) for layer in layer_numbers(model, layers))
+
+
+def _rows_of(edges: Bool[Tensor, "batch query key"], first_query: int) -> RowsOfEdges:
+    """The rows of edges that a pass runs, after they were checked."""
+    if not isinstance(edges, Tensor) or edges.dtype != torch.bool or edges.ndim != 3:
+        raise HookError(
+            "edges must be a tensor of True and False with the shape (batch, query, key), as "
+            f"al.edges gives; got {_kind(edges)}"
+        )
+
+    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
+        if keys != edges.shape[2] or first_query + queries > edges.shape[1]:
+            raise HookError(
+                f"edges are for {edges.shape[1]} query and {edges.shape[2]} key positions, but the "
+                f"model runs {queries} queries (from {first_query}) over {keys} keys"
+            )
+        return edges[:, first_query : first_query + queries]
+
+    return rows
+
+
+def _diagonal_error(change: str) -> HookError:
+    return HookError(
+        f"edges from a position to itself cannot be {change} before the softmax: the row may be "
+        "left with nothing to attend to. Leave the diagonal out "
+        "(edges & ~torch.eye(n, dtype=bool)) or pass renormalize=False"
+    )
+
+
+def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
+    """The factor of each layer and head, checked."""
+    shape = (model.cfg.n_layers, model.cfg.n_heads)
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    factors = torch.tensor(float(factor), dtype=torch.double) if is_number else factor
+    if not isinstance(factors, Tensor) or tuple(factors.shape) not in ((), shape):
+        given = _kind(factor) if isinstance(factor, Tensor) else repr(factor)
+        raise HookError(
+            f"factor must be a number or a tensor with the shape (layer, head) = {shape}; "
+            f"got {given}"
+        )
+    if not factors.is_floating_point() or not ((factors >= 0) & (factors < torch.inf)).all():
+        given = str(factors.dtype)
+        if factors.is_floating_point():
+            given = str(factors.detach().tolist())
+        raise HookError(
+            "factor must be a float from 0 up, because attention is multiplied by it: 0 cuts, 1 "
+            f"changes nothing; got {given}"
+        )
+    return factors.expand(shape)
+
+
+def _head_numbers(model: HookedModel, heads: Iterable[int] | int | None) -> list[int]:
+    count = model.cfg.n_heads
+    return indices_of("head", range(count) if heads is None else heads, count)
 
 
 def _point_of(hook: Any) -> str:

@@ -112,6 +112,11 @@ def scores_name(layer: int) -> str:
     return f"blocks.{layer}.attn.hook_attn_scores"
 
 
+def z_name(layer: int) -> str:
+    """Hook point of the heads' outputs, Float["batch query head d_head"], before W_O."""
+    return f"blocks.{layer}.attn.hook_z"
+
+
 def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
     """Layers as numbers from 0, each once, in order; negative numbers count from the end.
 

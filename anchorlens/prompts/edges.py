@@ -10,11 +10,13 @@ Examples:
     False
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import HookError, PromptError
 from .batch import PromptBatch, check_inside, require_label_words
 
 Edges = Bool[Tensor, "batch query key"]
@@ -62,6 +64,16 @@ def anchors(batch: PromptBatch) -> Positions:
     require_label_words([batch])
     check_inside(batch, "label_positions", batch.label_positions)
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
+
+
+def forerunners(batch: PromptBatch) -> Positions:
+    """Positions of the token before each anchor, such as the colon in "Answer: Entity".
+
+    Raises:
+        PromptError: A label position lies outside its prompt.
+    """
+    labels = anchors(batch)
+    return torch.cat([labels[:, 1:], torch.zeros_like(labels[:, :1])], 1) & batch.attention_mask
 
 
 def target(batch: PromptBatch) -> Positions:
@@ -127,3 +139,114 @@ def from_first(batch: PromptBatch) -> Edges:
     first = batch.attention_mask.long().argmax(1, keepdim=True)
     keys = torch.zeros_like(batch.attention_mask).scatter(1, first, True)
     return between(batch.attention_mask, keys)
+
+
+def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
+    """Random edges of the same queries: each query reads as many other keys as in ``edges``.
+
+    Neither ``edges`` nor edges to the first token of a prompt are drawn. The draw depends only on
+    ``seed`` and the tokens of the demonstrations, and in each row on nothing after it: it does not
+    depend on the batch or the padding.
+
+    Args:
+        batch: The prompts.
+        edges: Edges of these prompts, from a token to an earlier one.
+        seed: Number of the draw.
+
+    Returns:
+        As many edges in each row, up to the target position, as ``edges`` has there.
+
+    Raises:
+        HookError: A row has too few other keys, or ``seed`` is not a whole number.
+        PromptError: ``edges`` are not edges of these prompts.
+
+    Examples:
+        >>> drawn = edges.random_keys(batch, edges.pq(batch), seed=0)
+        >>> bool((drawn.sum(2) == edges.pq(batch).sum(2)).all())
+        True
+        >>> bool((drawn & edges.pq(batch)).any())
+        False
+    """
+    return _drawn(batch, edges, seed, lambda square: square)
+
+
+def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
+    """Random edges of each prompt, as many as in ``edges``, from any query to any key.
+
+    For edges that leave their queries too few other keys, such as all edges from the query to the
+    demonstrations. Otherwise as ``random_keys``, but a draw depends on the whole prompt.
+
+    Examples:
+        >>> context = edges.between(edges.query(batch), edges.demonstrations(batch))
+        >>> drawn = edges.random_edges(batch, context, seed=0)
+        >>> bool((drawn.sum((1, 2)) == context.sum((1, 2))).all())
+        True
+    """
+    return _drawn(batch, edges, seed, lambda square: square.flatten()[None])
+
+
+def check_edges(batch: PromptBatch, edges: Edges) -> None:
+    """Raise an error unless edges go from tokens of these prompts to earlier tokens of them."""
+    shape = (*batch.tokens.shape, batch.tokens.shape[1])
+    is_set = isinstance(edges, Tensor) and edges.dtype == torch.bool
+    if not is_set or tuple(edges.shape) != shape:
+        given = type(edges).__name__
+        if isinstance(edges, Tensor):
+            given = f"{edges.dtype} of the shape {tuple(edges.shape)}"
+        raise PromptError(
+            "edges must be a tensor of True and False with the shape (batch, query, key) = "
+            f"{shape}, as al.edges gives; got {given}"
+        )
+    allowed = between(batch.attention_mask, batch.attention_mask)
+    if (edges.to(allowed.device) & ~allowed).any():
+        raise PromptError(
+            "edges must go from a token to an earlier token of its prompt, but some belong to "
+            "padding, go to a later token or from a token to itself; leave these out (edges & "
+            "al.edges.between(batch.attention_mask, batch.attention_mask))"
+        )
+
+
+def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
+    """The generator of a draw for prompts with these demonstrations.
+
+    Raises:
+        HookError: The seed is not a whole number.
+    """
+    if not isinstance(seed, int):
+        raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
+    return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
+
+
+def _drawn(
+    batch: PromptBatch, edges: Edges, seed: int, groups: Callable[[Tensor], Tensor]
+) -> Edges:
+    """As many other edges in each row of ``groups``, a function of a square (query, key)."""
+    check_edges(batch, edges)
+    counted = (edges.to(batch.tokens.device) & every(batch)).cpu()
+    free = (every(batch) & ~from_first(batch)).cpu() & ~counted
+    drawn = torch.zeros_like(counted)
+    for row, set_id in enumerate(batch.demonstrations_id.tolist()):
+        # Padding does not change the draw: tokens are counted, not positions.
+        tokens = batch.attention_mask[row].cpu().nonzero().flatten()
+        square = (row, tokens[:, None], tokens)
+        queries, keys = torch.tril_indices(len(tokens), len(tokens), -1)
+        scores = torch.zeros(len(tokens), len(tokens), dtype=torch.double)
+        # Row by row, so that later tokens do not change the numbers of earlier rows.
+        generator = draw_generator(seed, set_id)
+        scores[queries, keys] = torch.rand(len(queries), dtype=torch.double, generator=generator)
+        scores = groups(scores.masked_fill(~free[square], -1.0))
+        counts, available = (groups(each[square]).sum(1) for each in (counted, free))
+        if (counts > available).any():
+            worst = int((counts - available).argmax())
+            raise HookError(
+                f"prompt {row} has {int(available[worst])} other edges to draw from for "
+                f"{int(counts[worst])} edges, too few for a random control; draw from all edges "
+                "of the prompt (control=al.edges.random_edges), or choose fewer edges"
+            )
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        busy = counts > 0
+        order = scores[busy].argsort(dim=1, descending=True, stable=True)
+        ranked = torch.arange(scores.shape[1]) < counts[busy, None]
+        chosen[busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
+        drawn[square] = chosen.view(len(tokens), len(tokens))
+    return drawn.to(batch.tokens.device)

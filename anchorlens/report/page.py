@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from ..errors import AnchorlensError
 from ..experiments.context_comparison import ContextsRecord
-from ..experiments.isolation import IsolationRecord, plot_isolation
+from ..experiments.edge_sweep import CutEdgesRecord, plot_cuts
 from ..prompts.prompt_html import PROMPT_CSS
 from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
@@ -226,20 +226,22 @@ def _sections(
     figures: dict[str, Any],
     common: Mapping[str, Any],
 ) -> Iterator[_Section]:
-    """A section for each record; all isolations are one."""
-    isolations = {
+    """A section for each record; all isolations are one, and so are all cuts of other edges."""
+    drawn = {
         name: record
         for name, record in records.items()
-        if isinstance(record, IsolationRecord) and name not in figures
+        if isinstance(record, CutEdgesRecord) and name not in figures
     }
     for number, (name, record) in enumerate(records.items()):
         section_id = _id(chapter_id, number, name)
-        if name not in isolations:
+        if name not in drawn:
             figure = figures.pop(name) if name in figures else _plot_of(record)
             yield _section(section_id, name, {"": record}, figure, common)
-        elif name == next(iter(isolations)):
-            heading = name if len(isolations) == 1 else "isolation"
-            yield _section(section_id, heading, isolations, plot_isolation(isolations), common)
+            continue
+        cuts = {other: each for other, each in drawn.items() if type(each) is type(record)}
+        if name == next(iter(cuts)):
+            heading = name if len(cuts) == 1 else record.heading
+            yield _section(section_id, heading, cuts, plot_cuts(cuts), common)
 
 
 def _section(

@@ -163,6 +163,22 @@ def calls() -> list[Call]:
             ("edges", "layers", "heads"),
         ),
         Call(
+            al.scale_edges,
+            {"model": model, "edges": edges, "factor": 0.5, "layers": [0], "heads": None},
+            {
+                **layers,
+                "edges": [edges.float(), edges[0], edges.long()],
+                "factor": [-1.0, NAN, INF, "x", None, True, vector, torch.ones(3, 2) * NAN],
+            },
+            ("edges", "factor", "layers", "heads"),
+        ),
+        Call(
+            al.detach_heads,
+            {"model": model, "layers": [0], "heads": None},
+            {"model": models, **layers},
+            ("model", "layers", "heads"),
+        ),
+        Call(
             al.isolate,
             {"model": model, "positions": batch.label_positions, "layers": [0], "heads": None},
             {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
@@ -225,6 +241,21 @@ def calls() -> list[Call]:
                 "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
             },
             ("model", "batches", "sites", "draws"),
+        ),
+        Call(
+            al.edge_sweep,
+            {
+                **{**all_of, "edges": al.edges.pq, "sites": {"first": al.Site([0])}},
+                **{"control": al.edges.random_keys, "draws": 1, **QUICK},
+            },
+            {
+                "batches": bad_lists,
+                "edges": [None, edges, lambda batch: None, lambda batch: batch.tokens],
+                "control": [None, edges, lambda *_: None, lambda batch, *_: batch.tokens],
+                "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
+                "draws": sizes,
+            },
+            ("model", "batches", "edges", "sites", "control", "draws"),
         ),
         Call(
             al.sites.first_and_last,

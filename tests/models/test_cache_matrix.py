@@ -17,7 +17,7 @@ from toys import TOYS
 import anchorlens as al
 from anchorlens.contexts.compression import contexts
 from anchorlens.errors import ModelError
-from anchorlens.experiments import isolation
+from anchorlens.experiments import edge_sweep
 from anchorlens.metrics.metric import possible
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.shared_prefix import no_hooks
@@ -70,7 +70,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(trial, "_shared_lengths", lambda *of: {})
         patch.setattr(
-            isolation, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
+            edge_sweep, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
         )
         whole = list(results_of(model, batch))
     assert shared[-1].info["skipped_layers"] == model.cfg.n_layers - 1

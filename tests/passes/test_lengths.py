@@ -35,6 +35,9 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
         model, [batch], hooks=lambda batch: al.isolate_labels(model, batch, 0)
     ),
     "isolation_sweep": lambda model, batch: al.isolation_sweep(model, [batch], {"a": al.Site(0)}),
+    "edge_sweep": lambda model, batch: al.edge_sweep(
+        model, [batch], al.edges.pq, {"a": al.Site(0)}
+    ),
     "train_reweighting": lambda model, batch: al.train_reweighting(model, [batch]),
     "compress": al.compress,
     "compression_loyalty": lambda model, batch: al.compression_loyalty(model, [batch]),

@@ -10,7 +10,7 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.experiments import isolation
+from anchorlens.experiments import edge_sweep
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.late_start import Start, started, stored_starts
@@ -116,7 +116,7 @@ def test_a_sweep_gives_the_records_of_each_site_alone(
         records = al.isolation_sweep(model, batches, SITES, draws=2, **QUIET)
     skipped = [record.info["skipped_layers"] for record in records.values()]
     assert skipped == [0, 2, 1, 1]
-    monkeypatch.setattr(isolation, "late_starts", lambda passes, batches, of: {1: "off", 2: "off"})
+    monkeypatch.setattr(edge_sweep, "late_starts", lambda passes, batches, of: {1: "off", 2: "off"})
     with Calls(model) as whole:
         for name, site in SITES.items():
             (alone,) = al.isolation_sweep(model, batches, {"x": site}, draws=2, **QUIET).values()

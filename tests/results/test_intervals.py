@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import sqrt
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.cli.summary import number_with_interval, text_of
-from anchorlens.experiments.isolation import _record as isolation_record
+from anchorlens.experiments.edge_sweep import _record as record_of_cut
 from anchorlens.results.bootstrap import (
     Population,
     interval_of_alike_sets,
@@ -127,7 +128,9 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": words, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    isolated = with_intervals(isolation_record, rows, resamples=50, info={})
+    isolated = with_intervals(
+        partial(record_of_cut, al.IsolationRecord), rows, resamples=50, info={}
+    )
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
     attention_rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)

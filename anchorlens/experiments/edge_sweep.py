@@ -1,0 +1,435 @@
+"""Loyalty with edges cut, and with as many random edges cut, at many sites."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import HookError, MetricError
+from ..hooks import block_in_batch
+from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
+from ..metrics.metric import Metric
+from ..metrics.saliency import EdgesOfBatch
+from ..models.hooked import BatchHook, Hook, HookedModel, indices_of, layer_numbers
+from ..models.load import ensure_prepared
+from ..passes.late_start import Start, stored_starts
+from ..passes.shared_prefix import HooksOfBatch
+from ..prompts import edges as edge_sets
+from ..prompts.batch import PromptBatch
+from ..results import captions, figures
+from ..results.record import Record, Rows
+from ..results.results import Results
+from ..runs.plan import Plan
+from ..runs.study import Study
+from ..runs.trial import late_starts
+from ..system.processes import fails_together
+from .sites import Site
+
+# The hooks of a cut at a site, and those of a random control, which also has the number of a draw.
+Cut = Callable[[PromptBatch, Site], Sequence[Hook]]
+RandomCut = Callable[[PromptBatch, Site, int], Sequence[Hook]]
+RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CutEdgesRecord(Record):
+    """Loyalty with edges cut, and with as many random edges cut.
+
+    Attributes:
+        label_loyalty: Share of prompts whose predicted label is unchanged, from 0 to 1; high means
+            that the cut changes little.
+        word_loyalty: Mean Jaccard similarity of the top 5 next tokens, from 0 to 1; high means
+            that the cut changes little.
+        kl: Mean KL(clean || cut) of the next token, in nats, ``sum p log(p / q)``, from 0 up; low
+            means that the cut changes little.
+        random_label_loyalty: Label loyalty of each random draw.
+        random_word_loyalty: Word loyalty of each random draw.
+        random_kl: KL of each random draw.
+        control_label_loyalty: Mean of random_label_loyalty over the draws.
+        control_word_loyalty: Mean of random_word_loyalty over the draws.
+        label_gap: Mean label loyalty of the random draws minus that of the cut, paired by prompt,
+            from -1 to 1. High means that these edges in particular are needed in these layers.
+        word_gap: The same for word loyalty.
+        label_kept: 1 for each prompt whose label is unchanged, else 0.
+        word_overlap: Jaccard similarity of each prompt.
+        random_label_kept: label_kept under each random draw.
+        random_word_overlap: word_overlap under each random draw.
+    """
+
+    label_loyalty: Float[Tensor, ""]
+    word_loyalty: Float[Tensor, ""]
+    kl: Float[Tensor, ""]
+    random_label_loyalty: Float[Tensor, " draw"]
+    random_word_loyalty: Float[Tensor, " draw"]
+    random_kl: Float[Tensor, " draw"]
+    control_label_loyalty: Float[Tensor, ""]
+    control_word_loyalty: Float[Tensor, ""]
+    label_gap: Float[Tensor, ""]
+    word_gap: Float[Tensor, ""]
+    label_kept: Float[Tensor, " prompt"]
+    word_overlap: Float[Tensor, " prompt"]
+    random_label_kept: Float[Tensor, "prompt draw"]
+    random_word_overlap: Float[Tensor, "prompt draw"]
+
+    caption: ClassVar[str] = captions.CUT_EDGES
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+    # The title of the figure, and the names of its bars.
+    title: ClassVar[str] = "What stays as it was when edges are cut"
+    bars: ClassVar[tuple[str, str]] = ("edges cut", "random edges cut (range of draws)")
+    # The name of the setting in stored rows, and what bars of progress and reports call the sweep.
+    setting: ClassVar[str] = "cut"
+    heading: ClassVar[str] = "cut edges"
+
+    def proportions(self) -> Mapping[str, int]:
+        """Shares of prompts."""
+        return dict.fromkeys(("label_loyalty", "random_label_loyalty", "control_label_loyalty"), 1)
+
+    def plot(self) -> go.Figure:
+        """Loyalty of the cut and of the random draws."""
+        return plot_cuts({"cut": self})
+
+
+class SweepResults(Results):
+    """The records of ``isolation_sweep`` or ``edge_sweep`` by name, a dict."""
+
+    def plot(self) -> go.Figure:
+        """All sites side by side, each with its control; see ``plot_isolation``."""
+        return plot_cuts(self)
+
+
+@fails_together()
+def edge_sweep(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    edges: EdgesOfBatch,
+    sites: Mapping[str, Site],
+    *,
+    control: RandomEdges = edge_sets.random_keys,
+    metrics: Sequence[Metric] = (),
+    draws: int = 10,
+    seed: int = 0,
+    renormalize: bool = True,
+    resamples: int = 200,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> SweepResults:
+    """Cut edges at many sites, with random controls; all share the same clean run.
+
+    ``isolation_sweep`` is this experiment for the edges by which label words collect. As there, a
+    site that does not include the first layers starts from the clean run's output of the layers
+    before it, where that gives the same logits.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts from ``build_prompts``.
+        edges: Function of a batch to the edges to cut, as those of ``al.edges``. It also gets the
+            tokens that prompts share, as a batch that ends before the target, and so does
+            ``control``.
+        sites: Where to cut, by name: from functions of ``al.sites``, or written by hand.
+        control: Function (batch, edges, seed) to as many random edges, the same in all layers:
+            ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
+            any other edges of the prompt.
+        metrics: Metrics as in ``run`` that observe the clean run; none may need a gradient.
+        draws: Number of random controls. Use about 10: their loyalties vary widely.
+        seed: Number of the first draw.
+        renormalize: See ``block_edges``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        folder: Stores what each batch contributed, as in ``run``.
+        progress: Show a progress bar.
+
+    Returns:
+        A ``CutEdgesRecord`` for each site, and the record of each metric under its name, in a dict
+        whose ``plot()`` draws all sites.
+
+    Raises:
+        HookError: A layer or head does not exist, there is no site, no prompt has an edge to cut,
+            ``edges`` or ``control`` is no function, or the prompts have too few other edges for the
+            control. It is raised before any pass.
+        PromptError: ``edges`` or ``control`` gives something else than edges from tokens to earlier
+            tokens of the prompts.
+        ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
+            is False.
+        MetricError: A metric needs a gradient, or the prompts do not fit it.
+        RunError: A metric has no result for these rows; its ``results`` has all other records.
+        StoreError: ``folder`` holds another run, or cannot be written into.
+
+    Examples:
+        The target reads the token before each label word in windows of two layers.
+
+        >>> read = lambda batch: al.edges.between(
+        ...     al.edges.target(batch), al.edges.forerunners(batch))
+        >>> windows = al.sites.windows(model, 2)
+        >>> records = al.edge_sweep(model, batches, read, windows, draws=2, progress=False)
+        >>> bool(0 <= records["layers 0 to 1"].word_loyalty <= 1)
+        True
+
+        The query reads no demonstration from layer j on.
+
+        >>> context = lambda batch: al.edges.between(
+        ...     al.edges.query(batch), al.edges.demonstrations(batch))
+        >>> n = model.cfg.n_layers
+        >>> sites = {f"from layer {j}": al.Site(range(j, n)) for j in range(n)}
+        >>> records = al.edge_sweep(model, batches, context, sites, draws=1, progress=False,
+        ...     control=al.edges.random_edges)
+        >>> figure = records.plot()
+    """
+    for name, function in (("edges", edges), ("control", control)):
+        if not callable(function):
+            example = "al.edges.pq" if name == "edges" else "al.edges.random_keys"
+            raise HookError(
+                f"{name} is a function of the batch, such as {name}={example}; got a "
+                f"{type(function).__name__}"
+            )
+
+    def edges_at(batch: PromptBatch, site: Site) -> edge_sets.Edges:
+        chosen = edges(batch)
+        edge_sets.check_edges(batch, chosen)
+        chosen = chosen.to(batch.tokens.device)
+        # No other edge is drawn for one that is not cut.
+        return chosen & ~edge_sets.from_first(batch) if site.keep_bos else chosen
+
+    def hooks_at(batch: PromptBatch, site: Site, chosen: edge_sets.Edges) -> Sequence[Hook]:
+        return block_in_batch(
+            model, batch, chosen, site.layers, site.heads, site.keep_bos, renormalize
+        )
+
+    def cut(batch: PromptBatch, site: Site) -> Sequence[Hook]:
+        return hooks_at(batch, site, edges_at(batch, site))
+
+    def random_cut(batch: PromptBatch, site: Site, number: int) -> Sequence[Hook]:
+        drawn = control(batch, edges_at(batch, site), number)
+        edge_sets.check_edges(batch, drawn)
+        return hooks_at(batch, site, drawn.to(batch.tokens.device))
+
+    return loyalty_sweep(
+        model,
+        batches,
+        sites,
+        cut,
+        random_cut,
+        CutEdgesRecord,
+        {"renormalize": renormalize, "edges": _name_of(edges), "control": _name_of(control)},
+        metrics=metrics,
+        draws=draws,
+        seed=seed,
+        resamples=resamples,
+        folder=folder,
+        progress=progress,
+    )
+
+
+def loyalty_sweep(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    sites: Mapping[str, Site],
+    cut: Cut,
+    random_cut: RandomCut,
+    kind: type[CutEdgesRecord],
+    options: Mapping[str, Any],
+    *,
+    metrics: Sequence[Metric],
+    draws: int,
+    seed: int,
+    resamples: int,
+    folder: str | Path | None,
+    progress: bool,
+) -> SweepResults:
+    """A record of a kind for each site, from hooks of a cut and hooks of its random controls.
+
+    Args:
+        options: What distinguishes this cut from others, by name; ``info`` of the records has them.
+    """
+    ensure_prepared(model)  # before its layers and heads are counted
+    _check_sites(sites, metrics, draws)
+    numbers = range(seed, seed + draws) if isinstance(seed, int) else [seed]
+    cuts = [_cut_at(model, site, cut, random_cut, numbers) for site in sites.values()]
+    acts_in = "; ".join(str(each.acts_in) for each in cuts)
+    settings = {
+        kind.setting: f"{draws} draws from {seed}, {options}, in {acts_in}",
+        "metrics": metrics,
+    }
+    study = Study(
+        model,
+        batches,
+        settings,
+        folder=folder,
+        resamples=resamples,
+        progress=progress,
+        title=kind.heading,
+    )
+    with study:
+        _check_cuts(study.batches, cuts)  # raises errors before the model runs
+        plan = study.plan(metrics, interventions=[cuts[0].change], loss=None)
+        first_changes = {each.first_layer: each.change for each in cuts}
+        reasons = late_starts(plan.passes, study.batches, first_changes)
+
+        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+            with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
+                rows, clean_logits = plan.rows_and_logits(batch)
+            clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
+            for number, each in enumerate(cuts):
+                start = starts.get(each.first_layer)
+                site_rows = _loyalty_rows(plan, batch, clean, each, start)
+                rows |= {f"/{number}/{name}": values for name, values in site_rows.items()}
+            return rows
+
+        rows = study.collect(rows_of_batch, needed=plan.needed)
+        info = {"seed": seed, "shared_prefix": plan.status, **options}
+        info["n_layers"] = model.cfg.n_layers
+        records: dict[str, Record] = {}
+        for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
+            start = f"/{number}/"  # rows of a metric begin with its name
+            site_rows = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
+            skipped = reasons.get(each.first_layer, each.first_layer)
+            records[name] = study.record(
+                partial(_record, kind), site_rows, info | each.acts_in | {"skipped_layers": skipped}
+            )
+        return SweepResults(study.results(plan, rows, known=records))
+
+
+@dataclass(frozen=True)
+class _CutAtSite:
+    """A cut at a site, and its random controls.
+
+    Attributes:
+        acts_in: Layers and heads by number (heads None for all of them), and ``keep_bos``.
+        change: Makes the hooks that cut.
+        controls: For each draw, makes the hooks that cut as many random edges.
+    """
+
+    acts_in: dict[str, Any]
+    change: HooksOfBatch
+    controls: list[HooksOfBatch]
+
+    @property
+    def first_layer(self) -> int:
+        return int(self.acts_in["layers"][0])
+
+
+def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
+    if not isinstance(sites, Mapping) or not all(
+        isinstance(name, str) and isinstance(site, Site) for name, site in sites.items()
+    ):
+        raise HookError(f"sites are {{name: al.Site(layers)}}, each name a string; got {sites!r}")
+    if not sites:
+        raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
+    if not isinstance(draws, int) or draws < 1:
+        raise HookError(f"the random control needs at least one draw; got {draws!r}")
+    names = [getattr(metric, "name", None) for metric in metrics]
+    if both := [name for name in sites if name in names]:
+        raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
+
+
+def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_CutAtSite]) -> None:
+    for each in cuts:
+        acts = [act for batch in batches for _, act in each.change(batch)[:1]]
+        sets = [act.edges for act in acts if isinstance(act, BatchHook)]
+        if not any(edges is not None and edges.any() for edges in sets):
+            raise HookError(
+                "there is nothing to cut: edges(batch) has no edge in any prompt"
+                + " but those to BOS" * each.acts_in["keep_bos"]
+            )
+        for batch in batches:
+            each.controls[0](batch)
+
+
+def _cut_at(
+    model: HookedModel, site: Site, cut: Cut, random_cut: RandomCut, numbers: Iterable[int]
+) -> _CutAtSite:
+    acts_in = {
+        "layers": layer_numbers(model, site.layers),
+        "heads": None if site.heads is None else indices_of("head", site.heads, model.cfg.n_heads),
+        "keep_bos": site.keep_bos,
+    }
+
+    def change(batch: PromptBatch) -> Sequence[Hook]:
+        return cut(batch, site)
+
+    def control(number: int) -> HooksOfBatch:
+        return lambda batch: random_cut(batch, site, number)
+
+    return _CutAtSite(acts_in, change, [control(number) for number in numbers])
+
+
+def _loyalty_rows(
+    plan: Plan, batch: PromptBatch, clean: NextTokens, cut: _CutAtSite, start: Start | None
+) -> dict[str, Tensor]:
+    """Loyalty of each prompt with the edges cut, and under each random draw."""
+
+    def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
+        logits = plan.logits(batch, hooks, start)
+        return loyalty_rows(clean, next_tokens(logits, batch.label_scores(logits)))
+
+    of_cut = loyalty_with(cut.change)
+    drawn = [loyalty_with(control) for control in cut.controls]
+    random = {
+        f"random_{name}": torch.stack([rows[name] for rows in drawn], dim=1) for name in of_cut
+    }
+    return of_cut | random
+
+
+def plot_cuts(records: Mapping[str, Record]) -> go.Figure:
+    """Loyalties at several sites side by side, each with its control.
+
+    Raises:
+        MetricError: There is no record of a cut, or there are records of several kinds of cuts.
+    """
+    cuts = {name: record for name, record in records.items() if isinstance(record, CutEdgesRecord)}
+    if len({type(record) for record in cuts.values()}) != 1:
+        raise MetricError(
+            "expected records of one kind, those of isolation_sweep or of edge_sweep; got "
+            f"{sorted({type(record).__name__ for record in records.values()}) or 'none'}"
+        )
+    first = next(iter(cuts.values()))
+    bars = [[_bars(record, kind) for record in cuts.values()] for kind in ("label", "word")]
+    low, values, high = torch.tensor(bars, dtype=torch.double).unbind(-2)
+    return figures.bars_with_controls(
+        values,
+        ["label loyalty", "word loyalty"],
+        list(cuts),
+        first.bars,
+        title=first.title,
+        low=low,
+        high=high,
+    )
+
+
+def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
+    """Lower ends, heights and upper ends of a loyalty: of the cut, and of its controls."""
+    name = f"{kind}_loyalty"
+    value, draws = float(getattr(record, name)), getattr(record, f"random_{name}")
+    low, high = record.intervals[name].tolist() if name in record.intervals else (value, value)
+    control = float(getattr(record, f"control_{name}"))
+    return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
+
+
+def _record(kind: type[CutEdgesRecord], rows: Rows) -> CutEdgesRecord:
+    label, word = rows["label_kept"], rows["word_overlap"]
+    random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
+    return kind(
+        label_loyalty=label.mean(),
+        word_loyalty=word.mean(),
+        kl=rows["kl"].mean(),
+        random_label_loyalty=random_label.mean(0),
+        random_word_loyalty=random_word.mean(0),
+        random_kl=rows["random_kl"].mean(0),
+        control_label_loyalty=random_label.mean(),
+        control_word_loyalty=random_word.mean(),
+        label_gap=random_label.mean() - label.mean(),
+        word_gap=random_word.mean() - word.mean(),
+        label_kept=label,
+        word_overlap=word,
+        random_label_kept=random_label,
+        random_word_overlap=random_word,
+    )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, as its text would name an address in memory."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,133 @@
+"""Random edges: as many as are asked for, others than those, whatever the batch and the padding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError, PromptError
+from anchorlens.prompts import edges
+
+Draw = Callable[[al.PromptBatch, Tensor, int], Tensor]
+DRAWS = {"random_keys": edges.random_keys, "random_edges": edges.random_edges}
+
+
+def forerunners_read(batch: al.PromptBatch) -> Tensor:
+    return edges.between(edges.query(batch), edges.forerunners(batch))
+
+
+def of_prompts(model: Any, draw: Draw, seed: int, **options: Any) -> dict[int, Tensor]:
+    """The drawn edges of each prompt, without padding."""
+    drawn: dict[int, Tensor] = {}
+    for batch in questions(model, 7, **options):
+        chosen = draw(batch, forerunners_read(batch), seed)
+        rows = zip(batch.index.tolist(), chosen, batch.attention_mask, strict=True)
+        drawn |= {index: square[mask][:, mask] for index, square, mask in rows}
+    return drawn
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_other_edges_are_drawn_as_many_as_there_are(
+    name: str, draw: Draw, request: pytest.FixtureRequest
+) -> None:
+    batch = questions(request.getfixturevalue(name), 5, padding_side="left")[0]
+    chosen = forerunners_read(batch)
+    assert int(chosen.sum(2).max()) == batch.label_positions.shape[1]
+    draws = [draw(batch, chosen, seed) for seed in range(10)]
+    for drawn in draws:
+        assert torch.equal(drawn.sum((1, 2)), chosen.sum((1, 2)))
+        if draw is edges.random_keys:
+            assert torch.equal(drawn.sum(2), chosen.sum(2))
+        assert not (drawn & (chosen | edges.from_first(batch) | ~edges.every(batch))).any()
+    assert all(not torch.equal(draws[0], other) for other in draws[1:])
+    assert torch.equal(draw(batch, chosen, 3), draws[3])
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_draw_depends_on_the_seed_and_the_prompt_alone(gpt2: Any, draw: Draw) -> None:
+    state = torch.get_rng_state()
+    expected = of_prompts(gpt2, draw, 5, batch_size=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    for options in ({"batch_size": 1}, {"padding_side": "left"}, {"batch_size": 7}):
+        drawn = of_prompts(gpt2, draw, 5, **options)
+        assert all(torch.equal(drawn[index], expected[index]) for index in expected)
+
+
+def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -> None:
+    """So the random control, too, can run the tokens that prompts share once."""
+    batch = questions(gpt2, 3)[0]
+    length = int(batch.label_ends.max()) + 2
+    shared = batch.prompt(0).before(length)
+    whole, part = (
+        edges.random_keys(
+            prompts, edges.between(edges.anchors(prompts), edges.group(prompts, "format")), 4
+        )
+        for prompts in (batch, shared)
+    )
+    assert part.any()
+    assert torch.equal(whole[:, :length, :length], part.expand(3, -1, -1))
+
+
+def test_every_free_key_is_drawn_equally_often(gpt2: Any) -> None:
+    """Each key's count over draws is binomial; six standard deviations are allowed."""
+    batch = questions(gpt2, 1)[0]
+    chosen, count = edges.pq(batch), 400
+    target = int(batch.target_positions[0])
+    drawn = torch.stack([edges.random_keys(batch, chosen, seed)[0] for seed in range(count)])
+    free = (edges.every(batch) & ~chosen & ~edges.from_first(batch))[0, target]
+    chance = float(chosen[0, target].sum() / free.sum())
+    limit = 6 * (count * chance * (1 - chance)) ** 0.5
+    assert ((drawn.sum(0)[target][free] - count * chance).abs() < limit).all()
+
+
+def test_all_free_keys_are_drawn_and_one_more_is_an_error(gpt2: Any) -> None:
+    batch = questions(gpt2, 1)[0]
+    row = edges.every(batch) & edges.between(edges.target(batch), batch.attention_mask)
+    free = int(row.sum()) - 1  # without the first token
+    half = row & (row.cumsum(2) <= free // 2 + 1) & ~edges.from_first(batch)
+    assert int(edges.random_keys(batch, half, 0).sum()) == int(half.sum())
+    with pytest.raises(
+        HookError, match=r"prompt 0 has 1 other edges .* for \d+ .*=al.edges.random_"
+    ):
+        edges.random_keys(batch, row & (row.cumsum(2) <= free), 0)
+    assert int(edges.random_edges(batch, row, 0).sum()) == int(row.sum())
+
+
+def test_forerunners_stand_before_the_label_words(gpt2: Any) -> None:
+    batch = questions(gpt2, 4, padding_side="left")[0]
+    expected = torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions - 1, True)
+    assert torch.equal(edges.forerunners(batch), expected)
+    at_the_start = replace(batch, label_positions=batch.label_positions.clone())
+    at_the_start.label_positions[:, 0] = batch.attention_mask.long().argmax(1)
+    found = edges.forerunners(at_the_start)
+    assert int(found.sum()) == int(expected.sum()) - 4
+    assert not (found & ~batch.attention_mask).any()
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_wrong_edges_and_seeds_are_errors(gpt2: Any, draw: Draw) -> None:
+    batch = questions(gpt2, 2, padding_side="left")[0]
+    good = edges.pq(batch)
+    padding = torch.zeros_like(good)
+    padding[0, 1, 0] = not batch.attention_mask[0, 0] or not batch.attention_mask[1, 0]
+    wrong: list[tuple[Any, str]] = [
+        (good.float(), r"\(batch, query, key\) = .*got torch.float32"),
+        (good[:1], r"got torch.bool of the shape \(1, "),
+        (None, "got NoneType"),
+        (torch.eye(good.shape[1], dtype=torch.bool).expand_as(good), "token to an earlier token"),
+        (torch.ones_like(good).triu(1), "token to an earlier token"),
+        (~batch.attention_mask[:, None, :] & torch.ones_like(good).tril(-1), "belong to padding"),
+    ]
+    for value, message in wrong:
+        with pytest.raises(PromptError, match=message):
+            draw(batch, value, 0)
+    for seed in (1.5, None, "3"):
+        with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
+            draw(batch, good, seed)  # type: ignore[arg-type]

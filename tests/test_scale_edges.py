@@ -1,0 +1,237 @@
+"""Attention that is multiplied along edges, compared with other hooks and with a plain softmax."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from comparison import batch_of, tokenizer, weights_of
+from measures import difference, logits_of, patterns_of
+from tiny_models import questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError
+from anchorlens.models.hooked import scores_name
+from anchorlens.passes.forward import run_pass, run_prefix
+from anchorlens.prompts import edges
+
+pytestmark = pytest.mark.every_kind
+MODELS = ["gpt2", "llama", "gemma3"]
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def batch(gpt2: Any) -> al.PromptBatch:
+    return questions(gpt2, 4, batch_size=4, padding_side="left")[0]
+
+
+def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
+    seen: list[Tensor] = []
+    logits_of(model, batch, [(scores_name(layer), lambda scores, hook: seen.append(scores))])
+    return seen[0]
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("heads", [None, 1])
+def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int | None) -> None:
+    batch = questions(model, 4, batch_size=4, padding_side="left")[0]
+    cut = edges.wp(batch) | edges.pq(batch)
+    options: dict[str, Any] = {"layers": range(1, 3), "heads": heads, "renormalize": renormalize}
+    ours = patterns_of(model, batch, al.scale_edges(model, cut, 0.0, **options))
+    assert torch.equal(ours, patterns_of(model, batch, al.block_edges(model, cut, **options)))
+    assert not torch.equal(ours, patterns_of(model, batch, []))
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
+    batch = questions(model, 4, batch_size=4, padding_side="left")[0]
+    everywhere = torch.ones_like(edges.wp(batch))  # padding and later keys too
+    hooks = al.scale_edges(model, everywhere, 1.0, range(3), renormalize=renormalize)
+    assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+@pytest.mark.draws
+def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
+    batch = questions(model, 4, batch_size=4, padding_side="left")[0]
+    shape = (model.cfg.n_layers, model.cfg.n_heads)
+    beta = torch.randn(shape)
+    hooks = al.scale_edges(model, edges.pq(batch), beta.exp(), range(3), renormalize=False)
+    anchors = batch.label_positions.shape[1]
+    expected = al.reweight_anchors(model, batch, beta[..., None].expand(*shape, anchors))
+    ours = patterns_of(model, batch, hooks)
+    assert torch.equal(ours, patterns_of(model, batch, expected))
+    assert not torch.equal(ours, patterns_of(model, batch, []))
+
+
+@pytest.mark.draws
+def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
+    model = hooked(tiny_gpt2(700).double(), byte_level)
+    batch = questions(model, 4, batch_size=4)[0]
+    where = edges.wp(batch) | edges.tq(batch)
+    factor = torch.rand(3, 2, dtype=torch.double) * 3
+    scores = scores_of(model, batch, 0)
+    clean = scores.softmax(-1)
+    scaled = clean * torch.where(where[:, None], factor[0][:, None, None], 1.0)
+    row_sums = scaled.sum(-1, keepdim=True)
+    # Rows of padding attend to nothing and are not compared.
+    real = batch.attention_mask[:, None, :, None].expand_as(scaled)
+    for renormalize, expected in ((True, scaled / row_sums), (False, scaled)):
+        hooks = al.scale_edges(model, where, factor, 0, renormalize=renormalize)
+        ours = patterns_of(model, batch, hooks)[:, 0]
+        torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-12)
+        of_rows = ours.sum(-1)[batch.attention_mask[:, None].expand(-1, 2, -1)]
+        off = (of_rows - 1).abs().max()
+        assert off < 1e-12 if renormalize else off > 0.1
+
+
+def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
+    gpt2: Any, batch: al.PromptBatch
+) -> None:
+    clean = patterns_of(gpt2, batch, [])[:, 1]
+    ours = patterns_of(gpt2, batch, al.scale_edges(gpt2, edges.ww(batch), 0.5, 1, heads=0))[:, 1]
+    assert torch.equal(ours[:, 1], clean[:, 1])
+    assert not torch.equal(ours[:, 0], clean[:, 0])
+
+
+@pytest.mark.without_jaxtyping
+def test_a_row_and_its_attention_sink_sum_to_1() -> None:
+    """The sink gets a part of what the edges lose, as if it were a key."""
+    weights = deepcopy(weights_of("GPT-OSS", torch.float32))
+    model, batch = al.load_model(weights, tokenizer=tokenizer()), batch_of("left")
+    where = edges.wp(batch) | edges.tq(batch)
+    clean = patterns_of(model, batch, [])[:, 0]
+    sink = 1 - clean.sum(-1, keepdim=True)
+    scaled = torch.where(where[:, None], clean * 0.25, clean)
+    ours = patterns_of(model, batch, al.scale_edges(model, where, 0.25, 0))[:, 0]
+    real = batch.attention_mask[:, None, :, None].expand_as(clean)
+    assert sink[real[..., :1]].max() > 0.1
+    expected = scaled / (scaled.sum(-1, keepdim=True) + sink)
+    torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_the_gradient_of_a_factor_equals_finite_differences(
+    hooked: Any, byte_level: Any, renormalize: bool
+) -> None:
+    model = hooked(tiny_gpt2(700).double(), byte_level)
+    batch = questions(model, 2)[0]
+
+    def loss(factor: Tensor) -> Tensor:
+        hooks = al.scale_edges(model, edges.ww(batch), factor, range(3), renormalize=renormalize)
+        with model.hooks(fwd_hooks=hooks):
+            logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
+        at_target = logits[torch.arange(len(batch)), batch.target_positions]
+        return al.label_cross_entropy(at_target, batch).sum()
+
+    generator = torch.Generator().manual_seed(0)
+    factor = (0.5 + torch.rand(3, 2, dtype=torch.double, generator=generator)).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(factor), factor)
+    numeric = torch.zeros_like(gradient)
+    with torch.no_grad():
+        for index in product(range(3), range(2)):
+            step = torch.zeros_like(factor)
+            step[index] = 1e-5
+            numeric[index] = (loss(factor + step) - loss(factor - step)) / 2e-5
+    torch.testing.assert_close(gradient, numeric, rtol=1e-5, atol=1e-8)
+    assert (gradient != 0).all()
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -> None:
+    batch = questions(model, 3)[0]
+    ready = batch.after(int(batch.label_ends.max()) + 2)
+    shared = ready.whole().prompt(0).before(ready.first_query)
+
+    def hooks(prompts: al.PromptBatch) -> Any:
+        where = edges.between(prompts.attention_mask, edges.anchors(prompts))
+        start = prompts.first_query
+        return al.scale_edges(
+            model, where, 0.3, range(3), renormalize=renormalize, first_query=start
+        )
+
+    expected = run_pass(model, batch, hooks=hooks(batch))
+    prefix = run_prefix(model, shared, hooks=hooks(shared))
+    assert difference(run_pass(model, ready, hooks=hooks(ready), prefix=prefix), expected) < 1e-5
+    assert difference(run_pass(model, batch), expected) > 1e-3
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormalize: bool) -> None:
+    everywhere = torch.ones_like(edges.wp(batch))
+    for factor in (1e-30, 1e30):
+        hooks = al.scale_edges(gpt2, everywhere, factor, range(3), renormalize=renormalize)
+        assert patterns_of(gpt2, batch, hooks).isfinite().all()
+
+
+def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
+    """A row with nothing but padding would otherwise become NaN in half precision."""
+    lowest = torch.finfo(torch.float16).min
+    masked = torch.full((4, 2, *edges.wp(batch).shape[1:]), lowest, dtype=torch.float16)
+    for factor in (0.0, 1e-30):
+        ((_, act),) = al.scale_edges(gpt2, edges.wp(batch), factor, 0)
+        assert torch.equal(act(masked, None), masked)  # type: ignore[arg-type]
+
+
+@pytest.mark.draws
+def test_scaling_edits_no_input(gpt2: Any, batch: al.PromptBatch) -> None:
+    length = batch.tokens.shape[1]
+    where, factor, pattern = edges.wp(batch), torch.rand(3, 2), torch.rand(4, 2, length, length)
+    copies = [tensor.clone() for tensor in (where, factor, pattern)]
+    for renormalize in (True, False):
+        for _, act in al.scale_edges(gpt2, where, factor, range(3), renormalize=renormalize):
+            assert not torch.equal(act(pattern, None), pattern)  # type: ignore[arg-type]
+    for tensor, copy in zip((where, factor, pattern), copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def with_zero(**options: Any) -> Tensor:
+    factor = torch.ones(3, 2)
+    factor[1, 0] = 0
+    return factor.requires_grad_(**options)
+
+
+WRONG: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda m, e: al.scale_edges(m, e, -1.0, 0), r"from 0 up.*0 cuts, 1 changes.*got -1.0"),
+    (lambda m, e: al.scale_edges(m, e, float("nan"), 0), "from 0 up.*got nan"),
+    (lambda m, e: al.scale_edges(m, e, float("inf"), 0), "from 0 up.*got inf"),
+    (lambda m, e: al.scale_edges(m, e, None, 0), r"= \(3, 2\); got None"),  # type: ignore[arg-type]
+    (lambda m, e: al.scale_edges(m, e, True, 0), r"factor must be a number .*; got True"),
+    (lambda m, e: al.scale_edges(m, e, torch.ones(2, 3), 0), r"= \(3, 2\); got .*\(2, 3\)"),
+    (lambda m, e: al.scale_edges(m, e, torch.ones(2), 0), r"= \(3, 2\); got .*\(2,\)"),
+    (lambda m, e: al.scale_edges(m, e, torch.ones(3, 2).long(), 0), r"a float.*got torch.int64"),
+    (lambda m, e: al.scale_edges(m, e.float(), 0.5, 0), "edges must be a tensor of True and False"),
+    (lambda m, e: al.scale_edges(m, e, 0.5, 9), r"layers must be numbers .*got \[9\]"),
+    (lambda m, e: al.scale_edges(m, e, 0.5, 0, heads=9), r"heads must be numbers .*got \[9\]"),
+    (
+        lambda m, e: al.scale_edges(m, torch.ones_like(e), 0.0, 0),
+        "itself cannot be multiplied by 0 .*Leave the diagonal out .*renormalize=False",
+    ),
+    (lambda m, e: al.scale_edges(m, e, with_zero(), 1), "0 has no gradient .*renormalize=False"),
+]
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_wrong_edges_and_factors_are_errors(
+    gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(HookError, match=message):
+        call(gpt2, edges.wp(batch))
+
+
+def test_a_factor_of_0_is_refused_only_where_it_acts(gpt2: Any, batch: al.PromptBatch) -> None:
+    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), [0, 2])
+    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), 1, heads=1)
+    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), 1, renormalize=False)
+    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(requires_grad=False), 1)
