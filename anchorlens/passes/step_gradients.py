@@ -25,6 +25,7 @@ from ..models.hooked import (
     pattern_name,
     refuse_folded_value_biases,
     require_prepared,
+    z_name,
 )
 from ..models.kv_cache import cached_heads
 from ..models.model_state import frozen_in_eval_mode
@@ -35,11 +36,6 @@ from .losses import columns_of
 Pattern = Float[Tensor, "1 head query key"]
 
 TOLERANCE = 1e-5  # of the largest product in its layer
-
-
-def output_name(layer: int) -> str:
-    """Hook point of the outputs of heads, Float["batch query head d_head"], before W_O."""
-    return f"blocks.{layer}.attn.hook_z"
 
 
 def values_name(layer: int) -> str:
@@ -139,7 +135,7 @@ def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> lis
             outputs[layer] = output.view_as(output)
             return outputs[layer]
 
-        return output_name(layer), store
+        return z_name(layer), store
 
     hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
     return [hook for hook in hooks if hook[0] in model.hook_dict]

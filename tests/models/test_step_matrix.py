@@ -14,9 +14,10 @@ from measures import difference
 from test_matrix import KINDS, LINE, hooked
 
 import anchorlens as al
+from anchorlens.models.hooked import z_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import leaf_hook
-from anchorlens.passes.step_gradients import output_name, step_gradients
+from anchorlens.passes.step_gradients import step_gradients
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 # What these weigh is no output of a head that a hook point holds, or no value: a norm or another
@@ -66,7 +67,7 @@ def output_products(model: Any, prompt: al.PromptBatch, position: int) -> list[t
         outputs.append(output.view_as(output))
         return outputs[-1]
 
-    hooks: list[Any] = [(output_name(layer), keep) for layer in range(model.cfg.n_layers)]
+    hooks: list[Any] = [(z_name(layer), keep) for layer in range(model.cfg.n_layers)]
     with frozen_in_eval_mode(model), model.hooks(fwd_hooks=[leaf_hook([]), *hooks]):
         logits = model(prompt.tokens, attention_mask=prompt.attention_mask.long())
         loss = -logits[0, position].log_softmax(-1)[prompt.tokens[0, position + 1]]
