@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..contexts.query_pass import Context
+from ..contexts.query_pass import Context, QueryPass
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PositionsOfBatch,
@@ -61,11 +61,7 @@ def prefix_effect(
         >>> effect.axis_names("group")
         ('context',)
     """
-    if not isinstance(context, Context):
-        raise MetricError(
-            "a context has size, query_pass and logits, as that of al.compress; got a "
-            f"{type(context).__name__}"
-        )
+    check_context(context)
     effect = PrefixEffect(rows=rows)
     settings = {"experiment": "prefix effect", "context": context, "rows": rows}
     study = Study(
@@ -81,11 +77,11 @@ def prefix_effect(
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
         for batch in study.batches:
-            effect.rows_of(context.query_pass(model, batch).batch)
+            effect.rows_of(pass_after(context, model, batch).batch)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-            query_pass = context.query_pass(model, batch)
-            queries = with_known_bos(query_pass.batch, batch)
+            query_pass = pass_after(context, model, batch)
+            queries = query_pass.batch
             of_prompts = effect_rows(
                 model,
                 queries,
@@ -102,9 +98,21 @@ def prefix_effect(
         return study.record(lambda rows: effect_record(rows, ["context"]), collected)
 
 
-def with_known_bos(queries: PromptBatch, batch: PromptBatch) -> PromptBatch:
-    """Queries after a context that know whether it begins with the BOS of the prompts."""
+def check_context(context: Context) -> None:
+    """Raise an error for what is no context."""
+    if not isinstance(context, Context):
+        raise MetricError(
+            "a context has size, query_pass and logits, as that of al.compress; got a "
+            f"{type(context).__name__}"
+        )
+
+
+def pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
+    query_pass = context.query_pass(model, batch)
+    queries = query_pass.batch
     prompts = torch.arange(len(batch), device=batch.tokens.device)
     first = batch.tokens[prompts, batch.attention_mask.long().argmax(1)]
     same = bool((queries.tokens[:, 0] == first).all())
-    return replace(queries, begins_with_bos=batch.begins_with_bos and same)
+    begins_with_bos = batch.begins_with_bos and same
+    return replace(query_pass, batch=replace(queries, begins_with_bos=begins_with_bos))

@@ -95,3 +95,53 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
         al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
     with pytest.raises(ModelError, match="made with"):
         al.prefix_effect(llama, questions(llama, 3), context, **QUIET)
+    for draw in (al.plot_prefix_pattern, al.plot_prefix_directions):
+        with pytest.raises(MetricError, match="a context has size, query_pass and logits"):
+            draw(gpt2, batches[0], 0, 0, context=wrong)
+        with pytest.raises(ModelError, match="made with"):
+            draw(llama, questions(llama, 3)[0], 0, 0, context=context)
+        with pytest.raises(MetricError, match="there is no prefix"):
+            draw(gpt2, batches[0], 0, 0, context=al.NoContext())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+@pytest.mark.every_kind
+@pytest.mark.usefixtures("kind_of_model")
+def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    batch = questions(model, 4)[0]
+    context = al.compress(model, batch, keep=al.selection.everything)
+    expected = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2)
+    figure = al.plot_prefix_pattern(model, batch, 1, 1, prompt=2, context=context)
+    for panel, panel_expected in zip(figure.data, expected.data, strict=True):
+        values, wanted = (torch.tensor(p.z, dtype=torch.double) for p in (panel, panel_expected))
+        assert values.allclose(wanted, atol=1e-5, equal_nan=True)
+    assert figure.layout.xaxis.ticktext == expected.layout.xaxis.ticktext
+    assert figure.layout.yaxis.ticktext == expected.layout.yaxis.ticktext
+    (dots,) = al.plot_prefix_directions(model, batch, -1, 0, context=context).data
+    (wanted_dots,) = al.plot_prefix_directions(model, batch, -1, 0).data
+    scale = max(map(abs, wanted_dots.x))
+    # The sign of a singular direction is arbitrary.
+    assert [*map(abs, dots.x)] == pytest.approx([*map(abs, wanted_dots.x)], abs=1e-4 * scale)
+    assert [*map(abs, dots.y)] == pytest.approx([*map(abs, wanted_dots.y)], abs=1e-3 * scale)
+
+
+def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
+    """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
+    batches = questions(llama, 2, batch_size=1)
+    learned = al.train_prefix(llama, batches[:1], held_out=batches[1:], length=2, steps=0)
+    tokens = al.hard_prompt(llama, [300, 301], held_out=batches)
+    names = []
+    for context in (learned, tokens):
+        figure = al.plot_prefix_pattern(llama, batches[0], 1, 1, context=context)
+        names.append(figure.layout.xaxis.ticktext[:3:2])  # every second one is written
+        stolen = torch.tensor(figure.data[1].z)[:, 1:3].sum(1)
+        effect = al.prefix_effect(llama, batches[:1], context, **QUIET)
+        assert float(effect.stolen[1, 1]) == pytest.approx(float(stolen.mean()), abs=1e-5)
+    assert names[0][1] == "learned_1"
+    assert names[1] == (names[0][0], llama.tokenizer.decode(301))
+    one = al.train_prefix(llama, batches[:1], held_out=batches[1:], length=1, steps=0)
+    (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, context=one).data
+    assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))
