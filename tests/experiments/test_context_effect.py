@@ -35,11 +35,9 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(
     expected = al.run(model, batches, [metric], **QUIET)["prefix_effect"]
     context = al.compress(model, batches[0], keep=al.selection.everything)
     effect = al.prefix_effect(model, batches, context, **QUIET)
-    names = ("invariance", "indirect")
-    rounding: dict[str, Any] = {key: torch.zeros(3).double() for key in names}
+    rounding: dict[str, Any] = {"invariance": torch.zeros(3).double()}
     assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
-    assert (effect.indirect - expected.indirect).abs().max() < 1e-4
-    assert effect.invariance.max() < 1e-5
+    assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
 
 
 def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
@@ -71,8 +69,8 @@ def selected(batch: al.PromptBatch, context: al.CompressedContext) -> Tensor:
 
 def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
     effect = al.prefix_effect(llama, questions(llama, 3), al.NoContext(), **QUIET)
-    assert not effect.stolen.any() and not effect.direct.any()
-    assert effect.indirect.max() < 1e-6
+    for name in ("stolen", "direct", "indirect"):
+        assert not getattr(effect, name).any(), name
     assert (effect.bos > 0).all()
     assert effect.concentration.isnan().all() and effect.spread.isnan().all()
 
