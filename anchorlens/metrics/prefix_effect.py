@@ -200,7 +200,11 @@ class PrefixEffect:
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         for batch in batches:
-            self.groups_of(batch)
+            if not self.groups_of(batch).any(2).any(1).all():
+                raise MetricError(
+                    f"the keys of {self.name} hold no token of some prompt, so that there is no "
+                    "prefix; give demonstrations, or other keys"
+                )
             self.rows_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -235,11 +239,6 @@ class PrefixEffect:
                     f"the keys of {self.name} must be tokens before the query, but position "
                     f"{position} of prompt {prompt} {reason}"
                 )
-        if not groups.any(2).any(1).all():
-            raise MetricError(
-                f"the keys of {self.name} hold no token of some prompt, so that there is no "
-                "prefix; give demonstrations, or other keys"
-            )
         return groups
 
     def rows_of(self, batch: PromptBatch) -> edges.Positions:

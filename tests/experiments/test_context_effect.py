@@ -61,6 +61,39 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
 
 
+def test_the_keys_of_a_context_are_divided_into_groups(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+    keys = dict(al.PrefixEffect().keys)
+    context = al.compress(gpt2, batches[0], keep=al.selection.everything)
+    effect = al.prefix_effect(gpt2, batches, context, keys=keys, **QUIET)
+    expected = al.run(gpt2, batches, [al.PrefixEffect()], **QUIET)["prefix_effect"]
+    assert effect.axis_names("group") == expected.axis_names("group")
+    assert effect.stolen_by_group.allclose(expected.stolen_by_group, atol=1e-6)
+    # Two of the label words are stored, at other columns than in the prompt.
+    (batch,) = batches
+    positions, ends = batch.label_positions[0, [1, 4]], batch.label_ends[0, [1, 4]]
+    assert torch.equal(positions, ends)
+
+    def keep(demonstrations: al.PromptBatch) -> Tensor:
+        stored = torch.zeros_like(demonstrations.attention_mask[0])
+        stored[positions], stored[7] = True, True
+        return stored
+
+    context = al.compress(gpt2, batch, keep=keep)
+    assert context.is_cut
+    queries = context.query_pass(gpt2, batch).batch
+    assert queries.label_positions.tolist() == [[1, 2]] * 4
+    assert queries.label_classes.equal(batch.label_classes[:, [1, 4]])
+    effect, of_anchors = (
+        al.prefix_effect(gpt2, batches, context, keys=given, **QUIET)
+        for given in (keys, {"anchors": al.edges.anchors})
+    )
+    of_text, of_labels = effect.stolen_by_group.unbind(-1)[:2]
+    assert (of_text > 1e-4).all() and (of_labels > 1e-4).all()
+    assert effect.stolen_by_group[..., 2:].sum() == 0
+    assert of_anchors.stolen.equal(of_labels)
+
+
 def selected(batch: al.PromptBatch, context: al.CompressedContext) -> Tensor:
     mask = torch.zeros_like(batch.attention_mask)
     mask[:, : len(context.kept)] = context.kept
@@ -91,6 +124,10 @@ def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:
     context = al.compress(gpt2, batches[0])
     with pytest.raises(MetricError, match="positions of every query"):
         al.prefix_effect(gpt2, batches, context, rows=al.edges.demonstrations, **QUIET)
+    no_text = al.compress(gpt2, batches[0], keep=al.selection.label_words)
+    with pytest.raises(MetricError, match="hold no token of some prompt"):
+        keys = {"text": al.PrefixEffect().keys["text"]}
+        al.prefix_effect(gpt2, batches, no_text, keys=keys, **QUIET)
     with pytest.raises(ModelError, match="made with"):
         al.prefix_effect(llama, questions(llama, 3), context, **QUIET)
     for draw in (al.plot_prefix_pattern, al.plot_prefix_directions):
