@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
     from .experiments.isolation import plot_isolation as plot_isolation
+    from .experiments.prefix_plots import plot_prefix_directions as plot_prefix_directions
+    from .experiments.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .experiments.reweighting import Beta as Beta
     from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
     from .experiments.reweighting import train_reweighting as train_reweighting
@@ -84,8 +86,6 @@ if TYPE_CHECKING:
     from .metrics.metric import ObservesPrefix as ObservesPrefix
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
-    from .metrics.prefix_plots import plot_prefix_directions as plot_prefix_directions
-    from .metrics.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency

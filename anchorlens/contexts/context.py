@@ -266,13 +266,19 @@ def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
 
 
 def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
-    """The selected columns of the prompts; do not use the label positions of the result."""
+    """The selected columns of the prompts, whose label words are those that are selected whole."""
+    ends = (batch.label_positions, batch.label_ends)
+    whole = torch.stack([selected[end] for end in ends]).all(0).all(0)
+    moved = selected.cumsum(0) - 1
     names = ("tokens", "attention_mask", "groups")
     columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
     dropped = int((~selected).sum())
     return replace(
         batch,
         **columns,
+        label_positions=moved[batch.label_positions[:, whole]],
+        label_ends=moved[batch.label_ends[:, whole]],
+        label_classes=batch.label_classes[:, whole],
         target_positions=batch.target_positions - dropped,
         query_start=batch.query_start - dropped,
     )

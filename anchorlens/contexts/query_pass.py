@@ -24,7 +24,7 @@ class QueryPass:
 
     Attributes:
         batch: The queries after the context. The keys before ``batch.first_query`` are those of the
-            context. It has no label words.
+            context. It has the label words that a compressed context stores, and no others.
         prefix: Keys and values of the context, or None if it is empty.
         hooks: Interventions that belong to the context.
     """

@@ -1,13 +1,13 @@
 """What a context does to the attention of the queries that it answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..contexts.query_pass import Context
+from ..contexts.query_pass import Context, QueryPass
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PositionsOfBatch,
@@ -21,12 +21,15 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..runs.study import Study
 
+_ALL_KEYS: Mapping[str, PositionsOfBatch] = {"context": edges.demonstrations}
+
 
 def prefix_effect(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     context: Context,
     *,
+    keys: Mapping[str, PositionsOfBatch] = _ALL_KEYS,
     rows: PositionsOfBatch = edges.query,
     resamples: int = 200,
     folder: str | Path | None = None,
@@ -34,12 +37,16 @@ def prefix_effect(
 ) -> PrefixEffectRecord:
     """What a context does to the attention of its queries: ``PrefixEffect`` with it as the prefix.
 
-    All keys of the context but BOS are the prefix; BOS and the query are the content.
+    All keys of the context but BOS are the prefix by default; BOS and the query are the content.
 
     Args:
         model: The model with which the context was made.
         batches: Prompts from ``build_prompts``, whose demonstrations the context replaces.
         context: What stands before the queries, such as ``al.compress(...)``.
+        keys: The groups of the prefix's tokens, as for ``PrefixEffect``: for each name a function
+            of the queries after the context to positions. By default they are one group,
+            ``context``. ``al.PrefixEffect().keys`` are the texts, label words, format and other
+            tokens of a compressed context.
         rows: Function of the queries after the context to the positions that count:
             ``al.edges.query`` or ``al.edges.target``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
@@ -48,10 +55,11 @@ def prefix_effect(
         progress: Show a progress bar.
 
     Returns:
-        The record; its only group is ``context``.
+        The record.
 
     Raises:
-        MetricError: ``context`` is none, or ``rows`` gives positions outside the query.
+        MetricError: ``context`` is none, ``keys`` give no position of the context, others, or one
+            in two groups, or ``rows`` gives positions outside the query.
         ModelError: The context was made with another model, or the model takes no key-value cache.
         PromptError: The prompts do not fit the model or the context.
 
@@ -60,14 +68,14 @@ def prefix_effect(
         >>> effect = al.prefix_effect(model, batches, context, progress=False)
         >>> effect.axis_names("group")
         ('context',)
+        >>> by_group = al.prefix_effect(
+        ...     model, batches, context, keys=al.PrefixEffect().keys, progress=False)
+        >>> by_group.stolen_by_group.shape[-1]
+        4
     """
-    if not isinstance(context, Context):
-        raise MetricError(
-            "a context has size, query_pass and logits, as that of al.compress; got a "
-            f"{type(context).__name__}"
-        )
-    effect = PrefixEffect(rows=rows)
-    settings = {"experiment": "prefix effect", "context": context, "rows": rows}
+    check_context(context)
+    effect = PrefixEffect(keys, rows)
+    settings = {"experiment": "prefix effect", "context": context, "effect": effect}
     study = Study(
         model,
         batches,
@@ -81,15 +89,18 @@ def prefix_effect(
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
         for batch in study.batches:
-            effect.rows_of(context.query_pass(model, batch).batch)
+            queries = pass_after(context, model, batch).batch
+            effect.rows_of(queries)
+            if edges.demonstrations(queries).any():
+                effect.check(model, [queries], changed=False)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
-            query_pass = context.query_pass(model, batch)
-            queries = with_known_bos(query_pass.batch, batch)
+            query_pass = pass_after(context, model, batch)
+            queries = query_pass.batch
             of_prompts = effect_rows(
                 model,
                 queries,
-                edges.demonstrations(queries)[:, None],
+                effect.groups_of(queries),
                 effect.rows_of(queries),
                 prefix=query_pass.prefix,
                 hooks=query_pass.hooks,
@@ -99,12 +110,24 @@ def prefix_effect(
             return {**of_prompts, "prefix_id": same}
 
         collected = study.collect(rows_of_batch)
-        return study.record(lambda rows: effect_record(rows, ["context"]), collected)
+        return study.record(lambda rows: effect_record(rows, tuple(keys)), collected)
 
 
-def with_known_bos(queries: PromptBatch, batch: PromptBatch) -> PromptBatch:
-    """Queries after a context that know whether it begins with the BOS of the prompts."""
+def check_context(context: Context) -> None:
+    """Raise an error for what is no context."""
+    if not isinstance(context, Context):
+        raise MetricError(
+            "a context has size, query_pass and logits, as that of al.compress; got a "
+            f"{type(context).__name__}"
+        )
+
+
+def pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> QueryPass:
+    """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
+    query_pass = context.query_pass(model, batch)
+    queries = query_pass.batch
     prompts = torch.arange(len(batch), device=batch.tokens.device)
     first = batch.tokens[prompts, batch.attention_mask.long().argmax(1)]
     same = bool((queries.tokens[:, 0] == first).all())
-    return replace(queries, begins_with_bos=batch.begins_with_bos and same)
+    begins_with_bos = batch.begins_with_bos and same
+    return replace(query_pass, batch=replace(queries, begins_with_bos=begins_with_bos))

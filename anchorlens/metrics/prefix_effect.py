@@ -56,7 +56,7 @@ class PrefixEffectRecord(Record):
 
     Means are over rows, then over prompts, then over sets of demonstrations. ``m`` is a row's
     attention to the prefix, ``m b`` what it takes from there, and ``z`` the output of a head before
-    W_O: z+ with the prefix, z0 without it, z~ = (z+ - m b) / (1 - m) rescaled.
+    W_O: z+ with the prefix, z0 without it, z~ = (z+ - m b) / (1 - m) if this layer alone lacks it.
 
     Attributes:
         stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
@@ -66,7 +66,7 @@ class PrefixEffectRecord(Record):
         direct: |m (b - z~)| / |z0|, from 0 up: the change by the attention that is taken in this
             layer. Heads are side by side in one vector.
         indirect: |z~ - z0| / |z0|, from 0 up: the change by what the prefix did in earlier layers;
-            0 up to rounding in the first.
+            exactly 0 in the first.
         concentration: s_1^2 / sum s^2 of the last rows' m b of all prompts, from 1 / d_head to 1.
             At 1 the prefix moves the head along one line, for every query. It is 1 for one prompt.
         effective_rank: exp(entropy(s^2 / sum s^2)) of the same, from 1 to d_head: the number of
@@ -200,7 +200,11 @@ class PrefixEffect:
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         for batch in batches:
-            self.groups_of(batch)
+            if not self.groups_of(batch).any(2).any(1).all():
+                raise MetricError(
+                    f"the keys of {self.name} hold no token of some prompt, so that there is no "
+                    "prefix; give demonstrations, or other keys"
+                )
             self.rows_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
@@ -235,11 +239,6 @@ class PrefixEffect:
                     f"the keys of {self.name} must be tokens before the query, but position "
                     f"{position} of prompt {prompt} {reason}"
                 )
-        if not groups.any(2).any(1).all():
-            raise MetricError(
-                f"the keys of {self.name} hold no token of some prompt, so that there is no "
-                "prefix; give demonstrations, or other keys"
-            )
         return groups
 
     def rows_of(self, batch: PromptBatch) -> edges.Positions:

@@ -5,13 +5,17 @@ For one head, query row i, content keys C and prefix keys P: ``z+`` is the outpu
 
     m   = sum_{p in P} A+_ip                        attention to the prefix
     m b = sum_{p in P} A+_ip v_p                    what the row takes from the prefix
-    z~  = sum_{j in C} A+_ij v_j / (1 - m)          the output without m b, rescaled
-    z+ - z0 = m (b - z~)  +  (z~ - z0)              direct and indirect
+    z~  = sum_{j in C} A_ij v_j                     the output if this layer alone lacks the prefix
+    z+ - z0 = (z+ - z~) + (z~ - z0)                 direct and indirect
+
+The theory says A_ij = A+_ij / (1 - m), so that z~ = (z+ - m b) / (1 - m), and the direct change is
+m (b - z~). Here A is measured in a pass of its own: in the first layer z~ is then exactly z0.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -85,7 +89,8 @@ class LayerTerms:
         pattern: A+, the pattern with the prefix.
         stolen: m, the attention to the prefix.
         taken: m b, what the head takes from the prefix.
-        rescaled: z~, the output of the content alone; NaN where m = 1.
+        output: z+, the output with the prefix.
+        rescaled: z~, the output if this layer alone lacks the prefix; NaN where m = 1.
         without: z0, the output of the pass without the prefix.
         expected: A+ / (1 - m) at the content's keys, 0 at those of the prefix; NaN where m = 1.
         alone: The pattern if this layer alone lacks the edges to the prefix.
@@ -94,6 +99,7 @@ class LayerTerms:
     pattern: Pattern
     stolen: Float[Tensor, "batch head query"]
     taken: Outputs
+    output: Outputs
     rescaled: Outputs
     without: Outputs
     expected: Pattern
@@ -101,12 +107,12 @@ class LayerTerms:
 
     @property
     def direct(self) -> Outputs:
-        """m (b - z~): what the attention taken in this layer changes."""
-        return self.taken - self.stolen[..., None] * self.rescaled
+        """z+ - z~ = m (b - z~): what the attention taken in this layer changes."""
+        return self.output - self.rescaled
 
     @property
     def indirect(self) -> Outputs:
-        """z~ - z0: what the prefix changed in earlier layers."""
+        """z~ - z0: what the prefix changed in earlier layers; exactly 0 in the first."""
         return self.rescaled - self.without
 
 
@@ -207,7 +213,8 @@ def terms_of_layer(
         pattern=pattern,
         stolen=to_prefix.sum(-1),
         taken=to_prefix @ values,
-        rescaled=to_content @ values / left[..., None],
+        output=pattern @ values,
+        rescaled=(alone @ values).masked_fill(left[..., None] == 0, torch.nan),
         without=pattern_0 @ values_0,
         expected=to_content / left[..., None],
         alone=alone,

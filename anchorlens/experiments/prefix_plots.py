@@ -4,6 +4,12 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from ..contexts.prefix_context import PrefixContext
+from ..contexts.query_pass import Context, QueryPass
+from ..contexts.token_prompt import HardPrompt
+from ..metrics.prefix_effect import PrefixEffect
+from ..metrics.prefix_terms import LayerTerms, prefix_runs
+from ..metrics.saliency import one_batch
 from ..models.hooked import HookedModel, device_of, indices_of
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -11,9 +17,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.token_texts import token_texts
 from ..results import prefix_figures
-from .prefix_effect import PrefixEffect
-from .prefix_terms import LayerTerms, prefix_runs
-from .saliency import one_batch
+from .context_effect import check_context, pass_after
 
 _PANELS = ("without the prefix in this layer", "with the prefix", "with, divided by 1 - m")
 
@@ -26,8 +30,11 @@ def plot_prefix_pattern(
     *,
     prompt: int = 0,
     effect: PrefixEffect | None = None,
+    context: Context | None = None,
 ) -> go.Figure:
-    """A head's attention in the query's rows without demonstrations, with them, and rescaled.
+    """A head's attention in the query's rows without a prefix, with it, and rescaled.
+
+    The prefix is the demonstrations of the prompt, or a context that stands in their place.
 
     Divided by 1 - m, the attention to tokens outside the prefix is that of the first panel: a
     prefix cannot change which of them a row prefers (I1 in the definitions). The first panel is
@@ -39,26 +46,33 @@ def plot_prefix_pattern(
         layer: The layer; negative numbers count from the end.
         head: The head.
         prompt: Number of the prompt in the batch.
-        effect: Its ``keys`` and ``rows`` are used; by default the demonstrations and the query.
+        effect: Its ``keys`` and ``rows`` are used; by default all tokens before the query but BOS,
+            and the query.
+        context: What stands before the queries in place of their demonstrations, such as
+            ``al.compress(...)`` or a trained prefix; None for the demonstrations.
 
     Raises:
-        MetricError: As ``PrefixEffect``.
+        MetricError: As ``PrefixEffect``, or ``context`` is none.
         HookError: The layer or head does not exist.
-        PromptError: The prompts do not fit the model, or there is no such prompt.
-        ModelError: The model's hooks do not act, or it takes no key-value cache.
+        PromptError: The prompts do not fit the model or the context, or there is no such prompt.
+        ModelError: The model's hooks do not act, it takes no key-value cache, or the context was
+            made with another model.
 
     Examples:
         >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0)
+        >>> context = al.compress(model, batch)
+        >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0, context=context)
     """
     effect = PrefixEffect() if effect is None else effect
-    alone = one_batch(batch).prompt(prompt)
     layer, head = _site(model, layer, head)
-    terms, rows = _terms(model, alone, effect, layer)
+    query_pass = _pass_with(model, one_batch(batch).prompt(prompt), context)
+    alone = query_pass.batch
+    terms, rows = _terms(model, query_pass, effect, layer)
     selected = rows[0]
     patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
     # The prefix has no attention of its own where it is left out.
     patterns[2][:, effect.groups_of(alone)[0].any(0).cpu()] = torch.nan
-    texts = token_texts(model.tokenizer, alone.tokens[0].tolist())  # type: ignore[attr-defined]
+    texts = _texts(model, alone, context)
     positions = effect.rows_of(alone)[0].nonzero().flatten().tolist()
     return prefix_figures.patterns_side_by_side(
         patterns[:, selected],
@@ -76,6 +90,7 @@ def plot_prefix_directions(
     head: int,
     *,
     effect: PrefixEffect | None = None,
+    context: Context | None = None,
 ) -> go.Figure:
     """What each row takes from the prefix, ``D = z+ - (1 - m) z~ = m b``, in two dimensions.
 
@@ -88,20 +103,26 @@ def plot_prefix_directions(
         batch: Prompts; they are moved to the model's device.
         layer: The layer; negative numbers count from the end.
         head: The head.
-        effect: Its ``keys`` and ``rows`` are used; by default the demonstrations and the query.
+        effect: Its ``keys`` and ``rows`` are used; by default all tokens before the query but BOS,
+            and the query.
+        context: What stands before the queries in place of their demonstrations, such as
+            ``al.compress(...)`` or a trained prefix; None for the demonstrations.
 
     Raises:
-        MetricError: As ``PrefixEffect``.
+        MetricError: As ``PrefixEffect``, or ``context`` is none.
         HookError: The layer or head does not exist.
-        PromptError: The prompts do not fit the model.
-        ModelError: The model's hooks do not act, or it takes no key-value cache.
+        PromptError: The prompts do not fit the model or the context.
+        ModelError: The model's hooks do not act, it takes no key-value cache, or the context was
+            made with another model.
 
     Examples:
         >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0)
+        >>> context = al.compress(model, batch)
+        >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0, context=context)
     """
     effect = PrefixEffect() if effect is None else effect
     layer, head = _site(model, layer, head)
-    terms, rows = _terms(model, one_batch(batch), effect, layer)
+    terms, rows = _terms(model, _pass_with(model, one_batch(batch), context), effect, layer)
     vectors = terms.taken[:, head][rows]
     _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)
     points = torch.nn.functional.pad(vectors @ axes[:2].T, (0, 2))[:, :2]
@@ -121,13 +142,35 @@ def _site(model: HookedModel, layer: int, head: int) -> tuple[int, int]:
     return layer, head
 
 
-def _terms(
-    model: HookedModel, batch: PromptBatch, effect: PrefixEffect, layer: int
-) -> tuple[LayerTerms, Tensor]:
-    """The terms of a layer, and the rows that count among the rows of its patterns."""
+def _pass_with(model: HookedModel, batch: PromptBatch, context: Context | None) -> QueryPass:
+    """The pass over whole prompts, or over their queries after a context."""
     ensure_prepared(model)
     moved = batch.to(device_of(model))
-    groups, rows = effect.groups_of(moved), effect.rows_of(moved)
+    if context is None:
+        return QueryPass(moved, None)
+    check_context(context)
+    context.logits(model, moved.prompt(0))  # this checks the model and its weights
+    return pass_after(context, model, moved)
+
+
+def _terms(
+    model: HookedModel, query_pass: QueryPass, effect: PrefixEffect, layer: int
+) -> tuple[LayerTerms, Tensor]:
+    """The terms of a layer, and the rows that count among the rows of its patterns."""
+    batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
+    effect.check(model, [batch], changed=False)
+    in_prefix, rows = effect.groups_of(batch).any(1), effect.rows_of(batch)
     with frozen_in_eval_mode(model):
-        runs = prefix_runs(model, moved, groups.any(1), edges.query(moved))
+        queries = edges.query(batch)
+        runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
     return list(runs.layers())[layer], rows[:, runs.rows].cpu()
+
+
+def _texts(model: HookedModel, prompt: PromptBatch, context: Context | None) -> list[str]:
+    """The texts of the tokens of a prompt; learned keys, which belong to no token, are numbered."""
+    texts = token_texts(model.tokenizer, prompt.tokens[0].tolist())  # type: ignore[attr-defined]
+    if isinstance(context, PrefixContext) and not isinstance(context, HardPrompt):
+        learned = edges.demonstrations(prompt)[0].nonzero().flatten().tolist()
+        for number, position in enumerate(learned):
+            texts[position] = f"learned_{number}"
+    return texts
