@@ -4,7 +4,9 @@ Each function returns a list of ``(hook name, function)`` pairs for ``run_with_h
 with ``+``. It checks its arguments against the model before the model runs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
+from html import escape
+from inspect import getdoc
 from typing import Any
 
 import torch
@@ -34,9 +36,14 @@ from .prompts.batch import LeadingTokens, PromptBatch, check_inside
 # From the numbers of queries and keys that the model runs to the edges of these queries.
 RowsOfEdges = Callable[[int, int], Bool[Tensor, "batch query key"]]
 
+_ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
+
 
 class Hooks(list[Hook]):
     """A list of hooks that prints their number, the first and the last.
+
+    A notebook shows a table: layer, hook point, and what the hook does. For a function of your own
+    this is the first line of its docstring, or its name.
 
     ``+`` with another list gives hooks again. With a single pair it is a TypeError, as for lists.
 
@@ -54,7 +61,14 @@ class Hooks(list[Hook]):
     def __repr__(self) -> str:
         points = [_point_of(hook) for hook in self]
         listed = ", ".join(points if len(points) <= 2 else [points[0], "…", points[-1]])
-        return f"<{len(self)} hook{'' if len(self) == 1 else 's'}: {listed}>"
+        return f"<{_count(self)}: {listed}>"
+
+    def _repr_html_(self) -> str:
+        """A table of the hooks: layer, hook point, and what each does."""
+        rows = [_row("th", "layer", "hook point", "what it does")]
+        rows += [_row("td", *_layer_and_point(hook), _effect_of(hook)) for hook in self[:_ROWS]]
+        more = f"<p>and {len(self) - _ROWS} more</p>" if len(self) > _ROWS else ""
+        return f"<p><strong>{_count(self)}</strong></p><table>{''.join(rows)}</table>{more}"
 
 
 def block_edges(
@@ -155,6 +169,7 @@ def scale_edges(
             )
 
     def scale(layer: int, attention: Tensor, where: Tensor) -> Tensor:
+        """Multiplies the attention along edges by a factor."""
         of_heads = factors[layer].to(attention.device)[:, None, None]
         if not renormalize:
             return torch.where(where, attention * of_heads.to(attention.dtype), attention)
@@ -199,6 +214,7 @@ def detach_heads(
     require_separate_heads(model, numbers)
 
     def detach(z: Tensor, hook: Any) -> Tensor:
+        """Stops the gradient through heads."""
         return detached(z, model.cfg.n_heads, chosen)
 
     return Hooks((z_name(layer), detach) for layer in numbers)
@@ -428,6 +444,7 @@ def reweight_anchors(
 
     def hook_of(layer: int) -> Hook:
         def reweight(pattern: Tensor, hook: Any) -> Tensor:
+            """Multiplies the target's attention to label words by exp(beta)."""
             device = pattern.device
             index = (rows.to(device), queries.to(device), batch.label_positions.to(device))
             heads_last = pattern.movedim(1, -1).clone()  # so that the indexed axes are adjacent
@@ -491,6 +508,7 @@ def _blocking_hooks(
     renormalize: bool,
 ) -> list[Hook]:
     def block(layer: int, attention: Tensor, where: Tensor) -> Tensor:
+        """Cuts edges of the attention."""
         # Not -inf, because a row with nothing but padding would become NaN.
         value = torch.finfo(attention.dtype).min if renormalize else 0.0
         return attention.masked_fill(where, value)
@@ -526,6 +544,7 @@ def _hooks_on_edges(
             where = edges[:, None] & chosen.to(device)[:, None, None]
             return change(layer, attention, where)
 
+        act.__doc__ = change.__doc__  # a notebook shows it
         return name(layer), act
 
     return Hooks(hook_of(layer) for layer in layer_numbers(model, layers))
@@ -589,6 +608,36 @@ def _point_of(hook: Any) -> str:
     """The hook point of a hook, for a repr; whatever else somebody put into the list."""
     point = hook[0] if isinstance(hook, tuple) and hook else hook
     return point if isinstance(point, str) else f"a {type(point).__name__}"
+
+
+def _count(hooks: Sized) -> str:
+    return f"{len(hooks)} hook{'' if len(hooks) == 1 else 's'}"
+
+
+def _layer_and_point(hook: Any) -> tuple[str, str]:
+    """The layer, "" outside of the blocks, and the rest of the hook point's name."""
+    point = _point_of(hook)
+    parts = point.split(".", 2)
+    return (parts[1], parts[2]) if parts[0] == "blocks" and len(parts) == 3 else ("", point)
+
+
+def _effect_of(hook: Any) -> str:
+    """What a hook does in a line, as far as it says so itself."""
+    function = hook[1] if isinstance(hook, tuple) and len(hook) == 2 else None
+    if isinstance(function, BatchHook) and function.edges is not None:
+        heads = "all heads" if function.heads is None else f"heads {list(function.heads)}"
+        count, prompts = int(function.edges.sum()), len(function.tokens)
+        return f"Cuts edges of the attention: {count} in {prompts} prompts, in {heads}."
+    act = function.act if isinstance(function, BatchHook) else function
+    name = getattr(act, "__name__", "")  # a partial, for example, has none
+    return ((name and getdoc(act)) or name).strip().partition("\n")[0]
+
+
+def _row(tag: str, *texts: str) -> str:
+    """A row of a table; notebooks align cells on the right."""
+    short = (text if len(text) <= _CELL else f"{text[: _CELL - 1]}…" for text in texts)
+    cells = "".join(f'<{tag} style="text-align:left">{escape(text)}</{tag}>' for text in short)
+    return f"<tr>{cells}</tr>"
 
 
 def _kind(value: Any) -> str:

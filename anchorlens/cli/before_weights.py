@@ -1,9 +1,10 @@
 """What can be refused before weights are loaded: device, depth, and prompts by the tokenizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import HookError
+from ..contexts.query_pass import bos_of, longest_query
+from ..errors import HookError, PromptError
 from ..models.hooked import refuse_longer_than
 from ..models.load import refuse_encoder_decoder
 from ..models.weights import read_model_files, refuse_device
@@ -13,7 +14,7 @@ BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
 
 
 def checked_tokenizer(
-    model: str, device: str | None, depth: int, build_prompts: BuildPrompts
+    model: str, device: str | None, depth: int, build_prompts: BuildPrompts, *, length: int = 0
 ) -> Any:
     """The tokenizer of a model, after everything was checked that needs no weights.
 
@@ -25,6 +26,7 @@ def checked_tokenizer(
         device: The device for the weights.
         depth: Layers isolated at each end.
         build_prompts: Function of a tokenizer to the prompts of the command.
+        length: Positions that a trained context puts before each query.
 
     Returns:
         The tokenizer, or None for a .gguf file.
@@ -44,9 +46,11 @@ def checked_tokenizer(
     if layers is not None:
         check_depth(depth, layers)
     context = getattr(text_config, "max_position_embeddings", None)
-    for batch in build_prompts(tokenizer):
-        if context is not None:
+    batches = list(build_prompts(tokenizer))
+    if context is not None:
+        for batch in batches:
             refuse_longer_than(context, batch)
+        check_length(length, context, batches)
     return tokenizer
 
 
@@ -56,4 +60,14 @@ def check_depth(depth: int, layers: int) -> None:
         raise HookError(
             f"--depth {depth} is more than the {layers} layers of the model; isolate fewer at each "
             "end"
+        )
+
+
+def check_length(length: int, context: int, batches: Sequence[PromptBatch]) -> None:
+    """Raise an error if a query does not fit a model after ``--length`` positions."""
+    longest = max(len(bos_of(batch)) + longest_query(batch) for batch in batches)
+    if length + longest > context:
+        raise PromptError(
+            f"--length {length} is too long: the model's context is {context} tokens, and the "
+            f"longest query takes {longest}; use at most --length {context - longest}"
         )

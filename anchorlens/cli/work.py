@@ -30,7 +30,7 @@ from ..runs.store import forget_rows
 from ..system.files import write_atomically
 from ..system.processes import fails_together, is_main
 from .analysis import Page, analyse, file_name, make_folder, rows_folder
-from .before_weights import check_depth, checked_tokenizer
+from .before_weights import check_depth, check_length, checked_tokenizer
 from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
 from .option_lists import is_given
 from .output import Output, PrintedTable
@@ -239,11 +239,12 @@ def contexts(
         return prompts_of(tokenizer, TASKS[BUNDLED.get(task, task)], split, batch_size)
 
     tokenizer = checked_tokenizer(
-        model, device, 1, lambda tokenizer: chain.from_iterable(prompts(tokenizer))
+        model, device, 1, lambda tokenizer: chain.from_iterable(prompts(tokenizer)), length=length
     )
     output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
     parts = prompts(loaded.tokenizer)
+    check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(parts)])
     rows = rows_folder(out, task)
     if fresh:
         forget_training(rows)

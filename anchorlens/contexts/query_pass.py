@@ -115,12 +115,17 @@ def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
     return first if batch.begins_with_bos else first[:0]
 
 
+def longest_query(batch: PromptBatch) -> int:
+    """Number of tokens of the longest query, up to the target."""
+    return int((batch.target_positions - batch.query_start).max()) + 1
+
+
 def checked_queries(
     model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
 ) -> PromptBatch:
     """``queries_after``, or an error if a query does not fit the model after these tokens."""
     left = max(model.cfg.n_ctx - len(tokens), 0)
-    longest = int((batch.target_positions - batch.query_start).max()) + 1
+    longest = longest_query(batch)
     if longest > left:
         raise PromptError(
             f"a query has {longest} tokens, but {left} of the model's context of "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import plotly.graph_objects as go
 import torch
@@ -22,7 +22,7 @@ from ..metrics.aucroc import predicted_class
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
 from ..passes.losses import Loss, check_loss, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record, require_gold
 from ..runs.fingerprint import fingerprint
 from ..runs.study import Study
@@ -54,6 +54,8 @@ class TrainingRecord(Record):
     checked_steps: Int[Tensor, " check"]
     held_out_accuracy: Float[Tensor, " check"]
     held_out_loss: Float[Tensor, " check"]
+
+    caption: ClassVar[str] = captions.TRAINING
 
     @property
     def best(self) -> int:

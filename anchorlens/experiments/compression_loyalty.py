@@ -31,7 +31,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record, Rows, require_gold, rows_by_set
 from ..runs.study import Study, checked_batches, describe
 from ..system.names import name_of
@@ -84,6 +84,8 @@ class CompressionRecord(Record):
     label_kept: Float[Tensor, " prompt"]
     word_overlap: Float[Tensor, " prompt"]
 
+    caption: ClassVar[str] = captions.COMPRESSION
+
     differences: ClassVar[Collection[str]] = ("label_gap",)
 
     def proportions(self) -> Mapping[str, int]:
@@ -127,6 +129,8 @@ class AnswerTimesRecord(Record):
     compressed: Float[Tensor, ""]
     speed_up: Float[Tensor, ""]
     speed_up_over_cached: Float[Tensor, ""]
+
+    caption: ClassVar[str] = captions.ANSWER_TIMES
 
     def plot(self) -> go.Figure:
         """Seconds a query takes with each of the three methods, as bars."""

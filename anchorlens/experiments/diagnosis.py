@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import isnan
+from typing import ClassVar
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..metrics.distances import AnchorDistancesRecord, rank_correlation
 from ..models.hooked import indices_of
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record
 
 # Up to ALL_UP_TO classes all permutations are compared (7! = 5040); with more classes, a sample of
@@ -51,6 +52,8 @@ class DiagnosisRecord(Record):
     p_value: Float[Tensor, " layer"]
     position_correlation: Float[Tensor, " layer"]
     layer: Int[Tensor, ""]
+
+    caption: ClassVar[str] = captions.DIAGNOSIS
 
     def pairs(self) -> pd.DataFrame:
         """All pairs of classes as a table, the most confused first.

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import Any
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -23,7 +23,7 @@ from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy, refuse_several_targets
 from ..passes.shared_prefix import all_but_target
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import check_resamples
 from ..results.record import Record
 from ..runs.order import sets_of
@@ -49,6 +49,8 @@ class Beta(Record):
     label_classes: Int[Tensor, " anchor"]
     losses: Float[Tensor, " epoch"]
     vanilla_loss: Float[Tensor, ""]
+
+    caption: ClassVar[str] = captions.BETA
 
     def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]:
         """The beta, for prompts with the label words that it was learned for.

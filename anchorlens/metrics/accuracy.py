@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
-from ..results import figures
+from ..results import captions, figures
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows, require_gold
 from .aucroc import predicted_class
@@ -31,6 +31,8 @@ class AccuracyRecord(Record):
 
     accuracy: Float[Tensor, ""]
     correct: Float[Tensor, " prompt"]
+
+    caption: ClassVar[str] = captions.ACCURACY
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
@@ -66,6 +68,8 @@ class AccuracyComparisonRecord(Record):
     accuracy: Float[Tensor, " method"]
     gain: Float[Tensor, " method"]
     correct: Float[Tensor, "prompt method"]
+
+    caption: ClassVar[str] = captions.ACCURACIES
 
     differences: ClassVar[Collection[str]] = ("gain",)
 

@@ -15,7 +15,7 @@ from ..models.hooked import HookedModel
 from ..prompts.arrays import holds_integers
 from ..prompts.batch import PromptBatch, require_label_words
 from ..prompts.verbalizer import Verbalizer, label_scores
-from ..results import figures
+from ..results import captions, figures
 from ..results.record import Record, Rows
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing
@@ -43,6 +43,8 @@ class LoyaltyRecord(Record):
     label_kept: Float[Tensor, " prompt"]
     word_overlap: Float[Tensor, " prompt"]
     kl_per_prompt: Float[Tensor, " prompt"]
+
+    caption: ClassVar[str] = captions.LOYALTY
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""

@@ -1,8 +1,9 @@
 """A prompt as HTML: its tokens in the colours of their groups, as notebooks and the report show it.
 
 The colours are tints that let the background through, and texts inherit their colour, so that both
-light and dark pages are readable. Label words are also bold and underlined, the target is in a
-frame, and the query has a dotted underline. Without style sheets ``strong`` and ``mark`` remain.
+light and dark pages are readable. Colour-blind readers can tell the tints apart. Label words are
+also bold and underlined, the target is in a frame, and the query has a dotted underline. Without
+style sheets ``strong`` and ``mark`` remain.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,20 +17,20 @@ PROMPT_CSS = """\
 .al-tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; }
 .al-text, .al-label, .al-format, .al-query, .al-target, .al-other
 { color: inherit; border-radius: 2px; padding: 1px 0; }
-.al-text { background: rgb(230 159 0 / 18%); }
-.al-label { background: rgb(0 114 178 / 28%); font-weight: bold; text-decoration: underline; }
+.al-text { background: rgb(255 195 0 / 27%); }
+.al-label { background: rgb(2 118 215 / 32%); font-weight: bold; text-decoration: underline; }
 .al-format { background: rgb(128 128 128 / 28%); }
-.al-query { background: rgb(0 158 115 / 24%); text-decoration: underline dotted; }
-.al-target { background: rgb(213 94 0 / 32%); font-weight: bold; outline: 2px solid;
+.al-query { background: rgb(5 241 108 / 30%); text-decoration: underline dotted; }
+.al-target { background: rgb(207 44 0 / 33%); font-weight: bold; outline: 2px solid;
 margin: 0 .15em; padding: 1px .2em; }
 .al-other { background: none; }
 .al-segment { color: inherit; border-radius: 2px; padding: 1px 0; }
-.al-segment-0 { background: rgb(0 114 178 / 28%); }
-.al-segment-1 { background: rgb(230 159 0 / 26%); }
-.al-segment-2 { background: rgb(0 158 115 / 28%); text-decoration: underline dotted; }
-.al-segment-3 { background: rgb(204 121 167 / 30%); }
-.al-segment-4 { background: rgb(86 180 233 / 30%); text-decoration: underline dotted; }
-.al-segment-5 { background: rgb(213 94 0 / 30%); }
+.al-segment-0 { background: rgb(5 76 130 / 39%); }
+.al-segment-1 { background: rgb(247 191 0 / 30%); }
+.al-segment-2 { background: rgb(20 168 154 / 35%); text-decoration: underline dotted; }
+.al-segment-3 { background: rgb(187 100 240 / 37%); }
+.al-segment-4 { background: rgb(106 73 250 / 41%); text-decoration: underline dotted; }
+.al-segment-5 { background: rgb(213 94 5 / 30%); }
 .al-segment-none { background: none; }
 .al-tokens [data-token]:hover::after { content: attr(data-token); position: absolute;
 font-size: .7em; font-weight: normal; padding: 0 .3em; background: Canvas; color: CanvasText; }

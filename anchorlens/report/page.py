@@ -22,7 +22,7 @@ from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
 from ..system.files import write_atomically
 from .answer import headline, sentences, surprises
-from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims
+from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
 from .contents import Contents, contents_of
 from .templates import json_in_script, static, template
 
@@ -87,6 +87,7 @@ class _Chapter:
     name: str = ""
     claims: Sequence[Claim] = ()
     headline: str = ""
+    cannot_tell: str = ""
     sentences: Sequence[str] = ()
     surprises: Sequence[str] = ()
     prompts: Sequence[_Prompt] = ()
@@ -213,6 +214,7 @@ def _chapter(
         name,
         judged,
         headline(judged),
+        reason_against_ability(records),
         sentences(records),
         surprises(records),
         prompts,

@@ -155,3 +155,20 @@ def test_mistakes_are_found_before_weights_are_loaded(
     assert call(monkeypatch, *COMMAND, "--model", "x", *arguments) == 1
     assert words in error_of(capsys.readouterr())
     assert not list(tmp_path.iterdir())
+
+
+def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The longest that fits is given to the loading of the model, one more is not."""
+    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
+    arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
+    assert call(monkeypatch, *arguments, "--length", "600") == 1
+    error = error_of(capsys.readouterr())
+    assert "--length 600 is too long: the model's context is 512 tokens, and the longest" in error
+    most = int(error.split()[-1])
+    assert most < 512
+    assert call(monkeypatch, *arguments, "--length", str(most + 1)) == 1
+    assert f"--length {most + 1} is too long" in error_of(capsys.readouterr())
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        call(monkeypatch, *arguments, "--length", str(most))

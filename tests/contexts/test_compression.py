@@ -232,7 +232,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "these prompts have several; compress each",
     ),
     (
-        lambda m, b: al.compress(m, replace(b, groups=b.groups.clone().fill_(OTHER))),
+        lambda m, b: al.compress(m, replace(b, groups=b.groups.clone().clamp(max=OTHER))),
         PromptError,
         "not known which tokens of these prompts are texts",
     ),

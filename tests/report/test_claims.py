@@ -1,6 +1,7 @@
 """Verdicts follow from numbers, intervals and ability; models of random weights never agree."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,22 @@ def test_without_ability_nothing_can_be_told() -> None:
     assert headline(judged).startswith("These prompts cannot tell")
     (unknown,) = al.claims({"a": attention()})
     assert unknown.verdict == CANNOT_TELL and "run AnchorDistances" in unknown.reason
+
+
+def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> None:
+    single = replace(distances(accuracy_low=0.45), correlation=torch.full((3,), torch.nan))
+    for unable in (distances(accuracy_low=0.45), single):
+        records = {"a": unable, "b": attention(), "c": isolation(), "d": flows()}
+        no_figures = dict.fromkeys(records)
+        path = al.write_report(records, tmp_path / "report.html", figures=no_figures)
+        text = path.read_text(encoding="utf-8")
+        judged = al.claims(records)
+        assert judged[0].reason == judged[1].reason
+        above, table = text.split('<table class="claims">')
+        assert f"<p>One cannot tell, whatever the numbers are: {judged[0].reason}.</p>" in above
+        assert judged[0].reason not in table
+    # What is said against a single claim stays in its row.
+    assert judged[-1].reason in table and judged[-1].reason not in above
 
 
 def test_two_classes_have_no_correlation_to_judge() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from anchorlens.prompts.groups import GROUPS
+from anchorlens.prompts.prompt_html import PROMPT_CSS
 from anchorlens.results.figure_parts import PALETTE
 
 STATIC = Path(str(files("anchorlens"))) / "report" / "static"
@@ -93,3 +95,27 @@ def test_kinds_of_arcs_and_lines_differ_for_colour_blind_readers(kind: str, sche
 def test_lines_are_seen_on_light_and_dark_pages(color: str) -> None:
     for page in variables("page.css"):
         assert contrast(color, page["back"]) >= 3
+
+
+def tinted(name: str, ground: str) -> str:
+    """The colour of a token: the tint of its class over the ground of a page."""
+    (style,) = re.findall(rf"^\.al-{name} {{ background: (.*?);", PROMPT_CSS, re.MULTILINE)
+    if style == "none":
+        return ground
+    red, green, blue, percent = map(int, re.findall(r"\d+", style))
+    below = [int(ground[k : k + 2], 16) for k in (1, 3, 5)]
+    tint = zip((red, green, blue), below, strict=True)
+    return "#" + "".join(f"{(percent * c + (100 - percent) * b) // 100:02x}" for c, b in tint)
+
+
+GROUNDS = ["#ffffff", "#111111", "#1e1e1e"]  # a light page, JupyterLab dark, VS Code dark
+SEGMENTS = [f"segment-{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("kind", ["all colours", *BLIND])
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_groups_of_tokens_differ_for_every_reader(kind: str, ground: str) -> None:
+    for names in (GROUPS, [*SEGMENTS, "segment-none"]):
+        seen = [lab(BLIND.get(kind, np.eye(3)) @ linear(tinted(name, ground))) for name in names]
+        for (a, first), (b, second) in combinations(zip(names, seen, strict=True), 2):
+            assert np.linalg.norm(first - second) >= 10, (a, b)

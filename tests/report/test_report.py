@@ -268,6 +268,19 @@ def test_the_answer_comes_first(results: dict[str, Any], tmp_path: Path) -> None
         assert claim.reason in unescape(text)
 
 
+def test_the_answer_leads_to_the_pictures_of_prompts(
+    results: dict[str, Any], prompt: al.PromptFlows, tmp_path: Path
+) -> None:
+    without = write(tmp_path, results).read_text(encoding="utf-8")
+    assert "in a single prompt" not in without
+    text = write(tmp_path, results | {"one": prompt, "b & c": prompt}).read_text(encoding="utf-8")
+    answer = text.partition('class="answer"')[2].partition('<table class="claims">')[0]
+    links = re.findall(r'<a href="#([^"]*)">(.*?)</a>[,.]', answer)
+    assert [heading for _, heading in links] == ["One", "B &amp; c"]
+    for section, heading in links:
+        assert f'<h3 id="{section}-heading">{heading}</h3>' in text
+
+
 def test_the_file_of_the_plotting_library_is_that_of_its_package() -> None:
     """Its hash is published: the page runs what the makers of the library released."""
     folder = Path(str(files("anchorlens"))) / "report" / "static"

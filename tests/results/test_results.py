@@ -362,3 +362,17 @@ def test_rows_by_set_groups_the_rows_of_each_set() -> None:
     rows = {"demonstrations_id": torch.tensor([7, 3, 7]), "value": torch.tensor([1.0, 2.0, 3.0])}
     values = [of_set["value"].tolist() for of_set in rows_by_set(rows)]
     assert sorted(values) == [[1.0, 3.0], [2.0]]
+
+
+RECORDS = [
+    kind
+    for kind in (getattr(al, name) for name in al.__all__)
+    if isinstance(kind, type) and issubclass(kind, al.Record) and kind is not al.Record
+]
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_each_figure_of_a_record_has_its_own_caption(kind: type[al.Record]) -> None:
+    assert kind.plot is not al.Record.plot
+    assert kind.caption.endswith(".") and 80 < len(kind.caption) < 600
+    assert sum(other.caption == kind.caption for other in RECORDS) == 1
