@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shorten
 from typing import Any
 
 import plotly.graph_objects as go
@@ -37,7 +38,7 @@ class GenerationTrace:
 
     def __repr__(self) -> str:
         """One line: the text and its number of tokens."""
-        return f"GenerationTrace({self.text!r}; {len(self.flows.loss)} tokens)"
+        return f"GenerationTrace({shorten(self.text)}; {len(self.flows.loss)} tokens)"
 
     def plot(self) -> go.Figure:
         """What each written token reads from each segment."""

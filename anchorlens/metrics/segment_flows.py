@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from reprlib import Repr
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -21,6 +22,8 @@ from ..system.names import name_of
 from .metric import Observation
 from .products import SegmentSums, product_hooks
 from .weights import Weight, saliency
+
+_SHORT = Repr()  # of six segments
 
 PositionsOfBatch = Callable[[PromptBatch], Bool[Tensor, "batch position"]]
 
@@ -68,7 +71,7 @@ class SegmentFlowsRecord(Record):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SegmentFlows:
     """Flows between any groups of tokens, such as question, steps and answer.
 
@@ -124,6 +127,16 @@ class SegmentFlows:
                 "weight is a function of (pattern, gradient), such as al.weights.signed; got "
                 f"{self.weight!r}"
             )
+
+    def __repr__(self) -> str:
+        """One line: the segments and the weight, by the names of functions."""
+        given: Any = self.segments
+        if isinstance(given, Mapping):
+            given = {name: name_of(of) for name, of in given.items()}
+        return (
+            f"SegmentFlows(segments={_SHORT.repr(given)}, weight={name_of(self.weight)}, "
+            f"name={self.name!r})"
+        )
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where a prompt lacks a segment that was named, or a token is in two."""

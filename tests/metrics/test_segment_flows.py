@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -412,3 +413,16 @@ def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> Non
     assert repr(shown) == gpt2.tokenizer.decode(TOKENS[0])
     unescaped = replace(batch, segment_names=("<b>", "step", "answer"))._repr_html_()
     assert "<b>" not in unescaped
+
+
+def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_path: Any) -> None:
+    """Functions are stored by name: their addresses differ in every process."""
+    loss = al.span_cross_entropy("answer")
+
+    def record() -> al.Record:
+        parts = {name: partial(al.edges.group, name=name) for name in NAMES}
+        metrics = [al.SegmentFlows(parts)]
+        results = al.run(gpt2, [batch], metrics, loss=loss, folder=tmp_path, **QUIET)
+        return results["segment_flows"]
+
+    assert_same(record(), record(), 0)
