@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from chromium import Visit, serious_violations
+from screens import WIDE
 
 SITE = Path(__file__).parents[2] / "site"
 PAGES = [
@@ -39,6 +40,17 @@ def address() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_every_page_is_accessible(address: str, browser: Any) -> None:
+    pages = sorted(path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html"))
+    assert len(pages) > 30
+    found = {}
+    for page in pages:
+        with Visit(browser, f"{address}{page}/", WIDE) as visit:
+            visit.wait_for_load_state("load")
+            found[page] = serious_violations(visit)
+    assert {page: violations for page, violations in found.items() if violations} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page or "home" for page in PAGES])

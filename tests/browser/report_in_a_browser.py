@@ -64,6 +64,15 @@ def test_no_serious_violation_of_accessibility(report: Path, browser: Any, scree
         assert not serious_violations(page)
 
 
+def test_the_page_of_one_prompt_is_accessible(
+    gpt2: Any, browser: Any, screen: Any, tmp_path: Path
+) -> None:
+    flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+        assert page.locator(".rows li").count() > 3
+        assert not serious_violations(page)
+
+
 def test_every_section_is_reached_by_its_link_and_by_keys(report: Path, browser: Any) -> None:
     with Visit(browser, report, WIDE) as page:
         links = page.locator("nav a").evaluate_all("all => all.map(a => a.getAttribute('href'))")
