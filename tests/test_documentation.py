@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
+from anchorlens.cli.own_task import TaskOptions, task_with_examples
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -154,6 +155,15 @@ def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
         context = group.make_context("anchorlens", list(words), resilient_parsing=True)
         name, command, rest = group.resolve_command(context, words)
         command.make_context(name, rest, parent=context)
+
+
+def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> None:
+    [block] = blocks_of(ROOT / "docs" / "command.md", "toml")
+    (tmp_path / "reviews.toml").write_text(block.code)
+    (tmp_path / "reviews.csv").write_text("review,verdict\nA joy,pos\nDull,neg\n")
+    task_file = task_with_examples(TaskOptions(task_file=tmp_path / "reviews.toml"))
+    assert task_file.task == al.Task("Review: {text}\nGood?{label}", [" no", " yes"])
+    assert task_file.examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
 
 
 def test_the_code_of_the_readme_is_short() -> None:
