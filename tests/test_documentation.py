@@ -166,6 +166,35 @@ def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> Non
     assert task_file.examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
 
 
+def sections_of(page: Path) -> dict[str, str]:
+    """The text of each section by the name that links have for its heading."""
+    parts = re.findall(
+        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return {heading.lower().replace(" ", "-"): text for heading, text in parts}
+
+
+def metrics_of(page: Path) -> list[str]:
+    """The sections that the first table of the definitions links, but for the verdicts."""
+    table = page.read_text().partition("\n## ")[0]
+    links = re.findall(r"\]\(#([\w-]+)\)", table)
+    return [link for link in links if link != "claims-and-verdicts"]
+
+
+DEFINITIONS = ROOT / "docs" / "definitions.md"
+
+
+@pytest.mark.parametrize("metric", metrics_of(DEFINITIONS))
+def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
+    text = sections_of(DEFINITIONS)[metric]
+    words = re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)
+    needed = ["Range", "How to read", "Pitfalls", "Source"]
+    assert [word for word in words if word in needed] == needed
+    assert re.search(r"^ *\$\$$", text, re.MULTILINE), "no formula"
+    # The picture of the diagnosis shows the distances of the anchors too.
+    assert "](images/" in text or metric == "anchor-distances"
+
+
 def test_the_code_of_the_readme_is_short() -> None:
     code = [
         [line for line in block.code.splitlines() if line.strip()]
