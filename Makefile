@@ -44,7 +44,7 @@ help:
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
 	@echo 'make architectures  the table of architectures (docs and data) from the tests of each'
 	@echo 'make clean        remove .venv and everything built'
-	@echo 'Options: PYTHON=python3.12 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
+	@echo 'Options: PYTHON=python3.11 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
 
 demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(if $(filter $(WEIGHTS),$(MODEL)),@echo '$(NOTICE)')

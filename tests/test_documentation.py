@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
+from anchorlens.cli.own_task import TaskOptions, task_with_examples
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -158,6 +159,44 @@ def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
         context = group.make_context("anchorlens", list(words), resilient_parsing=True)
         name, command, rest = group.resolve_command(context, words)
         command.make_context(name, rest, parent=context)
+
+
+def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> None:
+    [block] = blocks_of(ROOT / "docs" / "command.md", "toml")
+    (tmp_path / "reviews.toml").write_text(block.code)
+    (tmp_path / "reviews.csv").write_text("review,verdict\nA joy,pos\nDull,neg\n")
+    task_file = task_with_examples(TaskOptions(task_file=tmp_path / "reviews.toml"))
+    assert task_file.task == al.Task("Review: {text}\nGood?{label}", [" no", " yes"])
+    assert task_file.examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
+
+
+def sections_of(page: Path) -> dict[str, str]:
+    """The text of each section by the name that links have for its heading."""
+    parts = re.findall(
+        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return {heading.lower().replace(" ", "-"): text for heading, text in parts}
+
+
+def metrics_of(page: Path) -> list[str]:
+    """The sections that the first table of the definitions links, but for the verdicts."""
+    table = page.read_text().partition("\n## ")[0]
+    links = re.findall(r"\]\(#([\w-]+)\)", table)
+    return [link for link in links if link != "claims-and-verdicts"]
+
+
+DEFINITIONS = ROOT / "docs" / "definitions.md"
+
+
+@pytest.mark.parametrize("metric", metrics_of(DEFINITIONS))
+def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
+    text = sections_of(DEFINITIONS)[metric]
+    words = re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)
+    needed = ["Range", "How to read", "Pitfalls", "Source"]
+    assert [word for word in words if word in needed] == needed
+    assert re.search(r"^ *\$\$$", text, re.MULTILINE), "no formula"
+    # The picture of the diagnosis shows the distances of the anchors too.
+    assert "](images/" in text or metric == "anchor-distances"
 
 
 def test_the_code_of_the_readme_is_short() -> None:
