@@ -195,7 +195,7 @@ def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
     needed = ["Range", "How to read", "Pitfalls", "Source"]
     assert [word for word in words if word in needed] == needed
     assert re.search(r"^ *\$\$$", text, re.MULTILINE), "no formula"
-    # The picture of the diagnosis shows the distances of the anchors too, that of isolation the cuts.
+    # The picture of the diagnosis shows distances too, and that of isolation shows cuts.
     assert "](images/" in text or metric in ("anchor-distances", "cuts-of-any-edges")
 
 
