@@ -148,7 +148,7 @@ def test_the_report_gives_the_reason_against_all_claims_once(tmp_path: Path) -> 
         judged = al.claims(records)
         assert judged[0].reason == judged[1].reason
         above, table = text.split('<table class="claims">')
-        assert f"<p>One cannot tell, whatever the numbers are: {judged[0].reason}.</p>" in above
+        assert f"<p>No claim can be judged: {judged[0].reason}.</p>" in above
         assert judged[0].reason not in table
     # What is said against a single claim stays in its row.
     assert judged[-1].reason in table and judged[-1].reason not in above
