@@ -168,8 +168,11 @@ def _from_outputs(
 
 def _of_steps(
     losses: Float[Tensor, " step"], tensors: Sequence[Tensor], steps: Sequence[int]
-) -> list[Float[Tensor, "step ..."]]:
-    """The gradients of several losses, one backward pass for all where each operation can do it."""
+) -> list[Tensor]:
+    """The gradients of several losses, [step, ...] for each tensor.
+
+    One backward pass computes all of them where each operation of the model allows it.
+    """
     chosen = torch.eye(len(losses), device=losses.device, dtype=losses.dtype)[list(steps)]
     gradients_of = partial(torch.autograd.grad, losses, tensors, retain_graph=True)
     if len(chosen) > 1:

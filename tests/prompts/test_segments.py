@@ -56,6 +56,7 @@ def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
     assert {batch.segment_names for batch in batches} == {("question", "answer", "step")}
 
 
+@pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -84,6 +85,7 @@ def test_a_space_that_the_next_token_takes_is_no_segment(byte_level: Any) -> Non
         al.build_segments(byte_level, [pieces])
 
 
+@pytest.mark.without_jaxtyping
 def test_wrong_options_raise_an_error(byte_level: Any) -> None:
     with pytest.raises(PromptError, match="batch_size must be a whole number"):
         al.build_segments(byte_level, [PIECES], batch_size=0)

@@ -230,7 +230,7 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
 
 
 def test_every_public_record_has_a_plot() -> None:
-    assert len(public_records()) == 14
+    assert len(public_records()) == 18
     for kind in public_records():
         assert kind.plot is not al.Record.plot, kind
 
@@ -251,7 +251,9 @@ def test_single_numbers_are_drawn_as_bars() -> None:
     times = al.AnswerTimesRecord(**values)
     (bars,) = times.plot().data
     assert bars.y == pytest.approx([0.6, 0.3, 0.2])
-    assert re.search(r"3 times .* 1\.5 as cached", times.plot().layout.title.text)
+    assert re.search(
+        r"3\.00 times whole prompt, 1\.50 times cached", times.plot().layout.title.text
+    )
 
 
 def test_plot_raises_an_error_for_a_record_without_a_plot() -> None:
