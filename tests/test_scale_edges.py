@@ -18,7 +18,6 @@ from anchorlens.models.hooked import scores_name
 from anchorlens.passes.forward import run_pass, run_prefix
 from anchorlens.prompts import edges
 
-pytestmark = pytest.mark.every_kind
 MODELS = ["gpt2", "llama", "gemma3"]
 
 
@@ -38,6 +37,7 @@ def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
     return seen[0]
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("heads", [None, 1])
@@ -73,6 +73,7 @@ def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
+@pytest.mark.every_kind
 @pytest.mark.draws
 def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(700).double(), byte_level)
@@ -146,6 +147,7 @@ def test_the_gradient_of_a_factor_equals_finite_differences(
     assert (gradient != 0).all()
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -> None:

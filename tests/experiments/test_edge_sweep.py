@@ -15,7 +15,7 @@ from anchorlens.hooks import random_positions
 from anchorlens.prompts import edges
 from anchorlens.runs import trial
 
-pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.every_kind]
+pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 
 
@@ -105,6 +105,7 @@ def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any, sites:
             torch.testing.assert_close(of_draws, stacked, rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("cut", [labels_read_format, edges.pq, forerunners_read])
 def test_shared_tokens_give_the_records_of_whole_prompts(
     model: Any, cut: Any, monkeypatch: pytest.MonkeyPatch

@@ -9,13 +9,12 @@ from comparison import batch_of, weights_of
 from measures import difference
 from peft_oracle import peft_logits, saved_by_peft
 from test_cache_matrix import NO_CACHE
-from test_matrix import LINE, hooked
+from test_matrix import LINE, hooked, marks_of
 
 import anchorlens as al
 from anchorlens.errors import ModelError
 
 pytestmark = [
-    pytest.mark.every_kind,
     pytest.mark.without_jaxtyping,
     # peft 0.21 asks transformers 5 for it.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -24,7 +23,7 @@ pytestmark = [
 # Layers of different widths, or keys wider than values (latent attention).
 UNLIKE = {"Gemma 4", "DeepSeek V2", "DeepSeek V3"}
 CASES = [
-    pytest.param(row.name, id=row.name, marks=pytest.mark.xdist_group(row.name))
+    pytest.param(row.name, id=row.name, marks=marks_of(row))
     for row in ALL
     if row.name not in NO_CACHE and not {LINE, "bridge"} & {*row.refused, *row.wrong}
 ]

@@ -10,7 +10,7 @@ import torch
 from architectures import ALL
 from comparison import DIRECTIONS, batch_of, cut_layers, weights_of
 from measures import assert_same, centred, difference
-from test_matrix import LINE, hooked
+from test_matrix import LINE, hooked, marks_of
 from torch import Tensor
 from toys import TOYS
 
@@ -24,7 +24,6 @@ from anchorlens.passes.shared_prefix import no_hooks
 from anchorlens.runs import trial
 
 pytestmark = [
-    pytest.mark.every_kind,
     pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in layers", "ignore:some pairs of classes have no prompts"),
     pytest.mark.filterwarnings("ignore:in .* of .* sets"),
@@ -40,7 +39,7 @@ NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llam
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
 CASES = [
-    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=pytest.mark.xdist_group(row.name))
+    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=marks_of(row))
     for row in ALL
     for kind in row.kinds
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}

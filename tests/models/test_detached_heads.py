@@ -17,12 +17,16 @@ import anchorlens as al
 from anchorlens.errors import HookError, ModelError
 from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, z_name
 
-pytestmark = pytest.mark.every_kind
-
 MIXED = ("BitNet", "JetMoe")  # a norm over all heads before the projection; no output of each head
 EVERY_KIND = ("GPT-2", "GPT-J", "Llama", "Gemma 3")  # of others a bridge suffices
 CASES = [
-    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=pytest.mark.xdist_group(row.name))
+    pytest.param(
+        row.name,
+        kind,
+        id=f"{row.name}-{kind}",
+        marks=[pytest.mark.xdist_group(row.name)]
+        + [pytest.mark.every_kind] * (row.name in EVERY_KIND),
+    )
     for row in ALL
     for kind in row.kinds
     if not {LINE, kind} & {*row.refused, *row.wrong}

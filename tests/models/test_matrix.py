@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_row import LINE
+from architecture_row import LINE, Architecture
 from architectures import ALL, BY_NAME
 from comparison import (
     batch_of,
@@ -35,7 +35,7 @@ from comparison import (
 from hooked_transformers import hooked_transformer
 from measures import logits_of
 from tiny_models import boot
-from toys import PlainToy, hooked_toy, native_bridge
+from toys import PlainToy, Toy, hooked_toy, native_bridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -108,6 +108,16 @@ CASES = [
     for kind in row.kinds
     for side in KINDS[kind].sides
 ]
+
+
+def marks_of(row: Architecture | Toy) -> list[pytest.MarkDecorator]:
+    """The marks of a case that is not repeated on the oldest line for every architecture.
+
+    It is for those of which that line also makes a HookedTransformer: bridges are much the same on
+    both lines, and this file compares all of them with plain transformers on both.
+    """
+    group = pytest.mark.xdist_group(row.name)
+    return [group, pytest.mark.every_kind] if "HookedTransformer" in row.kinds else [group]
 
 
 @lru_cache(maxsize=6)  # the models of one architecture: two dtypes of three kinds

@@ -9,7 +9,7 @@ from architectures import ALL
 from comparison import batch_of, precise, weights_of
 from measures import difference
 from test_cache_matrix import NO_CACHE
-from test_matrix import KINDS, LINE, hooked
+from test_matrix import KINDS, LINE, hooked, marks_of
 from torch import Tensor
 
 import anchorlens as al
@@ -18,11 +18,11 @@ from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs
 from anchorlens.models.hooked import hooks_by_layer, scores_name
 from anchorlens.passes.forward import run_pass
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.without_jaxtyping
 
 PROMPTS = (0, 1)  # the shortest and another, so that one has padding
 CASES = [
-    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=pytest.mark.xdist_group(row.name))
+    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=marks_of(row))
     for row in ALL
     for kind in row.kinds
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
