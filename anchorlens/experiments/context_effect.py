@@ -10,7 +10,6 @@ from torch import Tensor
 from ..contexts.query_pass import Context, QueryPass
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
-    PositionsOfBatch,
     PrefixEffect,
     PrefixEffectRecord,
     effect_record,
@@ -21,7 +20,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..runs.study import Study
 
-_ALL_KEYS: Mapping[str, PositionsOfBatch] = {"context": edges.demonstrations}
+_ALL_KEYS: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations}
 
 
 def prefix_effect(
@@ -29,8 +28,8 @@ def prefix_effect(
     batches: Sequence[PromptBatch],
     context: Context,
     *,
-    keys: Mapping[str, PositionsOfBatch] = _ALL_KEYS,
-    rows: PositionsOfBatch = edges.query,
+    keys: Mapping[str, edges.PositionsOfBatch] = _ALL_KEYS,
+    rows: edges.PositionsOfBatch = edges.query,
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,

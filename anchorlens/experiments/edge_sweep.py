@@ -28,6 +28,7 @@ from ..results.results import Results
 from ..runs.plan import Plan
 from ..runs.study import Study
 from ..runs.trial import late_starts
+from ..system.names import name_of
 from ..system.processes import fails_together
 from .sites import Site
 
@@ -214,7 +215,7 @@ def edge_sweep(
         cut,
         random_cut,
         CutEdgesRecord,
-        {"renormalize": renormalize, "edges": _name_of(edges), "control": _name_of(control)},
+        {"renormalize": renormalize, "edges": name_of(edges), "control": name_of(control)},
         metrics=metrics,
         draws=draws,
         seed=seed,
@@ -428,8 +429,3 @@ def _record(kind: type[CutEdgesRecord], rows: Rows) -> CutEdgesRecord:
         random_label_kept=random_label,
         random_word_overlap=random_word,
     )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, as its text would name an address in memory."""
-    return str(getattr(function, "__qualname__", type(function).__name__))

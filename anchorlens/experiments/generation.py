@@ -95,31 +95,31 @@ def trace_generation(
     ):
         raise PromptError(f"max_new_tokens must be a whole number from 1; got {max_new_tokens!r}")
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
-    [written_after] = build_segments(tokenizer, [pieces])
-    if ANSWER in written_after.segment_names:
+    [prompt_batch] = build_segments(tokenizer, [pieces])
+    if ANSWER in prompt_batch.segment_names:
         raise PromptError(
             f"a piece of the prompt is called {ANSWER!r}, as the text that the model writes; "
             "choose another name"
         )
-    length = written_after.tokens.shape[1]
+    length = prompt_batch.tokens.shape[1]
     if length + max_new_tokens > model.cfg.n_ctx:
         raise PromptError(
             f"the prompt has {length} tokens and the model's context {model.cfg.n_ctx}, so that "
             f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
         )
-    check_fits(model, written_after)
-    tokens = _written(model, written_after, max_new_tokens, seed, options)
+    check_fits(model, prompt_batch)
+    tokens = _written(model, prompt_batch, max_new_tokens, seed, options)
     batch = PromptBatch.from_segments(
         tokens,
         torch.cat(
             [
-                written_after.groups,
-                torch.full((1, tokens.shape[1] - length), len(written_after.segment_names)),
+                prompt_batch.groups,
+                torch.full((1, tokens.shape[1] - length), len(prompt_batch.segment_names)),
             ],
             dim=1,
         ),
-        [*written_after.segment_names, ANSWER],
-        begins_with_bos=written_after.begins_with_bos,
+        [*prompt_batch.segment_names, ANSWER],
+        begins_with_bos=prompt_batch.begins_with_bos,
     )
     return GenerationTrace(
         text=str(tokenizer.decode(tokens[0, length:].tolist())),

@@ -1,8 +1,8 @@
 """What demonstrations, or another prefix, do to the attention of the query's rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import plotly.graph_objects as go
 import torch
@@ -18,9 +18,8 @@ from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, rows_by_set
 from ..system.names import name_of
 from .metric import Observation, observes_nothing
+from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs
-
-PositionsOfBatch = Callable[[PromptBatch], edges.Positions]
 
 # The most positions of a prefix whose weights are stored, to bound the size of the rows.
 POSITIONS = 256
@@ -42,7 +41,7 @@ def _other(batch: PromptBatch) -> edges.Positions:
     return edges.demonstrations(batch) & ~(_text(batch) | _label(batch) | _format(batch))
 
 
-DEMONSTRATIONS: Mapping[str, PositionsOfBatch] = {
+DEMONSTRATIONS: Mapping[str, edges.PositionsOfBatch] = {
     "text": _text,
     "label": _label,
     "format": _format,
@@ -168,8 +167,10 @@ class PrefixEffect:
         >>> labels = al.PrefixEffect(keys={"labels": al.edges.anchors}, rows=al.edges.target)
     """
 
-    keys: Mapping[str, PositionsOfBatch] = field(default_factory=lambda: DEMONSTRATIONS, hash=False)
-    rows: PositionsOfBatch = edges.query
+    keys: Mapping[str, edges.PositionsOfBatch] = field(
+        default_factory=lambda: DEMONSTRATIONS, hash=False
+    )
+    rows: edges.PositionsOfBatch = edges.query
     name: str = "prefix_effect"
     needs_gradient: ClassVar[bool] = False
 
@@ -227,7 +228,10 @@ class PrefixEffect:
     def groups_of(self, batch: PromptBatch) -> Bool[Tensor, "batch group key"]:
         """The positions of each group, checked."""
         before = batch.attention_mask & ~_from_query(batch)
-        sets = [self._checked(batch, name, function) for name, function in self.keys.items()]
+        sets = [
+            checked_positions(batch, self.name, name, function)
+            for name, function in self.keys.items()
+        ]
         groups = torch.stack(sets, dim=1)
         for wrong, reason in (
             (groups.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
@@ -243,7 +247,7 @@ class PrefixEffect:
 
     def rows_of(self, batch: PromptBatch) -> edges.Positions:
         """The positions of the rows that count, checked."""
-        rows = self._checked(batch, "rows", self.rows)
+        rows = checked_positions(batch, self.name, "rows", self.rows)
         outside = rows & ~edges.query(batch)
         if outside.any() or not rows.any(1).all():
             raise MetricError(
@@ -252,24 +256,6 @@ class PrefixEffect:
                 + (f"{int(outside.sum())} others" if outside.any() else "none in some prompt")
             )
         return rows
-
-    def _checked(
-        self, batch: PromptBatch, name: str, function: PositionsOfBatch
-    ) -> edges.Positions:
-        positions: Any = function(batch)
-        is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
-        if not is_mask or positions.shape != batch.tokens.shape:
-            got = (
-                f"{positions.dtype} {tuple(positions.shape)}"
-                if isinstance(positions, Tensor)
-                else type(positions).__name__
-            )
-            raise MetricError(
-                f"{name!r} of {self.name} must give a tensor of True and False with the shape "
-                f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
-                f"{got}"
-            )
-        return positions
 
 
 def effect_rows(

@@ -3,7 +3,7 @@
 With thousands of tokens the pattern of one layer takes gigabytes, so it is never copied.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from einops import rearrange
@@ -69,11 +69,7 @@ class EdgeSums:
 
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
-        layers = sorted(self.of_layers)
-        return {
-            "sums": torch.stack([self.of_layers[layer][0] for layer in layers], dim=1),
-            "head_sums": torch.stack([self.of_layers[layer][1] for layer in layers], dim=1),
-        }
+        return _rows_of(self.of_layers)
 
 
 class SegmentSums:
@@ -113,11 +109,13 @@ class SegmentSums:
 
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums over edges, and those of each head: [batch, layer, (head,) segment, segment]."""
-        layers = sorted(self.of_layers)
-        return {
-            "sums": torch.stack([self.of_layers[layer][0] for layer in layers], dim=1),
-            "head_sums": torch.stack([self.of_layers[layer][1] for layer in layers], dim=1),
-        }
+        return _rows_of(self.of_layers)
+
+
+def _rows_of(of_layers: Mapping[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The sums of all layers, merged over heads and of each head."""
+    sums, head_sums = zip(*(of_layers[layer] for layer in sorted(of_layers)), strict=True)
+    return {"sums": torch.stack(sums, dim=1), "head_sums": torch.stack(head_sums, dim=1)}
 
 
 def _between(

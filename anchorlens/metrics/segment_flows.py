@@ -1,6 +1,6 @@
 """Flows between named segments of the prompts, by layer and head, for any weight of an edge."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from reprlib import Repr
@@ -20,12 +20,11 @@ from ..results.record import Record, Rows, rows_by_set
 from ..results.segment_figures import pairs_by_layer
 from ..system.names import name_of
 from .metric import Observation
+from .positions import checked_positions
 from .products import SegmentSums, product_hooks
 from .weights import Weight, saliency
 
 _SHORT = Repr()  # of six segments
-
-PositionsOfBatch = Callable[[PromptBatch], Bool[Tensor, "batch position"]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,7 +103,7 @@ class SegmentFlows:
         >>> helps = al.SegmentFlows(parts, weight=al.weights.signed)
     """
 
-    segments: Mapping[str, PositionsOfBatch] | Sequence[str] | None = field(
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
         default=None, hash=False
     )
     weight: Weight = saliency
@@ -191,20 +190,8 @@ class SegmentFlows:
 
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""
-        shape = tuple(batch.tokens.shape)
-        sets = []
-        for name, function in self._functions(batch).items():
-            positions = function(batch)
-            is_table = isinstance(positions, Tensor) and positions.dtype == torch.bool
-            if not is_table or tuple(positions.shape) != shape:
-                got: Any = type(positions).__name__
-                if isinstance(positions, Tensor):
-                    got = f"{positions.dtype} {tuple(positions.shape)}"
-                raise MetricError(
-                    f"segment {name!r} of {self.name} must be True and False for each position, "
-                    f"shape (batch, position) = {shape}, as al.edges.group gives; got {got}"
-                )
-            sets.append(positions)
+        functions = self._functions(batch).items()
+        sets = [checked_positions(batch, self.name, name, of) for name, of in functions]
         segments = torch.stack(sets, dim=1)
         if (segments.sum(1) > 1).any():
             row, position = (int(k) for k in (segments.sum(1) > 1).nonzero()[0])
@@ -218,7 +205,7 @@ class SegmentFlows:
         """The names of the segments in a batch."""
         return tuple(self._functions(batch))
 
-    def _functions(self, batch: PromptBatch) -> Mapping[str, PositionsOfBatch]:
+    def _functions(self, batch: PromptBatch) -> Mapping[str, edges.PositionsOfBatch]:
         if isinstance(self.segments, Mapping):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments

@@ -14,6 +14,7 @@ from ..models.hooked import HookedModel, device_of
 from ..models.load import ensure_prepared
 from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
+from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.groups import GROUPS
 from ..prompts.token_texts import token_texts
@@ -21,7 +22,7 @@ from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
 from ..system.names import name_of
 from .products import require_edges, row_pieces
-from .segment_flows import PositionsOfBatch, SegmentFlows
+from .segment_flows import SegmentFlows
 from .weights import Weight, saliency
 
 
@@ -62,8 +63,11 @@ class StepFlowsRecord(Record):
         return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
-        """What each step reads from each segment, as its share in a layer, mean over layers."""
-        shares = self.read / self.read.nansum(-1, keepdim=True)
+        """What each step reads from each segment, as its share in a layer, mean over layers.
+
+        A weight with a sign keeps it: the sizes of the shares of a layer sum to 1.
+        """
+        shares = self.read / self.read.abs().nansum(-1, keepdim=True)
         steps = self.axis_names("step") or [str(step) for step in range(len(self.loss))]
         return steps_by_segment(
             shares.nanmean(1),
@@ -79,7 +83,7 @@ def step_flows(
     batch: PromptBatch,
     segment: str,
     *,
-    segments: Mapping[str, PositionsOfBatch] | Sequence[str] | None = None,
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = None,
     weight: Weight = saliency,
     chunk: int = 8,
 ) -> StepFlowsRecord:
@@ -171,11 +175,11 @@ class _Flows:
         row = self.columns[step]
         pieces = list(row_pieces(pattern, gradient))
         weights = [require_edges(self.weight(a, slope), a)[0] for _, a, slope in pieces]
-        edges = torch.cat(weights).tril(-1).double()
-        parts = self.segments.to(edges)
-        earlier = torch.arange(len(edges), device=edges.device) < row
-        self.total[step, layer] = parts @ edges @ parts.T
-        self.read[step, layer] = (parts @ edges[row]) / (parts @ earlier.to(edges))
+        of_edges = torch.cat(weights).tril(-1).double()
+        parts = self.segments.to(of_edges)
+        earlier = torch.arange(len(of_edges), device=of_edges.device) < row
+        self.total[step, layer] = parts @ of_edges @ parts.T
+        self.read[step, layer] = (parts @ of_edges[row]) / (parts @ earlier.to(of_edges))
         maps = torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril().double()
         written = earlier & self.predicts.roll(1)  # the steps before this one
         self.of_output[step, layer] = (maps[row] / maps.norm())[written].mean()

@@ -52,5 +52,8 @@ def positive(pattern: Pattern, gradient: Pattern) -> Edges:
 
 
 def attention(pattern: Pattern, gradient: Pattern) -> Edges:
-    """``mean_h A_h``: the attention alone, from 0 to 1."""
+    """``mean_h A_h``: the attention alone, from 0 to 1.
+
+    For a comparison with the other weights: the pass computes gradients also for this one.
+    """
     return pattern.mean(1)

@@ -21,6 +21,7 @@ from .batch import PromptBatch, check_inside, require_label_words
 
 Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
+PositionsOfBatch = Callable[[PromptBatch], Positions]
 
 
 def between(queries: Positions, keys: Positions) -> Edges:

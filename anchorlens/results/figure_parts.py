@@ -36,6 +36,17 @@ def name_ticks(names: Sequence[str]) -> dict[str, Any]:
     return texts | {"showgrid": False, "zeroline": False}  # they mean nothing between names
 
 
+def some_names(names: Sequence[str], most: int) -> list[str]:
+    """Every name, or every second, third, ... where more than ``most`` would overlap."""
+    stride = 1 + (len(names) - 1) // most
+    return [name.translate(VISIBLE) if k % stride == 0 else "" for k, name in enumerate(names)]
+
+
+def color_bar(title: str) -> dict[str, Any]:
+    """The narrow bar of a heat map, with its title along it."""
+    return {"title": {"text": literal(title), "side": "right"}, "thickness": 12}
+
+
 def layout(title: str, height: int) -> dict[str, Any]:
     top = {"text": literal(title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 16}}
     margin = {"t": 60, "b": 60, "r": 20}

@@ -20,6 +20,7 @@ from .figure_parts import (
     VISIBLE,
     check,
     check_shape,
+    color_bar,
     layout,
     literal,
     name_ticks,
@@ -261,7 +262,7 @@ def confusion_pair(
         heat.update(texttemplate="%{z:.2f}")
         heat.update(hovertemplate="%{y} | %{x}: %{z:.3g}<extra></extra>", hoverongaps=False)
         figure.add_trace(heat.update(coloraxis="coloraxis"), 1, column)
-    bar = {"title": {"text": "low = confused", "side": "right"}, "thickness": 12}
+    bar = color_bar("low = confused")
     figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
     figure.update_layout(layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
     # Two matrices beside each other need this width: a narrow page scrolls them.

@@ -10,7 +10,16 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from .figure_parts import PALETTE, VISIBLE, check_shape, layout, literal, name_ticks
+from .figure_parts import (
+    PALETTE,
+    VISIBLE,
+    check_shape,
+    color_bar,
+    layout,
+    literal,
+    name_ticks,
+    some_names,
+)
 
 _MOST_NAMES = 24  # those of more keys would overlap in a panel
 
@@ -34,8 +43,9 @@ def heads_by_layer(values: Float[Tensor, "layer head"], *, title: str, bar_title
     heat.update(hovertemplate="layer %{x}, head %{y}: %{z:.3g}<extra></extra>", xgap=1, ygap=1)
     layers, heads = values.shape
     figure = go.Figure(heat, layout(title, max(320, 180 + 14 * heads)))
-    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
-    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
+    figure.update_layout(
+        coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": color_bar(bar_title)}
+    )
     figure.update_layout(xaxis_title="layer", yaxis_title="head")
     figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
     return figure.update_yaxes(
@@ -83,14 +93,18 @@ def patterns_side_by_side(
         heat = go.Heatmap(z=pattern.tolist(), coloraxis="coloraxis", hoverongaps=False)
         heat.update(hovertemplate="query %{y}, key %{x}: %{z:.3g}<extra></extra>")
         figure.add_trace(heat, 1, column)
-    bar = {"title": {"text": "attention", "side": "right"}, "thickness": 12}
     figure.update_layout(layout(title, max(420, 240 + 16 * len(queries))), margin={"t": 90})
-    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
+    figure.update_layout(
+        coloraxis={
+            "cmin": 0,
+            "cmax": 1,
+            "colorscale": "Cividis",
+            "colorbar": color_bar("attention"),
+        }
+    )
     figure.update_layout(meta={"min_width": 200 + 260 * len(panels)})
     plain = {"showgrid": False, "zeroline": False}
-    step = 1 + (len(keys) - 1) // _MOST_NAMES
-    texts = [key.translate(VISIBLE) if k % step == 0 else "" for k, key in enumerate(keys)]
-    figure.update_xaxes(name_ticks(texts) | plain, title="key")
+    figure.update_xaxes(name_ticks(some_names(keys, _MOST_NAMES)) | plain, title="key")
     rows = name_ticks([query.translate(VISIBLE) for query in queries]) | plain
     figure.update_yaxes(rows, autorange="reversed")
     return figure.update_yaxes(title="query", col=1).update_annotations(font={"size": 13})

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from .figure_parts import VISIBLE, check_shape, layout, literal, name_ticks
+from .figure_parts import check_shape, color_bar, layout, name_ticks, some_names
 
 _MOST_STEPS = 40  # names of more would overlap
 
@@ -44,11 +44,7 @@ def pairs_by_layer(
     heat = go.Heatmap(z=rows, coloraxis="coloraxis", hoverongaps=False, xgap=1, ygap=1)
     heat.update(hovertemplate="layer %{x}: %{z:.3g}<extra></extra>")
     figure = go.Figure(heat, layout(title, max(320, 180 + 26 * len(pairs))))
-    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
-    axis: dict[str, Any] = {"colorscale": "Cividis", "colorbar": bar}
-    if bool((flow < 0).any()):
-        axis |= {"colorscale": "RdBu_r", "cmid": 0}
-    figure.update_layout(coloraxis=axis, xaxis_title="layer")
+    figure.update_layout(coloraxis=_colors(flow, bar_title), xaxis_title="layer")
     figure.update_xaxes(dtick=1 + layers // 16, showgrid=False, zeroline=False)
     names = name_ticks([f"{segments[a]} ← {segments[b]}" for a, b in pairs])
     return figure.update_yaxes(names, autorange="reversed", showgrid=False, zeroline=False)
@@ -72,7 +68,7 @@ def steps_by_segment(
         bar_title: what the numbers are, for the colour bar.
 
     Returns:
-        The figure, with a column for each step.
+        The figure, with a column for each step. Numbers on both sides of 0 have two colours.
 
     Examples:
         >>> figure = steps_by_segment(torch.tensor([[0.5], [0.25]]), ["Yes", "."], ["question"],
@@ -84,9 +80,12 @@ def steps_by_segment(
     heat = go.Heatmap(z=shares.T.tolist(), coloraxis="coloraxis", hoverongaps=False, xgap=1, ygap=1)
     heat.update(hovertemplate="%{z:.3g}<extra></extra>")
     figure = go.Figure(heat, layout(title, max(320, 220 + 26 * len(segments))))
-    bar = {"title": {"text": literal(bar_title), "side": "right"}, "thickness": 12}
-    figure.update_layout(coloraxis={"colorscale": "Cividis", "colorbar": bar})
-    stride = 1 + (len(steps) - 1) // _MOST_STEPS
-    texts = [step.translate(VISIBLE) if k % stride == 0 else "" for k, step in enumerate(steps)]
-    figure.update_xaxes(name_ticks(texts), title="token", tickangle=-60)
+    figure.update_layout(coloraxis=_colors(shares, bar_title))
+    figure.update_xaxes(name_ticks(some_names(steps, _MOST_STEPS)), title="token", tickangle=-60)
     return figure.update_yaxes(name_ticks(segments), autorange="reversed")
+
+
+def _colors(values: Tensor, bar_title: str) -> dict[str, Any]:
+    """A scale of colours; of two colours that meet at 0 where there are numbers below it."""
+    scale = {"colorscale": "RdBu_r", "cmid": 0} if (values < 0).any() else {"colorscale": "Cividis"}
+    return {**scale, "colorbar": color_bar(bar_title)}

@@ -76,7 +76,9 @@ def _tried(
         return whole_passes(model, _HOOKS_OF_USER)
     lengths = _shared_lengths(batches, loss)
     if not lengths:
-        return whole_passes(model, "no two prompts share their demonstrations")
+        return whole_passes(
+            model, "no two prompts share their demonstrations, or a target is in them"
+        )
     passes = Passes(model, lengths, "")
     for change in changes:
         if change is no_hooks:

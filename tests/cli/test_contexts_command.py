@@ -70,8 +70,8 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     monkeypatch.setattr(command_prompts, "build_prompts", with_long_words)
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, *arguments) == 0
-    said = "the search starts from the first token of each label word"
-    assert said in capsys.readouterr().err
+    note = "the search starts from the first token of each label word"
+    assert note in capsys.readouterr().err
     record = al.ContextsRecord.load(tmp_path / "sentiment" / "contexts.safetensors")
     assert "hard prompt" in record.info["contexts"]
 

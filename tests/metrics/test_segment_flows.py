@@ -327,8 +327,7 @@ def test_wrong_arguments_raise_an_error(make: Callable[[], Any], message: str) -
         make()
 
 
-def two_segments(batch: al.PromptBatch) -> dict[str, Any]:
-    return {"all": lambda batch: batch.attention_mask, "answer": lambda b: b.attention_mask}
+OVERLAPPING = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
 
 
 @pytest.mark.parametrize(
@@ -336,8 +335,12 @@ def two_segments(batch: al.PromptBatch) -> dict[str, Any]:
     [
         (al.SegmentFlows(["reply"]), "answer", "there is no segment 'reply'; the segments are qu"),
         (al.SegmentFlows(), "reply", "there is no segment 'reply'"),
-        (al.SegmentFlows({"a": lambda b: b.tokens}), "answer", "must be True and False for each"),
-        (al.SegmentFlows(two_segments(None)), "answer", "token 0 of prompt 0 is in two segments"),  # type: ignore[arg-type]
+        (
+            al.SegmentFlows({"a": lambda b: b.tokens}),
+            "answer",
+            "must give a tensor of True and False",
+        ),
+        (al.SegmentFlows(OVERLAPPING), "answer", "token 0 of prompt 0 is in two segments"),
         (al.SegmentFlows(weight=lambda a, g: a), "answer", "to a number for each edge, of the sh"),
         (al.SaliencyFlows(), "answer", "these prompts have segments but no label words"),
         (al.AttentionAUCROC(), "answer", "these prompts have segments but no label words"),
@@ -426,3 +429,19 @@ def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_
         return results["segment_flows"]
 
     assert_same(record(), record(), 0)
+
+
+def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
+    pattern = torch.tensor([0.5, 0.25])[None, :, None, None]  # two heads, one edge
+    gradient = torch.tensor([-2.0, 8.0])[None, :, None, None]
+    values = {
+        name: float(getattr(al.weights, name)(pattern, gradient))
+        for name in ("saliency", "saliency_of_heads", "signed", "positive", "attention")
+    }
+    assert values == {
+        "saliency": 1.0,
+        "saliency_of_heads": 3.0,
+        "signed": 1.0,
+        "positive": 0.5,  # the first head lowers the loss by 1, of two heads
+        "attention": 0.375,
+    }

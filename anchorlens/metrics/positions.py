@@ -1,0 +1,39 @@
+"""Positions that a user's functions of the batch give, checked."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MetricError
+from ..prompts.batch import PromptBatch
+from ..prompts.edges import Positions, PositionsOfBatch
+
+
+def checked_positions(
+    batch: PromptBatch, owner: str, name: str, function: PositionsOfBatch
+) -> Positions:
+    """The positions that a function gives for a batch.
+
+    Args:
+        batch: The prompts.
+        owner: Name of the metric, for the error.
+        name: What the metric calls these positions, for the error.
+        function: Function of the batch to positions.
+
+    Raises:
+        MetricError: It gives something else than True and False for each position.
+    """
+    positions: Any = function(batch)
+    is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
+    if not is_mask or positions.shape != batch.tokens.shape:
+        got = (
+            f"{positions.dtype} {tuple(positions.shape)}"
+            if isinstance(positions, Tensor)
+            else type(positions).__name__
+        )
+        raise MetricError(
+            f"{name!r} of {owner} must give a tensor of True and False with the shape "
+            f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got {got}"
+        )
+    return positions
