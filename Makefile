@@ -66,7 +66,7 @@ test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
 test-browser: $(VENV)/.stamp-browser docs
-	$(BIN)/python -m pytest -n 0 -o python_files='*_in_a_browser.py' tests/browser
+	$(PYTEST) -o python_files='*_in_a_browser.py' tests/browser
 
 # The checks use one core. On another, Python compiles the packages that the tests import, which
 # otherwise every process that runs tests does at the same time.
