@@ -62,7 +62,8 @@ def _layers_that_mix(model: HookedModel) -> frozenset[int]:
         patterns[layer] = pattern
 
     names = [z_name(layer) for layer in range(model.cfg.n_layers)]
-    missing = {layer for layer, name in enumerate(names) if name not in model.hook_dict}
+    points = model.hook_dict  # made anew at each access
+    missing = {layer for layer, name in enumerate(names) if name not in points}
     hooks: list[Hook] = [
         ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_()),
         *hooks_by_layer(model, pattern_name, store),

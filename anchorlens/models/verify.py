@@ -121,7 +121,8 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
         (pattern_name(number), multiply_by_factor),
     ]
     names = [f"blocks.{number}.attn.{name}" for pair in _QUERY_AND_KEY for name in pair]
-    return hooks + [store(name) for name in names if name in model.hook_dict]
+    points = model.hook_dict  # made anew at each access
+    return hooks + [store(name) for name in names if name in points]
 
 
 def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:

@@ -120,7 +120,7 @@ def _at_known_points(
     model: HookedModel, name: Callable[[int], str], store: Callable[[int, Tensor], None]
 ) -> list[Hook]:
     """Hooks that store what a hook point of each layer holds; no hook where it does not exist."""
-    return [hook for hook in hooks_by_layer(model, name, store) if hook[0] in model.hook_dict]
+    return _at_points_of(model, hooks_by_layer(model, name, store))
 
 
 def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> list[Hook]:
@@ -137,8 +137,12 @@ def _outputs_in_the_graph(model: HookedModel, outputs: dict[int, Tensor]) -> lis
 
         return z_name(layer), store
 
-    hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
-    return [hook for hook in hooks if hook[0] in model.hook_dict]
+    return _at_points_of(model, [hook_of(layer) for layer in range(model.cfg.n_layers)])
+
+
+def _at_points_of(model: HookedModel, hooks: list[Hook]) -> list[Hook]:
+    points = model.hook_dict  # made anew at each access
+    return [hook for hook in hooks if hook[0] in points]
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,11 +35,12 @@ class ModelState:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelState":
+        modules = dict(model.named_modules())
         return cls(
-            modules={name: module_state(module) for name, module in model.named_modules()},
+            modules={name: module_state(module) for name, module in modules.items()},
             tensors={
                 name: (tensor, tensor.detach().clone(), tensor.requires_grad)
-                for name, tensor in named_tensors(model).items()
+                for name, tensor in named_tensors(modules).items()
             },
             operands=verified_operands.get(model),
         )
@@ -49,15 +50,16 @@ class ModelState:
         differences = []
         if self.operands != verified_operands.get(model):
             differences.append("the verified operands of its attention")
-        modules = {name: module_state(module) for name, module in model.named_modules()}
-        for name in modules.keys() | self.modules.keys():
-            before, after = self.modules.get(name, {}), modules.get(name, {})
+        modules = dict(model.named_modules())
+        states = {name: module_state(module) for name, module in modules.items()}
+        for name in states.keys() | self.modules.keys():
+            before, after = self.modules.get(name, {}), states.get(name, {})
             differences += [
                 f"module {name!r}: {key} was {before.get(key)}, is {after.get(key)}"
                 for key in sorted(before.keys() | after.keys())
                 if before.get(key) != after.get(key)
             ]
-        tensors = named_tensors(model)
+        tensors = named_tensors(modules)
         if tensors.keys() != self.tensors.keys():
             differences.append(
                 f"tensors {sorted(tensors.keys() ^ self.tensors.keys())} came or went"
@@ -83,8 +85,14 @@ def number_of_hooks(hooks: Any) -> int:
     return sum(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
 
 
-def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def named_tensors(modules: dict[str, torch.nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers; a bridge has some 100 modules, so they are looked up once."""
+    return {
+        f"{name}.{key}": tensor
+        for name, module in modules.items()
+        for key, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None
+    }
 
 
 def global_state(with_python: bool) -> dict[str, Any]:
