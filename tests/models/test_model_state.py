@@ -12,16 +12,20 @@ from architectures import BY_NAME, ROWS
 from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from hooked_transformers import with_its_bos
 from measures import difference
-from test_matrix import LINE
+from test_matrix import LINE, marks_of
 from tiny_models import boot, questions, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.models.hooked import modules_of, pattern_name
 from anchorlens.models.model_state import without_user_hooks
 
-pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-NAMES = [row.name for row in ROWS if not {LINE, "bridge"} & {*row.refused, *row.wrong}]
+NAMES = [
+    pytest.param(row.name, marks=marks_of(row))
+    for row in ROWS
+    if not {LINE, "bridge"} & {*row.refused, *row.wrong}
+]
 
 
 @contextmanager
@@ -66,6 +70,7 @@ def test_dropout_is_off_in_both_modes(name: str) -> None:
     assert torch.equal(logits, al.target_logits(model, batches, progress=False))
 
 
+@pytest.mark.every_kind
 def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> None:
     dropout = {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
     weights = tiny_gpt2(len(byte_level))
@@ -109,6 +114,7 @@ def functions_of(model: Any) -> list[list[int]]:
     return [list(map(id, getattr(m, name).values())) for m in modules_of(model) for name in names]
 
 
+@pytest.mark.every_kind
 def test_hooks_of_the_user_see_only_the_passes_of_a_run(byte_level: Any, raw: Any) -> None:
     model = raw(tiny_gpt2(len(byte_level)), byte_level)
     model(torch.tensor([[1, 2, 3]]))  # a bridge adds its own hooks in its first pass
@@ -125,6 +131,7 @@ def test_hooks_of_the_user_see_only_the_passes_of_a_run(byte_level: Any, raw: An
     assert functions_of(model) == hooks
 
 
+@pytest.mark.every_kind
 def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     """A hook on the model changes results in the same way as a hook that the run is given."""
     model: Any = al.prepare_model(raw(tiny_gpt2(len(byte_level)), byte_level))
@@ -150,6 +157,7 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     assert trained.info["shared_prefix"].startswith("off")
 
 
+@pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["OPT", "XGLM", "GPT-2"])
 def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
     """A bridge of OPT has its own hooks, which pass on the tensors of its feed-forward layers."""
@@ -166,6 +174,7 @@ def test_hooks_that_a_library_needs_stay_on(name: str) -> None:
     assert expected == [1] or LINE == "3.9"  # 3.9 never calls this hook point of OPT
 
 
+@pytest.mark.every_kind
 def test_hooks_that_a_bridge_adds_in_its_first_pass_stay(byte_level: Any, raw: Any) -> None:
     """A bridge adds hooks only in its first pass, also to modules that have hooks of the user."""
     fresh, watched = (raw(tiny_gpt2(len(byte_level)), byte_level) for _ in range(2))
@@ -179,6 +188,7 @@ def test_hooks_that_a_bridge_adds_in_its_first_pass_stay(byte_level: Any, raw: A
     assert of_both == [a + b for a, b in zip(of_bridge, of_user, strict=True)]
 
 
+@pytest.mark.every_kind
 @pytest.mark.changes_model
 def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
     calls, _ = counting(gpt2)
@@ -191,6 +201,7 @@ def test_hooks_come_back_after_an_exception(gpt2: Any) -> None:
     assert functions_of(gpt2) != hooks  # the hooks can still be removed
 
 
+@pytest.mark.every_kind
 def test_loading_calls_no_hook_of_the_user(byte_level: Any) -> None:
     """Loading runs the transformers model to compare logits, but without hooks of the user."""
     weights, calls = tiny_gpt2(len(byte_level)), []
@@ -201,6 +212,7 @@ def test_loading_calls_no_hook_of_the_user(byte_level: Any) -> None:
     assert model is not None
 
 
+@pytest.mark.every_kind
 def test_threads_that_run_one_model_take_turns(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=2)
     expected = al.saliency(gpt2, batches[0])
