@@ -27,7 +27,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-processed test-oldest test-browser docs lint lint-and-compile bench architectures clean
+.PHONY: help demo test test-quick test-oldest test-browser docs lint lint-and-compile bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -36,7 +36,6 @@ help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
 	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
-	@echo 'make test-processed  what differs by kind of model, on bridges in compatibility mode'
 	@echo 'make test-oldest  what differs by kind of model, on transformer-lens 3.9 and its HookedTransformer'
 	@echo 'make test-browser report and documentation in Chromium, which it installs if there is none (apt)'
 	@echo 'make lint         format, lint and type checks only'
@@ -52,19 +51,17 @@ demo: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 
 test: lint-and-compile
 	$(PYTEST) $(WITH_SHAPES)
-	$(PYTEST) -m without_jaxtyping
+	$(PYTEST) -m without_jaxtyping --kind bridge --kind processed
 
 # No whole models, but for those of a few short tests, and no shape checks.
 test-quick: $(VENV)/.stamp-dev
 	$(PYTEST) -x -m 'not without_jaxtyping'
 
-# What differs by kind of model is marked every_kind, and is all that these two run.
-test-processed: $(VENV)/.stamp-dev
-	$(PYTEST) --kind processed
-
+# What differs by kind of model is marked every_kind, and is all that this runs.
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
+# The browser first: it installs what the documentation needs in the same call.
 test-browser: $(VENV)/.stamp-browser docs
 	$(PYTEST) -o python_files='*_in_a_browser.py' tests/browser
 
@@ -123,7 +120,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml constraints.txt
 
 # Playwright's own browsers are not used: the one of the system is in the package registry.
 $(VENV)/.stamp-browser: $(VENV)/.stamp-dev
-	$(INSTALL) -e '.[dev,browser]'
+	$(INSTALL) -e '.[dev,docs,browser]'
+	@touch $(VENV)/.stamp-docs
 	@for browser in chromium chromium-browser google-chrome; do \
 		if command -v $$browser >/dev/null; then exit; fi; \
 	done; \

@@ -100,12 +100,13 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     """A test runs on a bridge of the newest line; one marked ``every_kind`` on the others too."""
     if item.get_closest_marker("published_table") and not config.getoption("--matrix-results"):
         return False
-    if LINE.startswith("4.") and "bridge" in kinds_of(config):
-        return True
+    kind = kind_of(item) or "bridge"
+    if LINE.startswith("4.") and kind == "bridge":
+        return "bridge" in kinds_of(config)
     # Of the three small models two are enough where a test is repeated.
     values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
     is_repeated = item.get_closest_marker("every_kind") is not None and "llama" not in values
-    return is_repeated and (kind_of(item) is not None or "bridge" in kinds_of(config))
+    return is_repeated and kind in kinds_of(config)
 
 
 @pytest.fixture(scope="session")

@@ -55,15 +55,11 @@ def name_of(page: Path) -> str:
 
 
 def with_code(language: str) -> list[Any]:
-    """The pages with blocks of this language; another file runs those of other tools.
-
-    The README is what people try first, so that it runs on each line of TransformerLens.
-    """
+    """The pages with blocks of this language; another file runs those of other tools."""
     pages = [page for page in PAGES if blocks_of(page, language)]
     if language == "python":
         pages = [page for page in pages if page.name != "other_tools.md"]
-    every_kind = {PAGES[0]: pytest.mark.every_kind}
-    return [pytest.param(page, id=name_of(page), marks=every_kind.get(page, ())) for page in pages]
+    return [pytest.param(page, id=name_of(page)) for page in pages]
 
 
 @pytest.fixture(scope="module")
