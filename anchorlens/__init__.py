@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from .metrics.metric import ObservesPrefix as ObservesPrefix
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
+    from .metrics.products import flows as flows
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency
@@ -131,6 +132,9 @@ if TYPE_CHECKING:
     from .results.record import Record as Record
     from .results.record import load_record as load_record
     from .results.results import Results as Results
+    from .runs.caches import cache_of_attentions as cache_of_attentions
+    from .runs.caches import from_caches as from_caches
+    from .runs.caches import names_filter as names_filter
     from .runs.plan import Plan as Plan
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits

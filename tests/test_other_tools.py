@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ import plotly.graph_objects as go
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from measures import assert_same
+from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 
@@ -43,6 +46,32 @@ class Calls:
             return f"<div>{name}</div>"
 
         return store
+
+
+class Saved:
+    """A value of a trace, which a tool gives out after ``save``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> Any:
+        return self.value
+
+
+class Traced:
+    """A model as nnsight and nnterp trace it: its values exist after the block."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        self.model.eval()
+        self.num_layers = self.model.config.num_hidden_layers
+
+    @contextmanager
+    def trace(self, inputs: dict[str, Any], output_attentions: bool = True) -> Iterator[None]:
+        output = self.model(**inputs, output_attentions=output_attentions)
+        self.output, self.logits = Saved(output), Saved(output.logits)
+        self.attention_probabilities = [Saved(pattern) for pattern in output.attentions]
+        yield
 
 
 class Stage:
@@ -73,6 +102,14 @@ def page(model_folder: Path, tmp_path_factory: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         load = al.load_model
         patch.setattr(al, "load_model", lambda name: load(str(model_folder)))
+        load_plain = AutoModelForCausalLM.from_pretrained
+        patch.setattr(
+            AutoModelForCausalLM,
+            "from_pretrained",
+            lambda name, **options: load_plain(model_folder, **options),
+        )
+        module("nnsight", LanguageModel=Traced)
+        module("nnterp", StandardizedTransformer=Traced)
         folder = tmp_path_factory.mktemp("other_tools")
         patch.chdir(folder)
         heads, patterns = "attention_heads", "attention_patterns"
@@ -91,6 +128,8 @@ def page(model_folder: Path, tmp_path_factory: Any) -> Iterator[Any]:
         blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
         for block in blocks:
             exec(compile(block, PAGE.name, "exec"), names)
+            if "own" in names:
+                calls.made["own"].append(dict(names.pop("own")))
         yield names, calls.made, folder, stage
 
 
@@ -178,3 +217,17 @@ def test_weights_and_biases_gets_figures_tables_and_the_report(page: Any) -> Non
     assert logged["saliency_flows numbers"].dataframe.shape == frame.shape
     assert (folder / "report.html").exists()
     assert 0 <= stage.summary["largest AUCROC"] <= 1
+
+
+def test_passes_of_other_tools_give_the_records_of_a_run(page: Any) -> None:
+    names, calls, _, _ = page
+    assert [[*own] for own in calls["own"]] == [["attention_aucroc"], *[["saliency_flows"]] * 3]
+    first, *others = calls["own"]
+    whole = {**first, **others[0]}
+    metrics = [al.SaliencyFlows()]
+    alone = al.run(names["model"], names["batches"][:1], metrics, progress=False)
+    for name, record in whole.items():
+        assert_same(replace(record, info={}), replace(names["results"][name], info={}), 1e-5)
+    for own in others[1:]:
+        expected = replace(alone["saliency_flows"], info={})
+        assert_same(replace(own["saliency_flows"], info={}), expected, 1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name
-from .weights import Pattern, Weight
+from .weights import Pattern, Weight, saliency
 
 # The most elements of a product: eight short prompts are one piece. Smaller pieces are as fast;
 # larger pieces are slower and, in float32, less exact (a sum over 2048 tokens had a relative error
@@ -39,6 +39,49 @@ def product_hooks(
         use(layer, take(patterns, layer), gradient)
 
     return hooks_by_layer(model, pattern_name, store), hooks_by_layer(model, pattern_name, multiply)
+
+
+def flows(
+    pattern: Pattern,
+    gradient: Pattern,
+    edges: Bool[Tensor, "batch query key"],
+    *,
+    weight: Weight = saliency,
+) -> Float[Tensor, " batch"]:
+    """The mean weight of a set of edges in one layer, from its pattern and its gradient alone.
+
+    With the saliency ``| sum_h A_h dL/dA_h |``, in nats from 0 up, these are S_wp, S_pq and S_ww of
+    Wang et al. (2023), equations 2 to 4. High means that the loss depends on what passes there.
+
+    Args:
+        pattern: A, the attention after the softmax.
+        gradient: dL/dA, where L is the loss of each prompt, not a mean over prompts.
+        edges: True at the edges, as the functions in ``al.edges`` give them.
+        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
+
+    Returns:
+        A number for each prompt; NaN where it has no such edge.
+
+    Raises:
+        MetricError: The shapes differ, or the weight gives no number for each edge.
+
+    Examples:
+        >>> pattern, gradient = torch.full((1, 2, 3, 3), 0.5), torch.ones(1, 2, 3, 3)
+        >>> al.flows(pattern, gradient, torch.ones(1, 3, 3).tril(-1).bool()).tolist()
+        [1.0]
+    """
+    expected = (len(pattern), *pattern.shape[2:])
+    if pattern.shape != gradient.shape or tuple(edges.shape) != expected:
+        raise MetricError(
+            "pattern and gradient must have one shape, (batch, head, query, key), and edges "
+            f"(batch, query, key); got {tuple(pattern.shape)}, {tuple(gradient.shape)} and "
+            f"{tuple(edges.shape)}"
+        )
+    sums = [
+        require_edges(weight(a, slope), a).masked_fill(~edges[:, rows], 0).sum((1, 2))
+        for rows, a, slope in row_pieces(pattern, gradient)
+    ]
+    return torch.stack(sums).sum(0) / edges.sum((1, 2))
 
 
 class EdgeSums:

@@ -28,6 +28,29 @@ def check_metrics(
     loss: Loss | None,
 ) -> None:
     """Raise an error for wrong metrics, hooks or losses before the model runs."""
+    require_metrics(metrics)
+    gradient = [metric.name for metric in metrics if metric.needs_gradient]
+    if gradient and loss is None:
+        raise MetricError(
+            f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
+            "al.run"
+        )
+    for metric in metrics:
+        if isinstance(metric, ChecksBatches):
+            metric.check(model, batches, changed=hooks is not None)
+    if gradient and loss is not None:
+        refuse_folded_value_biases(model)
+        check_loss(loss, batches, vocabulary_of(model), device_of(model))
+    if hooks is not None:
+        for batch in batches:
+            check_hooks(model, hooks, batch.to(device_of(model)))
+    first = batches[0].to(device_of(model))
+    for metric in metrics:
+        check_observation(model, metric, metric.observe(model, first))
+
+
+def require_metrics(metrics: Sequence[Metric]) -> None:
+    """Raise an error unless these are metrics with different names."""
     if not isinstance(metrics, Sequence):
         raise MetricError(f"expected a list of metrics; got a {type(metrics).__name__}")
     # A class has the attributes of its instances, so that the protocol alone would accept it.
@@ -44,28 +67,11 @@ def check_metrics(
         raise MetricError(f'a metric needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
-    gradient = [metric.name for metric in metrics if metric.needs_gradient]
-    if gradient and loss is None:
-        raise MetricError(
-            f"{', '.join(gradient)} needs a gradient, and the passes here have none; give it to "
-            "al.run"
-        )
     for metric in metrics:
         if hasattr(metric, "observe_demonstrations"):
             raise MetricError(
                 f"the method observe_demonstrations of {metric.name} is now observe_prefix"
             )
-        if isinstance(metric, ChecksBatches):
-            metric.check(model, batches, changed=hooks is not None)
-    if gradient and loss is not None:
-        refuse_folded_value_biases(model)
-        check_loss(loss, batches, vocabulary_of(model), device_of(model))
-    if hooks is not None:
-        for batch in batches:
-            check_hooks(model, hooks, batch.to(device_of(model)))
-    first = batches[0].to(device_of(model))
-    for metric in metrics:
-        check_observation(model, metric, metric.observe(model, first))
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> None:

@@ -135,27 +135,7 @@ class Plan:
         """
         failures = {name: str(error) for name, error in self.failures.items()}
         reasons = _first_failures(gather_from_processes("failures", failures))
-        results = Results(known)
-        cause: Exception | None = None
-        for metric in self.metrics:
-            start = f"{metric.name}/"
-            of_metric = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
-            if not of_metric:
-                reasons.setdefault(
-                    metric.name, "its rows are missing in some batch, or not of one shape in all"
-                )
-                continue
-            try:
-                results[metric.name] = record(metric.result, of_metric)
-            except AnchorlensError as error:
-                reasons.setdefault(metric.name, str(error))
-            except Exception as error:  # the passes are made: other results must not be lost
-                reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
-                cause = error
-        if reasons:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise RunError(f"no result for {listed}", results) from cause
-        return results
+        return results_of(self.metrics, rows, record, known, reasons)
 
     def _hooks_of(
         self, observations: Sequence[Observation], trusted: Event
@@ -195,6 +175,48 @@ class Plan:
             return observations, prefix
 
         return self.passes.once(batch, "observed", run)
+
+
+def results_of(
+    metrics: Sequence[Metric],
+    rows: Rows,
+    record: Callable[[Callable[[Rows], Record], Rows], Record],
+    known: Mapping[str, Record],
+    failures: Mapping[str, str],
+) -> Results:
+    """The record of every metric after the known records.
+
+    Args:
+        metrics: The metrics.
+        rows: The rows of all prompts, with the metric's name before a slash.
+        record: Makes a record with its intervals from a result function and rows.
+        known: Records that come before those of the metrics.
+        failures: Reasons why metrics have no rows.
+
+    Raises:
+        RunError: A metric has no result; all others are in its ``results``.
+    """
+    reasons, results = dict(failures), Results(known)
+    cause: Exception | None = None
+    for metric in metrics:
+        start = f"{metric.name}/"
+        of_metric = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+        if not of_metric:
+            reasons.setdefault(
+                metric.name, "its rows are missing in some batch, or not of one shape in all"
+            )
+            continue
+        try:
+            results[metric.name] = record(metric.result, of_metric)
+        except AnchorlensError as error:
+            reasons.setdefault(metric.name, str(error))
+        except Exception as error:  # the passes are made: other results must not be lost
+            reasons.setdefault(metric.name, f"{type(error).__name__}: {error}")
+            cause = error
+    if reasons:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise RunError(f"no result for {listed}", results) from cause
+    return results
 
 
 def _rows_of(

@@ -1,0 +1,309 @@
+"""Metrics of passes that you ran yourself: from the logits and the cache of each batch.
+
+A metric observes a pass through its hooks. Here the same hooks get the tensors of a cache, so that
+there is one code for both.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import MetricError, NotFiniteError, PromptError
+from ..metrics.metric import ChecksBatches, Metric
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    check_fits,
+    pattern_name,
+    read_only,
+    refuse_folded_value_biases,
+)
+from ..passes.memory import joined
+from ..prompts.batch import PromptBatch, check_prompts
+from ..results.bootstrap import check_resamples, with_intervals
+from ..results.record import Rows
+from ..results.results import Results
+from .checks import require_metrics
+from .order import order_of_queries, sets_of
+from .plan import results_of
+
+_LAYER = re.compile(r"blocks\.(\d+)\.")
+_GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
+
+
+def from_caches(
+    metrics: Sequence[Metric],
+    batches: Sequence[PromptBatch],
+    passes: Iterable[tuple[Tensor, Mapping[str, Tensor]]],
+    *,
+    model: HookedModel | None = None,
+    resamples: int = 200,
+) -> Results:
+    """Compute metrics of passes that you ran yourself; no model runs.
+
+    Args:
+        metrics: Metrics of the package, or your own.
+        batches: The prompts of the passes. Their tokens must be those that you ran, also the
+            padding, which may be on any side.
+        passes: For each batch its logits and its cache, as ``model.run_with_cache`` returns them;
+            a generator holds one cache at a time. The logits are those of all positions, or of the
+            targets alone. The cache is an ``ActivationCache`` or a dict of tensors by hook point;
+            ``names_filter`` says which it must have. Metrics with a gradient need
+            ``blocks.0.attn.hook_pattern_grad`` and so on: the gradient of the sum over prompts of
+            the loss. Of a mean over prompts the saliency is smaller by the number of prompts.
+        model: The prepared model of the passes. Only metrics that depend on more than patterns and
+            logits need it, such as ``AnchorDistances``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+
+    Returns:
+        The record of each metric under its name, as ``run`` returns them.
+
+    Raises:
+        MetricError: A cache lacks a hook point or a gradient, a tensor does not fit the batch, or
+            there are more or fewer passes than batches.
+        NotFiniteError: Logits are NaN or infinite.
+        AnchorlensError: As ``run``, where prompts do not fit a metric or the model.
+        RunError: A metric has no result for these rows; all others are in its ``results``.
+
+    Examples:
+        >>> attention = al.AttentionAUCROC()
+        >>> names = al.names_filter([attention], model, batches[0])
+        >>> passes = (model.run_with_cache(each.tokens, attention_mask=each.attention_mask,
+        ...                                names_filter=names) for each in batches)
+        >>> al.from_caches([attention], batches, passes, resamples=0)["attention_aucroc"]
+        AttentionAUCROCRecord(aucroc ...; 14 prompts)
+    """
+    check_resamples(resamples)
+    require_metrics(metrics)
+    if not metrics or not batches:
+        raise MetricError("there is nothing to compute: give at least one metric and one batch")
+    if model is not None:
+        _check(metrics, batches, model)
+    collected: list[dict[str, Tensor]] = []
+    for number, (batch, given) in enumerate(zip_longest(batches, passes)):
+        if batch is None or given is None:
+            raise MetricError(
+                f"there are {len(batches)} batches, but {'more' if batch is None else number} "
+                "passes; give one (logits, cache) for each batch"
+            )
+        logits, cache = _checked(given, batch, number)
+        observed = _shape_of_model(cache, logits, batches) if model is None else model
+        if model is None and not collected:
+            _check(metrics, batches, observed)
+        known = _with_aliases(cache, observed)
+        collected.append(_rows(metrics, batch.to(logits.device), logits, known, observed, number))
+    rows = joined(collected)
+    order = order_of_queries(batches)
+    info = {"prompts": len(order), "source": "caches of passes that were given"}
+    if model is not None:
+        info["model"] = str(model.cfg.model_name)
+    record = partial(with_intervals, sets=sets_of(batches), resamples=resamples, info=info)
+    in_order = {name: values[order] for name, values in rows.items()}
+    return results_of(metrics, in_order, record, {}, {})
+
+
+def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBatch) -> list[str]:
+    """The hook points that these metrics observe: what a cache for ``from_caches`` must have.
+
+    Args:
+        metrics: The metrics.
+        model: A prepared model.
+        batch: A batch of the prompts.
+
+    Returns:
+        Names for ``run_with_cache(names_filter=...)`` and ``add_caching_hooks``. Those of gradients
+        are the same; with ``incl_bwd=True`` TransformerLens stores both.
+
+    Raises:
+        AnchorlensError: The batch does not fit the model or a metric.
+
+    Examples:
+        >>> al.names_filter([al.SaliencyFlows()], model, batch)[0]
+        'blocks.0.attn.hook_pattern'
+    """
+    names: dict[str, None] = {}
+    for metric in metrics:
+        observed = metric.observe(model, batch)
+        hooks = [*observed.hooks, *observed.backward_hooks]
+        for name, _ in hooks:
+            points = [name] if isinstance(name, str) else filter(name, model.hook_dict)
+            names.update(dict.fromkeys(points))
+    return list(names)
+
+
+def cache_of_attentions(
+    attentions: Sequence[Float[Tensor, "batch head query key"]],
+    gradients: Sequence[Float[Tensor, "batch head query key"]] | None = None,
+) -> dict[str, Tensor]:
+    """A cache from the patterns of each layer, as plain transformers and other tools return them.
+
+    Args:
+        attentions: The pattern of each layer, after the softmax: ``output_attentions=True`` with
+            ``attn_implementation="eager"``.
+        gradients: The gradient of the summed loss for each of them, as
+            ``torch.autograd.grad(loss.sum(), attentions)`` returns it.
+
+    Raises:
+        MetricError: A layer has no pattern, or there are more or fewer gradients.
+
+    Examples:
+        >>> pattern = torch.full((1, 2, 3, 3), 1 / 3)
+        >>> list(al.cache_of_attentions([pattern], [pattern]))
+        ['blocks.0.attn.hook_pattern', 'blocks.0.attn.hook_pattern_grad']
+    """
+    slopes = [] if gradients is None else [*gradients]
+    missing = [layer for layer, pattern in enumerate(attentions) if not isinstance(pattern, Tensor)]
+    if missing or not attentions:
+        raise MetricError(
+            f"no pattern in layers {missing or 'at all'}: transformers returns patterns only with "
+            'attn_implementation="eager" and output_attentions=True'
+        )
+    if gradients is not None and len(slopes) != len(attentions):
+        raise MetricError(f"{len(attentions)} patterns, but {len(slopes)} gradients: one a layer")
+    patterns = {pattern_name(layer): pattern for layer, pattern in enumerate(attentions)}
+    return patterns | {pattern_name(layer) + _GRADIENT: slope for layer, slope in enumerate(slopes)}
+
+
+def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits at the targets, in float32 or wider, and the cache as a dict."""
+    check_prompts(batch)
+    if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "items"):
+        raise MetricError(
+            "a pass is (logits, cache), as model.run_with_cache returns it, with an "
+            f"ActivationCache or a dict of tensors; that of batch {number} is a "
+            f"{type(given).__name__}"
+        )
+    logits, cache = given
+    shape = tuple(batch.tokens.shape)
+    if not isinstance(logits, Tensor) or tuple(logits.shape[:-1]) not in (shape, shape[:1]):
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise MetricError(
+            f"the logits of batch {number} must have the shape (batch, position, vocabulary) = "
+            f"{(*shape, '...')} or, of the targets, {(shape[0], '...')}; got {got}"
+        )
+    if logits.ndim == 3:
+        prompts = torch.arange(len(batch), device=logits.device)
+        logits = logits[prompts, batch.target_positions.to(logits.device)]
+    logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    if not logits.isfinite().all():
+        raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")
+    return logits, dict(cache.items())
+
+
+def _rows(
+    metrics: Sequence[Metric],
+    batch: PromptBatch,
+    logits: Float[Tensor, "batch vocab"],
+    cache: Mapping[str, Tensor],
+    model: HookedModel,
+    number: int,
+) -> dict[str, Tensor]:
+    """What each prompt contributes to each metric."""
+    rows: dict[str, Tensor] = {}
+    for metric in metrics:
+        observation = metric.observe(model, batch)
+        with torch.no_grad():
+            _show(metric.name, observation.hooks, cache, "", batch, number)
+            _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
+            of_metric: Rows = observation.rows(logits.clone(), None)
+        rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+    return rows
+
+
+def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, Tensor]:
+    """The cache also by the other names of its hook points: a bridge stores each under one."""
+    names = {alias: getattr(point, "name", None) for alias, point in model.hook_dict.items()}
+    aliases = {
+        alias + suffix: cache[name + suffix]
+        for alias, name in names.items()
+        for suffix in ("", _GRADIENT)
+        if name is not None and name + suffix in cache
+    }
+    return aliases | {**cache}
+
+
+def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: HookedModel) -> None:
+    """Raise the errors that ``run`` raises before it runs."""
+    for batch in batches:
+        check_fits(model, batch)
+    for metric in metrics:
+        if isinstance(metric, ChecksBatches):
+            metric.check(model, batches, changed=False)
+        if metric.needs_gradient and not isinstance(model, SimpleNamespace):
+            refuse_folded_value_biases(model)
+
+
+def _shape_of_model(
+    cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
+) -> Any:
+    """What metrics ask of a model, as far as a cache shows it."""
+    layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
+    patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
+    vocabulary = logits.shape[-1]
+    cfg = SimpleNamespace(
+        n_layers=max(layers, default=-1) + 1,
+        n_heads=patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0,
+        n_ctx=max(batch.tokens.shape[1] for batch in batches),
+        d_vocab=vocabulary,
+        d_vocab_out=vocabulary,
+        model_name="the model of the caches",
+    )
+    return SimpleNamespace(cfg=cfg, hook_dict=cache, W_E=logits.new_empty(vocabulary, 0))
+
+
+def _show(
+    owner: str,
+    hooks: Sequence[Hook],
+    cache: Mapping[str, Tensor],
+    suffix: str,
+    batch: PromptBatch,
+    number: int,
+) -> None:
+    """Pass to each hook the tensor that it would have seen."""
+    for name, act in read_only(owner, hooks):
+        points = [name] if isinstance(name, str) else _points(name, cache)
+        for point in points:
+            tensor = cache.get(point + suffix)
+            _require_fit(tensor, cache.get(point), point + suffix, owner, batch, number)
+            act(tensor.detach(), hook=SimpleNamespace(name=point))  # type: ignore[union-attr]
+
+
+def _points(chosen: Callable[[str], bool], cache: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in cache if not name.endswith(_GRADIENT) and chosen(name)]
+
+
+def _require_fit(
+    tensor: Any, forward: Any, name: str, owner: str, batch: PromptBatch, number: int
+) -> None:
+    """Raise an error if a cache lacks a tensor, or has one of other prompts."""
+    if not isinstance(tensor, Tensor):
+        cure = (
+            "store gradients too (incl_bwd=True), or add them to the dict under this name"
+            if name.endswith(_GRADIENT)
+            else "store it: names_filter=al.names_filter(metrics, model, batch)"
+        )
+        raise MetricError(
+            f"the cache of batch {number} has no {name!r}, which {owner} needs; {cure}"
+        )
+    size, length = batch.tokens.shape
+    fits = tensor.ndim > 1 and tensor.shape[0] == size and length in tensor.shape[1:]
+    if "hook_pattern" in name:
+        fits = tensor.ndim == 4 and (size, length, length) == (tensor.shape[0], *tensor.shape[2:])
+    if not fits:
+        raise PromptError(
+            f"{name!r} in the cache of batch {number} has the shape {tuple(tensor.shape)}, but the "
+            f"batch has {size} prompts of {length} positions; give each batch the cache of its own "
+            "pass over the same tokens, without a key-value cache and with its batch axis"
+        )
+    if name.endswith(_GRADIENT) and isinstance(forward, Tensor) and forward.shape != tensor.shape:
+        raise PromptError(
+            f"{name!r} in the cache of batch {number} has the shape {tuple(tensor.shape)}, and the "
+            f"tensor itself {tuple(forward.shape)}; both must come from one pass"
+        )

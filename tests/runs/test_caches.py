@@ -1,0 +1,215 @@
+"""Metrics from caches equal those of a run, and a cache that does not fit is refused."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from architecture_row import LINE
+from measures import assert_same
+from tiny_models import questions, tiny_gpt2
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, MetricError, NotFiniteError, PromptError, RunError
+from anchorlens.models.hooked import pattern_name
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    pytest.mark.filterwarnings(
+        "ignore:some pairs of classes have no prompts", "ignore:in . of . sets"
+    ),
+]
+PURE: list[al.Metric] = [
+    al.SaliencyFlows(),
+    al.SaliencyFlows(absolute_per_head=True, name="per_head"),
+    al.SegmentFlows(weight=al.weights.signed),
+    al.AttentionAUCROC(),
+    al.LabelHeads(draws=2),
+    al.Accuracy(),
+]
+
+
+@pytest.fixture(params=["gpt2", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def cached(model: Any, batch: al.PromptBatch, names: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A pass of one's own: plain hooks of TransformerLens and a backward pass of the label loss."""
+    cache: dict[str, Tensor] = {}
+
+    def store(tensor: Tensor, hook: Any) -> None:
+        cache[hook.name] = tensor.detach()
+
+    def store_gradient(gradient: Tensor, hook: Any) -> None:
+        cache[f"{hook.name}_grad"] = gradient.detach()
+
+    backward = [(name, store_gradient) for name in names if name.endswith("hook_pattern")]
+    with model.hooks(fwd_hooks=[(name, store) for name in names], bwd_hooks=backward):
+        logits = model(batch.tokens, attention_mask=batch.attention_mask)
+        targets = logits[torch.arange(len(batch)), batch.target_positions]
+        al.label_cross_entropy(targets, batch).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return logits, cache
+
+
+def passes_of(
+    model: Any, batches: list[al.PromptBatch], metrics: list[al.Metric]
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    names = al.names_filter(metrics, model, batches[0])
+    return (cached(model, batch, names) for batch in batches)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_metrics_of_caches_equal_those_of_a_run(model: Any, side: Any) -> None:
+    batches = questions(model, 7, batch_size=3, padding_side=side)
+    expected = al.run(model, batches, PURE, resamples=20, progress=False)
+    turned = batches[::-1]  # rows are sorted by query
+    results = al.from_caches(PURE, turned, passes_of(model, turned, PURE), resamples=20)
+    assert [*results] == [*expected]
+    for name, record in expected.items():
+        assert_same(results[name], replace(record, info=results[name].info), 1e-5)
+
+
+@pytest.mark.every_kind
+def test_distances_of_caches_need_the_model_and_equal_those_of_a_run(gpt2: Any) -> None:
+    batches, metrics = questions(gpt2, 7, batch_size=3), [al.AnchorDistances(directions=2)]
+    [expected] = al.run(gpt2, batches, metrics, resamples=0, progress=False).values()
+    [record] = al.from_caches(
+        metrics, batches, passes_of(gpt2, batches, [*metrics]), model=gpt2, resamples=0
+    ).values()
+    assert_same(record, replace(expected, info=record.info), 1e-5)
+    with pytest.raises(AnchorlensError, match="model"):
+        al.from_caches(metrics, batches, passes_of(gpt2, batches, [*metrics]))
+
+
+@pytest.mark.skipif(LINE == "3.9", reason="bridges of 3.9 have no add_caching_hooks")
+def test_a_cache_of_transformer_lens_is_read(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2, padding_side="left")
+    attention = [al.AttentionAUCROC()]
+    names = al.names_filter(attention, gpt2, batches[0])
+    passes = (
+        gpt2.run_with_cache(batch.tokens, attention_mask=batch.attention_mask, names_filter=names)
+        for batch in batches
+    )
+    [record] = al.from_caches(attention, batches, passes, resamples=0).values()
+    [expected] = al.run(gpt2, batches, attention, resamples=0, progress=False).values()
+    assert_same(record, replace(expected, info=record.info), 1e-5)
+
+
+def test_attentions_of_plain_transformers_give_the_same_flows(byte_level: Any, hooked: Any) -> None:
+    weights = tiny_gpt2(len(byte_level)).eval()
+    weights.set_attn_implementation("eager")
+    model = hooked(tiny_gpt2(len(byte_level)), byte_level)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    batches = questions(model, 6, batch_size=3)
+    passes = []
+    for batch in batches:
+        output = weights(batch.tokens, attention_mask=batch.attention_mask, output_attentions=True)
+        targets = output.logits[torch.arange(len(batch)), batch.target_positions]
+        loss = al.label_cross_entropy(targets, batch).sum()
+        gradients = torch.autograd.grad(loss, output.attentions)
+        cache = al.cache_of_attentions(output.attentions, gradients)
+        passes.append((targets.detach(), cache))
+    results = al.from_caches(metrics, batches, passes, resamples=0)
+    for name, expected in al.run(model, batches, metrics, resamples=0, progress=False).items():
+        assert_same(results[name], replace(expected, info=results[name].info), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flows_of_one_layer_equal_a_mean_over_edges(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pattern, gradient = torch.rand(2, 3, 5, 5).to(dtype), torch.randn(2, 3, 5, 5).to(dtype)
+    edges = torch.rand(2, 5, 5) > 0.5
+    edges[1] = False
+    expected = (pattern.double() * gradient.double()).sum(1).abs()[0][edges[0]].mean()
+    first, second = al.flows(pattern, gradient, edges)
+    assert float(first) == pytest.approx(float(expected), rel=1e-6)
+    assert second.isnan()
+    signed = al.flows(pattern, gradient, edges, weight=al.weights.signed)[0]
+    assert float(signed) != pytest.approx(float(first))
+    with pytest.raises(MetricError, match=r"\(batch, query, key\); got .*\(2, 4, 5\)"):
+        al.flows(pattern, gradient, edges[:, :4])
+
+
+def test_nothing_that_was_given_is_changed(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    passes = [*passes_of(gpt2, batches, PURE)]
+    before = [
+        (logits.clone(), {k: v.clone() for k, v in cache.items()}) for logits, cache in passes
+    ]
+    al.from_caches(PURE, batches, passes, resamples=0)
+    for (logits, cache), (old_logits, old_cache) in zip(passes, before, strict=True):
+        assert torch.equal(logits, old_logits) and cache.keys() == old_cache.keys()
+        assert all(torch.equal(cache[name], old_cache[name]) for name in cache)
+
+
+def without(name: str) -> Any:
+    return lambda logits, cache: (logits, {k: v for k, v in cache.items() if k != name})
+
+
+def with_pattern(change: Any) -> Any:
+    name = pattern_name(1)
+    return lambda logits, cache: (logits, cache | {name: change(cache[name])})
+
+
+WRONG = {
+    "no pattern": (
+        without(pattern_name(1)),
+        MetricError,
+        "has no 'blocks.1.attn.hook_pattern', wh",
+    ),
+    "no gradient": (
+        without(pattern_name(0) + "_grad"),
+        MetricError,
+        r"batch 0 has no 'blocks.0.attn.hook_pattern_grad', .*incl_bwd=True",
+    ),
+    "one prompt less": (with_pattern(lambda a: a[1:]), PromptError, "batch has 3 prompts of"),
+    "one position less": (with_pattern(lambda a: a[..., 1:]), PromptError, "batch 0 has the shape"),
+    "only the last row": (with_pattern(lambda a: a[:, :, -1:]), PromptError, "without a key-value"),
+    "no batch axis": (with_pattern(lambda a: a[0]), PromptError, "with its batch axis"),
+    "one head less": (with_pattern(lambda a: a[:, 1:]), PromptError, "must come from one pass"),
+    "other logits": (
+        lambda logits, cache: (logits[:, 1:], cache),
+        MetricError,
+        r"the logits of ba",
+    ),
+    "no logits": (lambda logits, cache: (None, cache), MetricError, "got NoneType"),
+    "NaN": (lambda logits, cache: (logits * torch.nan, cache), NotFiniteError, "logits of batch 0"),
+    "a cache alone": (lambda logits, cache: cache, MetricError, r"a pass is \(logits, cache\)"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_pass_that_does_not_fit_is_refused(gpt2: Any, change: str) -> None:
+    batches, metrics = questions(gpt2, 3), [al.SaliencyFlows()]
+    damage, error, message = WRONG[change]
+    [(logits, cache)] = passes_of(gpt2, batches, [*metrics])
+    with pytest.raises(error, match=message):
+        al.from_caches(metrics, batches, [damage(logits.detach(), cache)])
+
+
+def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
+    batches, metrics = questions(gpt2, 4, batch_size=2), [al.SaliencyFlows()]
+    passes = [*passes_of(gpt2, batches, [*metrics])]
+    with pytest.raises(MetricError, match="there are 2 batches, but 1 passes"):
+        al.from_caches(metrics, batches, passes[:1])
+    with pytest.raises(MetricError, match="there are 1 batches, but more passes"):
+        al.from_caches(metrics, batches[:1], passes)
+    with pytest.raises(MetricError, match="nothing to compute"):
+        al.from_caches([], batches, passes)
+    with pytest.raises(MetricError, match="need different names"):
+        al.from_caches(metrics * 2, batches, passes)
+    with pytest.raises(RunError, match="no result for saliency_flows: its rows"):
+        other = {name: values for name, values in passes[1][1].items() if "blocks.2" not in name}
+        al.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
+    with pytest.raises(MetricError, match="loyalty"):
+        al.from_caches([al.Loyalty()], batches, passes)
+    with pytest.raises(MetricError, match="no pattern in layers"):
+        al.cache_of_attentions([None, None])  # type: ignore[list-item]
+    with pytest.raises(MetricError, match="2 patterns, but 1 gradients"):
+        al.cache_of_attentions([torch.ones(1, 1, 2, 2)] * 2, [torch.ones(1, 1, 2, 2)])
