@@ -87,10 +87,13 @@ if TYPE_CHECKING:
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .metrics.products import flows as flows
+    from .metrics.rollout import rollout as rollout
     from .metrics.saliency import SaliencyFlows as SaliencyFlows
     from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.saliency import head_saliency as head_saliency
     from .metrics.saliency import saliency as saliency
+    from .metrics.segment_attention import SegmentAttention as SegmentAttention
+    from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
     from .metrics.segment_flows import SegmentFlows as SegmentFlows
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
     from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord

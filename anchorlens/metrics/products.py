@@ -145,9 +145,9 @@ class SegmentSums:
             queries = self.segments[..., first : first + a.shape[2]].expand(count, -1, -1)
             merged = require_edges(self.weight(a, slope), a)
             alone = self.weight(a.flatten(0, 1)[:, None], slope.flatten(0, 1)[:, None])
-            sums.append(_between(merged, queries, keys, first))
+            sums.append(between(merged, queries, keys, first))
             q, k = (each.repeat_interleave(heads, 0) for each in (queries, keys))
-            head_sums.append(_between(alone, q, k, first).unflatten(0, (count, heads)))
+            head_sums.append(between(alone, q, k, first).unflatten(0, (count, heads)))
         self.of_layers[layer] = torch.stack(sums).sum(0).cpu(), torch.stack(head_sums).sum(0).cpu()
 
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def _rows_of(of_layers: Mapping[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor
     return {"sums": torch.stack(sums, dim=1), "head_sums": torch.stack(head_sums, dim=1)}
 
 
-def _between(
+def between(
     edges: Float[Tensor, "batch query key"],
     queries: Bool[Tensor, "batch segment query"],
     keys: Bool[Tensor, "batch segment key"],

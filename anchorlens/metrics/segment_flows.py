@@ -129,13 +129,17 @@ class SegmentFlows:
 
     def __repr__(self) -> str:
         """One line: the segments and the weight, by the names of functions."""
+        return (
+            f"SegmentFlows(segments={self.segments_in_short()}, weight={name_of(self.weight)}, "
+            f"name={self.name!r})"
+        )
+
+    def segments_in_short(self) -> str:
+        """The segments in one line, functions by their names."""
         given: Any = self.segments
         if isinstance(given, Mapping):
             given = {name: name_of(of) for name, of in given.items()}
-        return (
-            f"SegmentFlows(segments={_SHORT.repr(given)}, weight={name_of(self.weight)}, "
-            f"name={self.name!r})"
-        )
+        return _SHORT.repr(given)
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where a prompt lacks a segment that was named, or a token is in two."""

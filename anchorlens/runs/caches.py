@@ -6,6 +6,7 @@ there is one code for both.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -31,8 +32,10 @@ from ..results.bootstrap import check_resamples, with_intervals
 from ..results.record import Rows
 from ..results.results import Results
 from .checks import require_metrics
+from .fingerprint import versions
 from .order import order_of_queries, sets_of
 from .plan import results_of
+from .study import describe_prompts
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
@@ -94,16 +97,16 @@ def from_caches(
                 "passes; give one (logits, cache) for each batch"
             )
         logits, cache = _checked(given, batch, number)
-        observed = _shape_of_model(cache, logits, batches) if model is None else model
+        observed = _OnlyCache.of(cache, logits, batches) if model is None else model
         if model is None and not collected:
             _check(metrics, batches, observed)
         known = _with_aliases(cache, observed)
         collected.append(_rows(metrics, batch.to(logits.device), logits, known, observed, number))
     rows = joined(collected)
     order = order_of_queries(batches)
-    info = {"prompts": len(order), "source": "caches of passes that were given"}
-    if model is not None:
-        info["model"] = str(model.cfg.model_name)
+    of_model = {} if model is None else {"model": str(model.cfg.model_name)}
+    source = {"source": "caches of passes that were given", "versions": versions()}
+    info = of_model | describe_prompts(batches) | source
     record = partial(with_intervals, sets=sets_of(batches), resamples=resamples, info=info)
     in_order = {name: values[order] for name, values in rows.items()}
     return results_of(metrics, in_order, record, {}, {})
@@ -236,26 +239,39 @@ def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: Hoo
     for metric in metrics:
         if isinstance(metric, ChecksBatches):
             metric.check(model, batches, changed=False)
-        if metric.needs_gradient and not isinstance(model, SimpleNamespace):
+        if metric.needs_gradient and not isinstance(model, _OnlyCache):
             refuse_folded_value_biases(model)
 
 
-def _shape_of_model(
-    cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
-) -> Any:
+@dataclass(frozen=True, eq=False)
+class _OnlyCache:
     """What metrics ask of a model, as far as a cache shows it."""
-    layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
-    patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
-    vocabulary = logits.shape[-1]
-    cfg = SimpleNamespace(
-        n_layers=max(layers, default=-1) + 1,
-        n_heads=patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0,
-        n_ctx=max(batch.tokens.shape[1] for batch in batches),
-        d_vocab=vocabulary,
-        d_vocab_out=vocabulary,
-        model_name="the model of the caches",
-    )
-    return SimpleNamespace(cfg=cfg, hook_dict=cache, W_E=logits.new_empty(vocabulary, 0))
+
+    cfg: Any
+    hook_dict: Mapping[str, Tensor]
+    W_E: Tensor
+
+    @classmethod
+    def of(
+        cls, cache: Mapping[str, Tensor], logits: Tensor, batches: Sequence[PromptBatch]
+    ) -> "_OnlyCache":
+        layers = [int(found[1]) for name in cache if (found := _LAYER.match(name))]
+        patterns = [cache[name] for name in cache if name.endswith("attn.hook_pattern")]
+        vocabulary = logits.shape[-1]
+        cfg = SimpleNamespace(
+            n_layers=max(layers, default=-1) + 1,
+            n_heads=patterns[0].shape[1] if patterns and patterns[0].ndim == 4 else 0,
+            n_ctx=max(batch.tokens.shape[1] for batch in batches),
+            d_vocab=vocabulary,
+            d_vocab_out=vocabulary,
+            model_name="the model of the caches",
+        )
+        return cls(cfg, cache, logits.new_empty(vocabulary, 0))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise MetricError("a metric runs the model, but only its cache was given; give model=...")
+
+    hooks = __call__
 
 
 def _show(

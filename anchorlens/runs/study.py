@@ -334,21 +334,28 @@ class Study:
 
 def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
     """The model, the prompts and the versions to which numbers belong."""
+    weights = next(iter(model.parameters()))  # type: ignore[attr-defined]
+    return {
+        "model": str(model.cfg.model_name),
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        **describe_prompts(batches),
+        "versions": versions(),
+    }
+
+
+def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
+    """The prompts to which numbers belong."""
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     verbalizer = batches[0].verbalizer
     several_words = {} if verbalizer is None else {"verbalizer": repr(verbalizer)}
     names = batches[0].segment_names
     own_segments = {} if names == GROUPS else {"segments": names}
-    weights = next(iter(model.parameters()))  # type: ignore[attr-defined]
     return {
-        "model": str(model.cfg.model_name),
-        "dtype": str(weights.dtype).removeprefix("torch."),
         "labels": [label.strip() for label in batches[0].labels] or None,
         **several_words,
         **own_segments,
         "prompts": len(ids),
         "demonstration_sets": len(ids.unique()),
-        "versions": versions(),
     }
 
 

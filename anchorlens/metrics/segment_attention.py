@@ -1,0 +1,199 @@
+"""Attention between segments, and the heads whose attention gathers on a few segments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from scipy.stats import kurtosis
+from torch import Tensor
+
+from ..errors import MetricError
+from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..prompts.groups import GROUPS
+from ..results import prefix_figures
+from ..results.record import Record, Rows, rows_by_set
+from .metric import Observation
+from .products import between
+from .segment_flows import SegmentFlows, edge_counts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentAttentionRecord(Record):
+    """Attention between segments, the vertical score of each, and the kurtosis of each head.
+
+    Attributes:
+        attention: Mean attention from the tokens of the first segment to those of the second, from
+            0 to 1; mean over the prompts with such edges, then over sets. NaN where there is none.
+        scores: The vertical score of a segment, from 0 to 1: mean attention that it gets from the
+            segments far after it. High means that much of the later text reads it. NaN for the
+            last segments, which have none far after them.
+        kurtosis: Fisher kurtosis of a head's scores over segments, from -2 up. High means that the
+            head gathers on few segments: a receiver head. NaN where all scores are equal.
+    """
+
+    attention: Float[Tensor, "layer head segment segment"]
+    scores: Float[Tensor, "layer head segment"]
+    kurtosis: Float[Tensor, "layer head"]
+
+    caption: ClassVar[str] = (
+        "Kurtosis over segments of the attention that each gets from the segments far after it: "
+        "high where a head gathers on few segments."
+    )
+
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The segments by name."""
+        if axis == "segment":
+            names = self.info.get("segment_names") or self.info.get("segments")
+            return tuple(names or GROUPS)
+        return super().axis_names(axis)
+
+    def plot(self) -> go.Figure:
+        """The kurtosis of every head, by layer."""
+        return prefix_figures.heads_by_layer(
+            self.kurtosis, title="Heads that gather on few segments", bar_title="kurtosis"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class SegmentAttention:
+    """Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
+
+    With M(a, b) the mean attention from the tokens of segment a to those of segment b:
+
+        score(b) = mean of M(a, b) over a >= b + apart
+
+    Segments are counted in their order in the batch, so give them in the order of the text. The
+    kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head.
+
+    Args:
+        segments: As in ``SegmentFlows``.
+        apart: How many segments later the attention must come from; 4 in the paper, where segments
+            are sentences. Nearer segments are read by most heads.
+        name: Key of the result.
+
+    Raises:
+        MetricError: ``apart`` is no number from 1, or the prompts have no two segments so far
+            apart; or as ``SegmentFlows``.
+
+    Examples:
+        >>> metric = al.SegmentAttention(["text", "label", "target"], apart=1)
+        >>> record = al.run(model, batches, [metric], progress=False)["segment_attention"]
+        >>> record.kurtosis.shape == (model.cfg.n_layers, model.cfg.n_heads)
+        True
+    """
+
+    segments: Mapping[str, edges.PositionsOfBatch] | Sequence[str] | None = field(
+        default=None, hash=False
+    )
+    apart: int = 4
+    name: str = "segment_attention"
+    needs_gradient: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        SegmentFlows(self.segments)  # it refuses wrong segments
+        if not isinstance(self.apart, int) or self.apart < 1:
+            raise MetricError(f"apart is a number of segments from 1; got {self.apart!r}")
+
+    def __repr__(self) -> str:
+        """One line: the segments by the names of functions."""
+        return (
+            f"SegmentAttention(segments={self._of_flows.segments_in_short()}, apart={self.apart}, "
+            f"name={self.name!r})"
+        )
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where segments are wrong or too few."""
+        for batch in batches:
+            count = self._of_flows.segments_of(batch).shape[1]
+            if count <= self.apart:
+                raise MetricError(
+                    f"{self.name} needs more than apart={self.apart} segments, and these prompts "
+                    f"have {count}; give more segments, or a smaller apart"
+                )
+
+    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the pattern of every layer; store only sums over edges."""
+        counts = edge_counts(self._of_flows.segments_of(batch)).cpu()
+        sums = self._sums(model, batch, batch.first_query)
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            ids = batch.demonstrations_id.cpu()
+            return {**sums.rows(logits, None), "counts": counts, "demonstrations_id": ids}
+
+        return Observation(rows, sums.hooks)
+
+    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
+        """Observe the attention between shared tokens."""
+        return self._sums(model, batch, 0)
+
+    def result(self, rows: Rows) -> SegmentAttentionRecord:
+        """Means over prompts, then over sets; then scores and their kurtosis."""
+        of_prompts = {
+            "attention": rows["sums"].double() / rows["counts"].double()[:, None, None],
+            "demonstrations_id": rows["demonstrations_id"],
+        }
+        sets = [of_set["attention"].nanmean(0) for of_set in rows_by_set(of_prompts)]
+        attention = torch.stack(sets).nanmean(0)
+        scores = vertical_scores(attention, self.apart)
+        names = () if self.segments is None else tuple(self.segments)
+        return SegmentAttentionRecord(
+            attention=attention,
+            scores=scores,
+            kurtosis=kurtosis_of_heads(scores),
+            info={"apart": self.apart} | ({"segment_names": names} if names else {}),
+        )
+
+    @property
+    def _of_flows(self) -> SegmentFlows:
+        return SegmentFlows(self.segments, name=self.name)
+
+    def _sums(self, model: HookedModel, batch: PromptBatch, first_query: int) -> Observation:
+        check_fits(model, batch)
+        segments = self._of_flows.segments_of(batch)
+        of_layers: dict[int, Tensor] = {}
+
+        def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
+            heads, queries = pattern.shape[1:3]
+            of_head = segments.repeat_interleave(heads, 0)
+            rows = of_head[..., first_query : first_query + queries]
+            keys = of_head[..., : pattern.shape[3]]
+            values = pattern.detach().flatten(0, 1)
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            of_layers[layer] = between(values, rows, keys, first_query).unflatten(0, (-1, heads))
+
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            stacked = torch.stack([of_layers[layer] for layer in sorted(of_layers)], dim=1)
+            return {"sums": stacked.cpu()}
+
+        return Observation(rows, hooks_by_layer(model, pattern_name, add))
+
+
+def vertical_scores(
+    attention: Float[Tensor, "*batch segment segment"], apart: int
+) -> Float[Tensor, "*batch segment"]:
+    """Mean attention that each segment gets from the segments at least ``apart`` after it.
+
+    Examples:
+        >>> from anchorlens.metrics.segment_attention import vertical_scores
+        >>> vertical_scores(torch.tensor([[0., 0., 0.], [.5, 0., 0.], [.3, .1, 0.]]), 1)[:2]
+        tensor([0.4000, 0.1000])
+    """
+    far = torch.ones_like(attention, dtype=torch.bool).tril(-apart)
+    return attention.masked_fill(~far, torch.nan).nanmean(-2)
+
+
+def kurtosis_of_heads(
+    scores: Float[Tensor, "layer head segment"],
+) -> Float[Tensor, "layer head"]:
+    """Fisher kurtosis over the segments that have a score; NaN where all scores are equal."""
+    known = scores[..., ~scores.isnan().all(0).all(0)]
+    # Equal up to rounding: only noise would have a kurtosis.
+    differ = known.std(-1, correction=0) > 1e-6 * known.abs().mean(-1)
+    values = torch.full(scores.shape[:2], torch.nan, dtype=torch.double)
+    values[differ] = torch.from_numpy(kurtosis(known[differ].numpy(), axis=-1, bias=True))
+    return values

@@ -1,0 +1,54 @@
+"""The rollout equals sums over all paths through the layers, and rows keep their sum."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+
+
+def random_patterns(*shape: int) -> Any:
+    torch.manual_seed(0)
+    scores = torch.randn(*shape, dtype=torch.float64)
+    later = torch.ones(shape[-2:]).triu(1).bool()
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+def test_a_rollout_is_the_sum_over_all_paths() -> None:
+    patterns = random_patterns(3, 2, 4, 4)
+    mean = patterns.mean(1)
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for end, second, first, start in product(range(4), repeat=4):
+        path = 1.0
+        for layer, (query, key) in enumerate([(first, start), (second, first), (end, second)]):
+            path *= float(mean[layer, query, key] + (query == key)) / 2
+        expected[end, start] += path
+    torch.testing.assert_close(al.rollout(patterns), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_sum_to_one_and_one_layer_is_half_of_its_attention() -> None:
+    patterns = random_patterns(2, 5, 3, 6, 6)
+    sums = al.rollout(patterns).sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-12, atol=0)
+    alone = al.rollout(patterns[:, :1])
+    torch.testing.assert_close(alone, patterns[:, 0].mean(1) / 2 + torch.eye(6) / 2)
+
+
+def test_a_model_gives_the_rollout_of_its_cache(gpt2: Any) -> None:
+    tokens = torch.arange(7)[None]
+    _, cache = gpt2.run_with_cache(tokens)
+    layers = range(gpt2.cfg.n_layers)
+    patterns = torch.stack([cache[f"blocks.{k}.attn.hook_pattern"] for k in layers], dim=1)
+    result = al.rollout(patterns.detach())
+    assert result.shape == (1, 7, 7)
+    torch.testing.assert_close(result.sum(-1), torch.ones(1, 7))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 3), (1, 2, 3, 4)])
+@pytest.mark.without_jaxtyping
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(MetricError, match=r"those of whole prompts; got \("):
+        al.rollout(torch.zeros(shape))

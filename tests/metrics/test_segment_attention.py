@@ -1,0 +1,109 @@
+"""Attention between segments, vertical scores and kurtosis equal sums written out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same
+from tiny_models import questions
+
+import anchorlens as al
+from anchorlens.errors import MetricError
+from anchorlens.models.hooked import pattern_name
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+
+
+def sentences(lengths: list[int], vocabulary: int = 20) -> al.PromptBatch:
+    """One prompt whose segments have these numbers of tokens."""
+    count = sum(lengths)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return al.PromptBatch.from_segments(
+        torch.arange(count)[None] % vocabulary,
+        numbers[None],
+        [f"sentence {number}" for number in range(len(lengths))],
+    )
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def test_scores_and_kurtosis_of_a_matrix_made_by_hand() -> None:
+    lengths, apart = [2, 1, 3, 2, 1, 2, 1], 2
+    batch, count = sentences(lengths), sum(lengths)
+    torch.manual_seed(0)
+    patterns = torch.rand(3, 1, 2, count, count, dtype=torch.float64).tril()
+    cache = {pattern_name(layer): patterns[layer] for layer in range(3)}
+    logits = torch.zeros(1, 20)
+    metric = al.SegmentAttention(apart=apart)
+    record: Any = al.from_caches([metric], [batch], [(logits, cache)], resamples=0)[metric.name]
+    spans = [
+        range(sum(lengths[:number]), sum(lengths[: number + 1])) for number in range(len(lengths))
+    ]
+    for layer in range(3):
+        for head in range(2):
+            a = patterns[layer, 0, head].tolist()
+            scores = []
+            for b, keys in enumerate(spans):
+                of_b = [
+                    mean([a[i][j] for i in queries for j in keys])
+                    for later, queries in enumerate(spans)
+                    if later >= b + apart
+                ]
+                scores.append(mean(of_b))
+            known = scores[: len(spans) - apart]
+            expected = torch.tensor(scores, dtype=torch.float64)
+            torch.testing.assert_close(
+                record.scores[layer, head], expected, rtol=1e-12, atol=0, equal_nan=True
+            )
+            centred = [score - mean(known) for score in known]
+            second, fourth = (mean([c**power for c in centred]) for power in (2, 4))
+            assert float(record.kurtosis[layer, head]) == pytest.approx(
+                fourth / second**2 - 3, rel=1e-10
+            )
+            within = [a[i][j] for i in spans[2] for j in spans[2] if j < i]
+            assert float(record.attention[layer, head, 2, 2]) == pytest.approx(mean(within))
+    assert record.axis_names("segment")[1] == "sentence 1"
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_means_of_prompts_equal_those_of_patterns(gpt2: Any, side: Any) -> None:
+    batches = questions(gpt2, 5, batch_size=3, padding_side=side)
+    metric = al.SegmentAttention(["text", "label", "target"], apart=1)
+    [shared] = al.run(gpt2, batches, [metric], **QUIET).values()
+    [whole] = al.run(gpt2, batches, [metric], share_prefix=False, **QUIET).values()
+    assert "run once" in shared.info["shared_prefix"]
+    assert_same(replace(shared, info={}), replace(whole, info={}), 1e-5)
+    values = []
+    for batch in batches:
+        for number in range(len(batch)):
+            prompt = batch.prompt(number)
+            _, cache = gpt2.run_with_cache(prompt.tokens, attention_mask=prompt.attention_mask)
+            pattern = cache["blocks.1.attn.hook_pattern"][0, 1]
+            label, target = prompt.label_positions[0], int(prompt.target_positions[0])
+            values.append(pattern[target, label].mean())
+    expected = torch.stack(values).mean()
+    assert float(shared.attention[1, 1, 2, 1]) == pytest.approx(float(expected), rel=1e-4)
+    assert shared.plot().data and shared.caption
+
+
+def test_equal_scores_have_no_kurtosis() -> None:
+    batch = sentences([1] * 6)
+    cache = {pattern_name(0): torch.full((1, 1, 6, 6), 0.25)}
+    [record] = al.from_caches(
+        [al.SegmentAttention(apart=1)], [batch], [(torch.zeros(1, 20), cache)], resamples=0
+    ).values()
+    assert record.kurtosis.isnan().all()
+
+
+def test_wrong_segments_and_distances_are_refused(gpt2: Any) -> None:
+    batches = questions(gpt2, 2)
+    with pytest.raises(MetricError, match=r"needs more than apart=4 segments, .* have 2"):
+        al.run(gpt2, batches, [al.SegmentAttention(["text", "label"])], **QUIET)
+    with pytest.raises(MetricError, match="apart is a number of segments from 1; got 0"):
+        al.SegmentAttention(apart=0)
+    with pytest.raises(MetricError, match="segments are different names"):
+        al.SegmentAttention(["text", "text"])
