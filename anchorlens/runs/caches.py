@@ -318,6 +318,11 @@ def _require_fit(
             f"batch has {size} prompts of {length} positions; give each batch the cache of its own "
             "pass over the same tokens, without a key-value cache and with its batch axis"
         )
+    if name.endswith("hook_pattern") and ((tensor < 0) | (tensor > 1.01)).any():
+        raise PromptError(
+            f"{name!r} in the cache of batch {number} has values outside 0 to 1; a pattern is the "
+            "attention after the softmax, and not its scores"
+        )
     if name.endswith(_GRADIENT) and isinstance(forward, Tensor) and forward.shape != tensor.shape:
         raise PromptError(
             f"{name!r} in the cache of batch {number} has the shape {tuple(tensor.shape)}, and the "

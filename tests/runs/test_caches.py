@@ -172,6 +172,7 @@ WRONG = {
     "one position less": (with_pattern(lambda a: a[..., 1:]), PromptError, "batch 0 has the shape"),
     "only the last row": (with_pattern(lambda a: a[:, :, -1:]), PromptError, "without a key-value"),
     "no batch axis": (with_pattern(lambda a: a[0]), PromptError, "with its batch axis"),
+    "scores": (with_pattern(lambda a: a - 1), PromptError, "after the softmax, and not its scores"),
     "one head less": (with_pattern(lambda a: a[:, 1:]), PromptError, "must come from one pass"),
     "other logits": (
         lambda logits, cache: (logits[:, 1:], cache),
