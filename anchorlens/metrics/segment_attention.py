@@ -14,12 +14,11 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.groups import GROUPS
 from ..results import prefix_figures
 from ..results.record import Record, Rows, rows_by_set
 from .metric import Observation
 from .products import between
-from .segment_flows import SegmentFlows, edge_counts
+from .segment_flows import SegmentFlows, edge_counts, segment_names
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,8 +47,7 @@ class SegmentAttentionRecord(Record):
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name."""
         if axis == "segment":
-            names = self.info.get("segment_names") or self.info.get("segments")
-            return tuple(names or GROUPS)
+            return segment_names(self.info)
         return super().axis_names(axis)
 
     def plot(self) -> go.Figure:

@@ -56,8 +56,7 @@ class SegmentFlowsRecord(Record):
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name."""
         if axis == "segment":
-            names = self.info.get("segment_names") or self.info.get("segments")
-            return tuple(names or GROUPS)
+            return segment_names(self.info)
         return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
@@ -214,6 +213,11 @@ class SegmentFlows:
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.group, name=name) for name in names}
+
+
+def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of segments in a record's ``info``: those asked for, or those of the prompts."""
+    return tuple(info.get("segment_names") or info.get("segments") or GROUPS)
 
 
 def _are_names(names: Any) -> bool:

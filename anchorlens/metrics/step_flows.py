@@ -16,13 +16,12 @@ from ..passes.losses import before_segment
 from ..passes.step_gradients import step_gradients
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.groups import GROUPS
 from ..prompts.token_texts import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
 from ..system.names import name_of
 from .products import require_edges, row_pieces
-from .segment_flows import SegmentFlows
+from .segment_flows import SegmentFlows, segment_names
 from .weights import Weight, saliency
 
 
@@ -57,7 +56,7 @@ class StepFlowsRecord(Record):
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name, and the texts of the steps."""
         if axis == "segment":
-            return tuple(self.info.get("segment_names", GROUPS))
+            return segment_names(self.info)
         if axis == "step":
             return self.info.get("steps")
         return super().axis_names(axis)

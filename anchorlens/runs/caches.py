@@ -87,6 +87,8 @@ def from_caches(
     require_metrics(metrics)
     if not metrics or not batches:
         raise MetricError("there is nothing to compute: give at least one metric and one batch")
+    for batch in batches:
+        check_prompts(batch)
     if model is not None:
         _check(metrics, batches, model)
     collected: list[dict[str, Tensor]] = []
@@ -100,7 +102,7 @@ def from_caches(
         observed = _OnlyCache.of(cache, logits, batches) if model is None else model
         if model is None and not collected:
             _check(metrics, batches, observed)
-        known = _with_aliases(cache, observed)
+        known = cache if model is None else _with_aliases(cache, model)
         collected.append(_rows(metrics, batch.to(logits.device), logits, known, observed, number))
     rows = joined(collected)
     order = order_of_queries(batches)
@@ -131,6 +133,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
         >>> al.names_filter([al.SaliencyFlows()], model, batch)[0]
         'blocks.0.attn.hook_pattern'
     """
+    require_metrics(metrics)
     names: dict[str, None] = {}
     for metric in metrics:
         observed = metric.observe(model, batch)
@@ -152,6 +155,9 @@ def cache_of_attentions(
             ``attn_implementation="eager"``.
         gradients: The gradient of the summed loss for each of them, as
             ``torch.autograd.grad(loss.sum(), attentions)`` returns it.
+
+    Returns:
+        The same tensors by the names of hook points, for ``from_caches``.
 
     Raises:
         MetricError: A layer has no pattern, or there are more or fewer gradients.
@@ -176,7 +182,6 @@ def cache_of_attentions(
 
 def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits at the targets, in float32 or wider, and the cache as a dict."""
-    check_prompts(batch)
     if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "items"):
         raise MetricError(
             "a pass is (logits, cache), as model.run_with_cache returns it, with an "
@@ -222,12 +227,11 @@ def _rows(
 
 def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, Tensor]:
     """The cache also by the other names of its hook points: a bridge stores each under one."""
-    names = {alias: getattr(point, "name", None) for alias, point in model.hook_dict.items()}
     aliases = {
-        alias + suffix: cache[name + suffix]
-        for alias, name in names.items()
+        alias + suffix: cache[point.name + suffix]
+        for alias, point in model.hook_dict.items()
         for suffix in ("", _GRADIENT)
-        if name is not None and name + suffix in cache
+        if point.name + suffix in cache
     }
     return aliases | {**cache}
 

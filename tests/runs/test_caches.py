@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_row import LINE
 from measures import assert_same
 from tiny_models import questions, tiny_gpt2
 from torch import Tensor
@@ -87,7 +86,6 @@ def test_distances_of_caches_need_the_model_and_equal_those_of_a_run(gpt2: Any) 
         al.from_caches(metrics, batches, passes_of(gpt2, batches, [*metrics]))
 
 
-@pytest.mark.skipif(LINE == "3.9", reason="bridges of 3.9 have no add_caching_hooks")
 def test_a_cache_of_transformer_lens_is_read(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2, padding_side="left")
     attention = [al.AttentionAUCROC()]
@@ -210,6 +208,8 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
         al.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
     with pytest.raises(MetricError, match="loyalty"):
         al.from_caches([al.Loyalty()], batches, passes)
+    with pytest.raises(MetricError, match="an instance is needed"):
+        al.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
     with pytest.raises(MetricError, match="no pattern in layers"):
         al.cache_of_attentions([None, None])  # type: ignore[list-item]
     with pytest.raises(MetricError, match="2 patterns, but 1 gradients"):
