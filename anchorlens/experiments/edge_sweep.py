@@ -15,13 +15,13 @@ from ..errors import HookError, MetricError
 from ..hooks import block_in_batch
 from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
 from ..metrics.metric import Metric
-from ..metrics.saliency import EdgesOfBatch
 from ..models.hooked import BatchHook, Hook, HookedModel, indices_of, layer_numbers
 from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_rows import EdgesOfBatch
 from ..results import captions, figures
 from ..results.record import Record, Rows
 from ..results.results import Results

@@ -37,8 +37,9 @@ class Observation:
             blocks observe when a block runs again, and their tensors have no graph.
         backward_hooks: Hooks on the gradient of a hook point's output, for metrics that need one.
         use_rows: For long prompts, whose patterns are never formed: called instead of all hooks
-            with the number of a layer, some query rows, and A and dL/dA of these rows
-            (Float["batch head query key"], float32 or wider). Every row of every layer comes once.
+            with the number of a layer, some query rows, the keys that they see, and A and dL/dA of
+            these rows and keys (Float["batch head query key"], float32 or wider; both are slices).
+            Every row of every layer comes once.
 
     Examples:
         >>> nothing = al.Observation(lambda logits, clean_logits: {"sum": logits.sum(1).cpu()})

@@ -4,6 +4,7 @@ With thousands of tokens the pattern of one layer takes gigabytes, so it is neve
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from ..passes.row_pieces import row_slices
 from ..prompts.batch import PromptBatch
 from ..system.names import name_of
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
+
+# From some query positions to the edges of these queries, for each set of edges.
+RowsOfSets = Callable[[slice], Bool[Tensor, "batch flow query key"]]
+
+_PIECES = 16  # whose edges are stored for the next layer
 
 
 def product_hooks(
@@ -110,14 +116,15 @@ class EdgeSums:
     """Sums of saliency over sets of edges, layer by layer.
 
     Args:
-        edges: The edges of each set, in the query rows that are run.
+        edges: From some positions to the edges of these queries, for each set.
+        first_query: Position of the first query row.
         absolute_per_head: Take the absolute value before the sum over heads instead of after it.
     """
 
-    def __init__(
-        self, edges: Bool[Tensor, "batch flow query key"], absolute_per_head: bool
-    ) -> None:
-        self.edges, self.absolute_per_head = edges, absolute_per_head
+    def __init__(self, edges: RowsOfSets, first_query: int, absolute_per_head: bool) -> None:
+        # The layers have the same pieces of rows; a few pieces take little memory.
+        self.edges = lru_cache(_PIECES)(lambda start, stop: edges(slice(start, stop)))
+        self.first_query, self.absolute_per_head = first_query, absolute_per_head
         self.of_layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def add(
@@ -129,12 +136,15 @@ class EdgeSums:
         """
         self.of_layers[layer] = []
         for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
-            self.add_rows(layer, rows, a, slope)
+            self.add_rows(layer, rows, slice(a.shape[3]), a, slope)
 
-    def add_rows(self, layer: int, rows: slice, pattern: Pattern, gradient: Pattern) -> None:
+    def add_rows(
+        self, layer: int, rows: slice, keys: slice, pattern: Pattern, gradient: Pattern
+    ) -> None:
         """Add the saliency of some query rows, in float32 or wider."""
         product = pattern * gradient
-        edges = self.edges[:, :, rows].expand(len(product), -1, -1, -1)
+        of_rows = self.edges(self.first_query + rows.start, self.first_query + rows.stop)
+        edges = of_rows[..., keys].expand(len(product), -1, -1, -1)
         inside = rearrange(edges, "batch flow query key -> batch (query key) flow").to(product)
         merged = over_heads(product, self.absolute_per_head)
         flat = rearrange(merged, "batch query key -> batch 1 (query key)")
@@ -180,16 +190,23 @@ class SegmentSums:
         """
         self.of_layers[layer] = []
         for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
-            self.add_rows(layer, rows, a, slope, *values)
+            self.add_rows(layer, rows, slice(a.shape[3]), a, slope, *values)
 
     def add_rows(
-        self, layer: int, rows: slice, pattern: Pattern, gradient: Pattern, *values: Values
+        self,
+        layer: int,
+        rows: slice,
+        keys: slice,
+        pattern: Pattern,
+        gradient: Pattern,
+        *values: Values,
     ) -> None:
         """Add the weights of some query rows, in float32 or wider."""
-        count, heads, queries, keys = pattern.shape
+        count, heads, queries = pattern.shape[:3]
         first = self.first_query + rows.start
         readers = self.segments[..., first : first + queries].expand(count, -1, -1)
-        read = self.segments[..., :keys].expand(count, -1, -1)
+        read = self.segments[..., keys].expand(count, -1, -1)
+        first -= keys.start or 0
         merged = edge_weights(self.weight, pattern, gradient, *values)
         each_head = (each.flatten(0, 1)[:, None] for each in (pattern, gradient, *values))
         alone = edge_weights(self.weight, *each_head)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
@@ -14,16 +15,16 @@ from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
+from ..passes.row_pieces import row_slices
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.edge_rows import EdgesOfBatch, edge_rows
 from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.renames import renamed_arguments
 from .metric import Observation
-from .products import EdgeSums, over_heads, pieces, product_hooks
-
-EdgesOfBatch = Callable[[PromptBatch], Bool[Tensor, "batch query key"]]
+from .products import EdgeSums, RowsOfSets, over_heads, pieces, product_hooks
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
 # Always summed, to compare what the target reads from label words and from other tokens.
@@ -137,10 +138,10 @@ class SaliencyFlows:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe A and dL/dA of every layer; store only sums over edges."""
-        check_fits(model, batch)  # before the edges, whose size is quadratic
+        check_fits(model, batch)  # before the edges of many tokens
         chosen = self._edges_of(batch)
-        counts = chosen.sum((2, 3)).cpu()
-        sums = EdgeSums(chosen[:, :, batch.query_rows], self.absolute_per_head)
+        sums = EdgeSums(chosen, batch.first_query, self.absolute_per_head)
+        counts = _counts(chosen, batch).cpu()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             ids = batch.demonstrations_id.cpu()
@@ -152,7 +153,7 @@ class SaliencyFlows:
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the edges between shared tokens, with the gradient of each prompt."""
         check_fits(model, batch)
-        sums = EdgeSums(self._edges_of(batch), self.absolute_per_head)
+        sums = EdgeSums(self._edges_of(batch), 0, self.absolute_per_head)
         return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
 
     def result(self, rows: Rows) -> SaliencyFlowsRecord:
@@ -191,25 +192,31 @@ class SaliencyFlows:
         asked = list(self.edges.values())
         return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
-    def _edges_of(self, batch: PromptBatch) -> Bool[Tensor, "batch flow query key"]:
-        sets = []
+    def _edges_of(self, batch: PromptBatch) -> RowsOfSets:
+        """The edges of each set, a few query rows at a time."""
+        sets = [edge_rows(of, batch, partial(self._check, of, batch)) for of in self._functions()]
+        return lambda rows: torch.stack([of_set(rows) for of_set in sets], dim=1)
+
+    def _check(self, function: EdgesOfBatch, batch: PromptBatch, chosen: Any) -> None:
         size = (*batch.tokens.shape, batch.tokens.shape[1])
-        for function in self._functions():
-            chosen = function(batch)
-            is_edges = isinstance(chosen, Tensor) and chosen.dtype == torch.bool
-            if not is_edges or tuple(chosen.shape) != size:
-                got = (
-                    f"{chosen.dtype} {tuple(chosen.shape)}"
-                    if isinstance(chosen, Tensor)
-                    else type(chosen).__name__
-                )
-                names = [name for name, value in self.edges.items() if value is function]
-                raise MetricError(
-                    f"the edges {names} of {self.name} must be a tensor of True and False with "
-                    f"the shape (batch, query, key) = {size}, as al.edges gives; got {got}"
-                )
-            sets.append(chosen)
-        return torch.stack(sets, dim=1)
+        is_edges = isinstance(chosen, Tensor) and chosen.dtype == torch.bool
+        if is_edges and tuple(chosen.shape) == size:
+            return
+        got = type(chosen).__name__
+        if isinstance(chosen, Tensor):
+            got = f"{chosen.dtype} {tuple(chosen.shape)}"
+        names = [name for name, value in self.edges.items() if value is function]
+        raise MetricError(
+            f"the edges {names} of {self.name} must be a tensor of True and False with "
+            f"the shape (batch, query, key) = {size}, as al.edges gives; got {got}"
+        )
+
+
+def _counts(edges: RowsOfSets, batch: PromptBatch) -> Int[Tensor, "batch flow"]:
+    """The number of edges of each set."""
+    count, length = batch.tokens.shape
+    counts = [edges(rows).sum((2, 3)) for rows in row_slices(length, count * length)]
+    return torch.stack(counts).sum(0)
 
 
 @renamed_arguments(checkpoint="gradient_checkpointing")

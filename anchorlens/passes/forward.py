@@ -305,8 +305,10 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
         tokens, inputs = _inputs(model, batch, prefix, cache)
-        if checkpoints is not None and hasattr(model, "original_model"):
-            inputs["use_cache"] = False  # a block that runs twice would append its keys twice
+        stores_no_keys = checkpoints is not None or use_rows is not None
+        if stores_no_keys and hasattr(model, "original_model"):
+            # A block that runs twice would append its keys twice, and a cache copies all keys.
+            inputs["use_cache"] = False
         outputs = model(tokens, **inputs)
         every = outputs if last else _at_rows(outputs, rows)
         every = every.float() if every.dtype.itemsize < 4 else every

@@ -26,11 +26,13 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..models.hooked import HookedModel
 from .late_start import replaced_forwards
+from .memory import return_freed_memory
 from .row_pieces import row_slices
 
 Rows = Float[Tensor, "batch head query key"]
-# Gets the layer, some query rows, and A and dL/dA of these rows in float32 or wider.
-UseRows = Callable[[int, slice, Rows, Rows], None]
+# Gets the layer, some query rows, the keys that they see, and A and dL/dA of these rows and keys in
+# float32 or wider.
+UseRows = Callable[[int, slice, slice, Rows, Rows], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,24 +55,43 @@ class _Operands:
     scale: float
     is_causal: bool
 
-    def pattern(self, rows: slice) -> Rows:
-        """A in some query rows."""
+    def seen(self, rows: slice) -> slice:
+        """The first to the last key that one of these query rows sees."""
+        if self.is_causal:
+            return slice(0, rows.stop)
+        length = self.key.shape[2]
+        if self.mask is None:
+            return slice(0, length)
+        mask = self._mask_of(rows, slice(0, length))
+        inside = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        columns = inside.flatten(0, -2).any(0).nonzero().flatten()
+        if not len(columns):  # rows of padding
+            return slice(0, length)
+        return slice(int(columns[0]), int(columns[-1]) + 1)
+
+    def pattern(self, rows: slice, keys: slice) -> Rows:
+        """A in some query rows, at the keys that they see."""
         # In place where that is possible: new tensors for each step scatter the free memory.
-        scores = _with_shared_heads(self.query[:, :, rows], self.key.mT).mul_(self.scale)
+        scores = _with_shared_heads(self.query[:, :, rows], self.key[:, :, keys].mT)
+        scores.mul_(self.scale)
         lowest = torch.finfo(scores.dtype).min
         if self.mask is not None:
-            mask = self.mask[..., rows, :] if self.mask.shape[-2] > 1 else self.mask
+            mask = self._mask_of(rows, keys)
             boolean = mask.dtype == torch.bool
             scores = scores.masked_fill_(~mask, lowest) if boolean else scores.add_(mask)
         if self.is_causal:
-            positions = torch.arange(scores.shape[3], device=scores.device)
-            later = positions > positions[rows, None]
-            scores.masked_fill_(later, lowest)
+            positions = torch.arange(keys.stop, device=scores.device)
+            scores.masked_fill_(positions > positions[rows, None], lowest)
         return scores.softmax(-1)
 
-    def gradient(self, of_output: Float[Tensor, "batch head query d_value"]) -> Rows:
+    def gradient(self, of_output: Float[Tensor, "batch head query d_value"], keys: slice) -> Rows:
         """dL/dA in some query rows, from the gradient of the output in these rows."""
-        return _with_shared_heads(of_output, self.value.mT)
+        return _with_shared_heads(of_output, self.value[:, :, keys].mT)
+
+    def _mask_of(self, rows: slice, keys: slice) -> Tensor:
+        assert self.mask is not None
+        mask = self.mask[..., rows, :] if self.mask.shape[-2] > 1 else self.mask
+        return mask[..., keys] if mask.shape[-1] > 1 else mask
 
 
 def _with_shared_heads(
@@ -127,21 +148,25 @@ class _Layer:
     operands are those of the second.
     """
 
-    use: Callable[[slice, Rows, Rows], None]
+    use: Callable[[slice, slice, Rows, Rows], None]
     runs_again: Callable[[], bool]
     operands: _Operands | None = None
 
     @torch.no_grad()
     def use_gradient(self, of_output: Float[Tensor, "batch head query d_value"]) -> None:
         """Compute the rows of the layer again, and use them."""
+        return_freed_memory()
         operands, self.operands = self.operands, None
         assert operands is not None
         batch, heads, queries = operands.query.shape[:3]
         for rows in row_slices(queries, batch * heads * operands.key.shape[2]):
-            self.use(rows, operands.pattern(rows), operands.gradient(of_output[:, :, rows]))
+            keys = operands.seen(rows)
+            slope = operands.gradient(of_output[:, :, rows], keys)
+            self.use(rows, keys, operands.pattern(rows, keys), slope)
 
 
 def _run_fused(attention: Any, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+    return_freed_memory()
     calls = _FusedCalls(layer)
     with calls:
         output = attention.original_component(*args, **kwargs)

@@ -1,8 +1,10 @@
 """Smaller parts of a batch where memory runs out."""
 
+import ctypes
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -23,6 +25,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(
         checked
     )
+
+
+def return_freed_memory() -> None:
+    """Return to the system what the C library of Linux keeps of tensors that were freed.
+
+    It keeps pieces of some megabytes for later use. Over a long prompt these become scattered, so
+    that a pass with checkpoints would hold twice the memory that it needs.
+    """
+    _trim()(0)
+
+
+@cache
+def _trim() -> Callable[[int], int]:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library
+        return lambda size: 0
+    return trim
 
 
 @dataclass

@@ -11,6 +11,7 @@ Examples:
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from ..errors import HookError, PromptError
 from .batch import PromptBatch, check_inside, require_label_words
+from .edge_rows import Edges, SomeRows, asked_rows
 
-Edges = Bool[Tensor, "batch query key"]
 Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 
@@ -38,8 +39,13 @@ def between(queries: Positions, keys: Positions) -> Edges:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
         [[[False, False], [True, False]]]
     """
-    edges = queries[:, :, None] & keys[:, None, :]
-    return edges & torch.ones_like(edges[0]).tril(-1)
+    rows = asked_rows()
+    readers = slice(None) if rows is None else rows
+    positions = torch.arange(max(queries.shape[1], keys.shape[1]), device=queries.device)
+    earlier = positions[: queries.shape[1]][readers, None] > positions[: keys.shape[1]]
+    edges = queries[:, readers, None] & keys[:, None] & earlier
+    some: Any = SomeRows(edges)  # edge_rows alone asks for it
+    return edges if rows is None else some
 
 
 def group(batch: PromptBatch, name: str) -> Positions:

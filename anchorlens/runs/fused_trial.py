@@ -97,28 +97,26 @@ def _short_prompts(batch: PromptBatch) -> PromptBatch:
 def _compare(model: HookedModel, batch: PromptBatch) -> str:
     """Why logits or A * dL/dA are other ones than those of whole patterns; empty if they agree."""
     whole: dict[int, Tensor] = {}
-    rows: dict[int, list[Tensor]] = {layer: [] for layer in range(model.cfg.n_layers)}
+    ours: dict[int, Tensor] = {}
 
     def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
         pieces = [a * slope for _, a, slope in row_pieces(pattern, gradient)]
         whole[layer] = torch.cat(pieces, dim=2)
 
+    def store_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
+        ours.setdefault(layer, torch.zeros_like(whole[layer]))
+        ours[layer][:, :, rows, keys] = pattern * slope
+
     observers, backward_hooks = product_hooks(model, store)
     expected = run_pass(
         model, batch, observers=observers, backward_hooks=backward_hooks, loss=_first_token
     )
-    logits = run_pass(
-        model,
-        batch,
-        loss=_first_token,
-        use_rows=lambda layer, _, pattern, gradient: rows[layer].append(pattern * gradient),
-    )
+    logits = run_pass(model, batch, loss=_first_token, use_rows=store_rows)
     if (difference := logit_difference(logits, expected)) > TOLERANCE:
         return f"logits of a fused attention differ by {difference:.1e} of the largest"
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     largest = max(
-        _difference(torch.cat(rows[layer], dim=2) * inside, products * inside)
-        for layer, products in whole.items()
+        _difference(ours[layer] * inside, products * inside) for layer, products in whole.items()
     )
     if largest > SALIENCY_TOLERANCE:
         return f"saliencies of a fused attention differ by {largest:.1e} of the largest"

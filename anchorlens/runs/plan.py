@@ -161,10 +161,12 @@ class Plan:
             if observation.use_rows is not None
         ]
 
-        def use_rows(layer: int, rows: slice, pattern: Tensor, gradient: Tensor) -> None:
+        def use_rows(
+            layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor
+        ) -> None:
             for owner, use in users:
                 with unedited(owner, "A or dL/dA", pattern, gradient):
-                    use(layer, rows, pattern, gradient)
+                    use(layer, rows, keys, pattern, gradient)
 
         return use_rows
 

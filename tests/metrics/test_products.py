@@ -23,7 +23,7 @@ def edge_sums(
     pattern: Tensor, gradient: Tensor, edges: Tensor, absolute_per_head: bool
 ) -> tuple[Tensor, Tensor]:
     """The sums of one layer, and those of each head."""
-    sums = EdgeSums(edges, absolute_per_head)
+    sums = EdgeSums(lambda rows: edges[:, :, rows], 0, absolute_per_head)
     sums.add(0, pattern, gradient)
     rows = sums.rows(pattern, None)
     return rows["sums"][:, 0], rows["head_sums"][:, 0]

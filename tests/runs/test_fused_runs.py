@@ -166,7 +166,7 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
 
     class Edits(al.SaliencyFlows):
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
-            def edit(layer: int, rows: slice, pattern: Tensor, gradient: Tensor) -> None:
+            def edit(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Any) -> None:
                 pattern.mul_(2)
 
             return al.Observation(super().observe(model, batch).rows, use_rows=edit)
