@@ -5,6 +5,7 @@ with ``+``. It checks its arguments against the model before the model runs.
 """
 
 from collections.abc import Callable, Iterable, Sized
+from functools import lru_cache
 from html import escape
 from inspect import getdoc
 from typing import Any
@@ -32,9 +33,11 @@ from .models.hooked import (
 from .prompts import edges as edge_sets
 from .prompts.arrays import holds_integers
 from .prompts.batch import LeadingTokens, PromptBatch, check_inside
+from .prompts.edge_rows import RowsOfEdges
+from .system.row_pieces import row_slices
 
 # From the numbers of queries and keys that the model runs to the edges of these queries.
-RowsOfEdges = Callable[[int, int], Bool[Tensor, "batch query key"]]
+EdgesOfPass = Callable[[int, int], Bool[Tensor, "batch query key"]]
 
 _ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
 
@@ -469,32 +472,43 @@ def _isolate_in_batch(
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
-    check_fits(model, batch)  # first, because the size of the edges is quadratic in the length
+    check_fits(model, batch)
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
-    cut = edge_sets.between(receivers, batch.attention_mask)
+    cut = edge_sets.rows_of(batch, lambda batch: edge_sets.between(receivers, batch.attention_mask))
     return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
 
 
 def block_in_batch(
     model: HookedModel,
     batch: PromptBatch,
-    cut: Bool[Tensor, "batch query key"],
+    cut: RowsOfEdges,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
-    """Hooks of ``block_edges`` for a batch, which they follow after a cached prefix."""
+    """Hooks of ``block_edges`` for a batch, which they follow after a cached prefix.
+
+    They ask for the edges of the query rows that are run.
+    """
     if keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
-        cut = cut & ~edge_sets.from_first(batch)
-    first = batch.first_query
+        cut = edge_sets.without_first(batch, cut)
+    first, length = batch.first_query, batch.tokens.shape[1]
+    # Every layer asks for the same rows.
+    stored = lru_cache(1)(lambda start, stop: cut(slice(start, stop)))
+
+    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
+        if keys != length or first + queries > length:
+            raise _size_error(length, length, queries, first, keys)
+        return stored(first, first + queries)
+
     numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
-    hooks = block_edges(model, cut, layers, numbers, renormalize=renormalize, first_query=first)
+    hooks = _blocking_hooks(model, rows, layers, numbers, renormalize)
     return Hooks(
         (name, BatchHook(function, batch.tokens, cut, numbers)) for name, function in hooks
     )
@@ -502,7 +516,7 @@ def block_in_batch(
 
 def _blocking_hooks(
     model: HookedModel,
-    rows: RowsOfEdges,
+    rows: EdgesOfPass,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
     renormalize: bool,
@@ -518,7 +532,7 @@ def _blocking_hooks(
 
 def _hooks_on_edges(
     model: HookedModel,
-    rows: RowsOfEdges,
+    rows: EdgesOfPass,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
     renormalize: bool,
@@ -550,7 +564,7 @@ def _hooks_on_edges(
     return Hooks(hook_of(layer) for layer in layer_numbers(model, layers))
 
 
-def _rows_of(edges: Bool[Tensor, "batch query key"], first_query: int) -> RowsOfEdges:
+def _rows_of(edges: Bool[Tensor, "batch query key"], first_query: int) -> EdgesOfPass:
     """The rows of edges that a pass runs, after they were checked."""
     if not isinstance(edges, Tensor) or edges.dtype != torch.bool or edges.ndim != 3:
         raise HookError(
@@ -560,13 +574,17 @@ def _rows_of(edges: Bool[Tensor, "batch query key"], first_query: int) -> RowsOf
 
     def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
         if keys != edges.shape[2] or first_query + queries > edges.shape[1]:
-            raise HookError(
-                f"edges are for {edges.shape[1]} query and {edges.shape[2]} key positions, but the "
-                f"model runs {queries} queries (from {first_query}) over {keys} keys"
-            )
+            raise _size_error(edges.shape[1], edges.shape[2], queries, first_query, keys)
         return edges[:, first_query : first_query + queries]
 
     return rows
+
+
+def _size_error(of_queries: int, of_keys: int, queries: int, first: int, keys: int) -> HookError:
+    return HookError(
+        f"edges are for {of_queries} query and {of_keys} key positions, but the model runs "
+        f"{queries} queries (from {first}) over {keys} keys"
+    )
 
 
 def _diagonal_error(change: str) -> HookError:
@@ -626,7 +644,9 @@ def _effect_of(hook: Any) -> str:
     function = hook[1] if isinstance(hook, tuple) and len(hook) == 2 else None
     if isinstance(function, BatchHook) and function.edges is not None:
         heads = "all heads" if function.heads is None else f"heads {list(function.heads)}"
-        count, prompts = int(function.edges.sum()), len(function.tokens)
+        prompts, length = function.tokens.shape
+        pieces = row_slices(length, function.tokens.numel())
+        count = sum(int(function.edges(rows).sum()) for rows in pieces)
         return f"Cuts edges of the attention: {count} in {prompts} prompts, in {heads}."
     act = function.act if isinstance(function, BatchHook) else function
     name = getattr(act, "__name__", "")  # a partial, for example, has none

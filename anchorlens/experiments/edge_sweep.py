@@ -21,7 +21,7 @@ from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_rows import EdgesOfBatch
+from ..prompts.edge_rows import EdgesOfBatch, RowsOfEdges
 from ..results import captions, figures
 from ..results.record import Record, Rows
 from ..results.results import Results
@@ -30,6 +30,7 @@ from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.names import name_of
 from ..system.processes import fails_together
+from ..system.row_pieces import row_slices
 from .sites import Site
 
 # The hooks of a cut at a site, and those of a random control, which also has the number of a draw.
@@ -188,14 +189,12 @@ def edge_sweep(
                 f"{type(function).__name__}"
             )
 
-    def edges_at(batch: PromptBatch, site: Site) -> edge_sets.Edges:
-        chosen = edges(batch)
-        edge_sets.check_edges(batch, chosen)
-        chosen = chosen.to(batch.tokens.device)
+    def edges_at(batch: PromptBatch, site: Site) -> RowsOfEdges:
+        chosen = edge_sets.rows_of(batch, edges)
         # No other edge is drawn for one that is not cut.
-        return chosen & ~edge_sets.from_first(batch) if site.keep_bos else chosen
+        return edge_sets.without_first(batch, chosen) if site.keep_bos else chosen
 
-    def hooks_at(batch: PromptBatch, site: Site, chosen: edge_sets.Edges) -> Sequence[Hook]:
+    def hooks_at(batch: PromptBatch, site: Site, chosen: RowsOfEdges) -> Sequence[Hook]:
         return block_in_batch(
             model, batch, chosen, site.layers, site.heads, site.keep_bos, renormalize
         )
@@ -204,9 +203,9 @@ def edge_sweep(
         return hooks_at(batch, site, edges_at(batch, site))
 
     def random_cut(batch: PromptBatch, site: Site, number: int) -> Sequence[Hook]:
-        drawn = control(batch, edges_at(batch, site), number)
+        drawn = control(batch, edges_at(batch, site)(slice(None)), number)
         edge_sets.check_edges(batch, drawn)
-        return hooks_at(batch, site, drawn.to(batch.tokens.device))
+        return hooks_at(batch, site, edge_sets.packed(drawn.to(batch.tokens.device)))
 
     return loyalty_sweep(
         model,
@@ -330,14 +329,18 @@ def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: in
 def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_CutAtSite]) -> None:
     for each in cuts:
         acts = [act for batch in batches for _, act in each.change(batch)[:1]]
-        sets = [act.edges for act in acts if isinstance(act, BatchHook)]
-        if not any(edges is not None and edges.any() for edges in sets):
+        if not any(isinstance(act, BatchHook) and _cuts_something(act) for act in acts):
             raise HookError(
                 "there is nothing to cut: edges(batch) has no edge in any prompt"
                 + " but those to BOS" * each.acts_in["keep_bos"]
             )
         for batch in batches:
             each.controls[0](batch)
+
+
+def _cuts_something(act: BatchHook) -> bool:
+    pieces = row_slices(act.tokens.shape[1], act.tokens.numel())
+    return act.edges is not None and any(act.edges(rows).any() for rows in pieces)
 
 
 def _cut_at(

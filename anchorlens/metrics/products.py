@@ -15,9 +15,9 @@ from torch import Tensor
 from ..errors import MetricError, NotFiniteError
 from ..models.head_values import transformed_values
 from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
-from ..passes.row_pieces import row_slices
 from ..prompts.batch import PromptBatch
 from ..system.names import name_of
+from ..system.row_pieces import row_slices
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
 
 # From some query positions to the edges of these queries, for each set of edges.

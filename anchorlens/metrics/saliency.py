@@ -15,7 +15,6 @@ from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.row_pieces import row_slices
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.edge_rows import EdgesOfBatch, edge_rows
@@ -23,6 +22,7 @@ from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.renames import renamed_arguments
+from ..system.row_pieces import row_slices
 from .metric import Observation
 from .products import EdgeSums, RowsOfSets, over_heads, pieces, product_hooks
 

@@ -50,13 +50,14 @@ class BatchHook:
     Attributes:
         act: The hook.
         tokens: The tokens of the batch.
-        edges: The edges that it cuts; None if it acts on the target's rows alone.
+        edges: From some query positions to the edges of these queries that it cuts; None if it acts
+            on the target's rows alone.
         heads: The heads in which it cuts them; None for all heads.
     """
 
     act: HookFunction
     tokens: Int[Tensor, "batch position"]
-    edges: Bool[Tensor, "batch query key"] | None = None
+    edges: Callable[[slice], Bool[Tensor, "batch query key"]] | None = None
     heads: tuple[int, ...] | None = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:

@@ -25,7 +25,6 @@ from ..models.hooked import (
 from ..models.kv_cache import Prefix, cache_of, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
 from .continuations import log_probs_after
-from .fused_attention import UseRows, fused_attention
 from .losses import (
     Loss,
     LossAtPositions,
@@ -53,7 +52,6 @@ class Pass:
     into: Sequence[Tensor] = ()
     prefix: Prefix | None = None
     gradient_checkpointing: bool = False
-    use_rows: UseRows | None = None
 
     def __post_init__(self) -> None:
         require_prepared(self.model)
@@ -68,11 +66,6 @@ class Pass:
             raise MetricError(
                 "a loss of texts after the prompts needs the keys and values of one pass, which "
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
-            )
-        if self.use_rows is not None and (self.hooks or self.prefix is not None):
-            raise MetricError(
-                "a fused attention forms no pattern on which hooks act, and continues no prefix; "
-                "leave use_rows, hooks or prefix out"
             )
         check_fits(self.model, self.batch)
         if isinstance(self.loss, LossOfContinuations):
@@ -113,7 +106,6 @@ def run_pass(
     into: Sequence[Tensor] = (),
     prefix: Prefix | None = None,
     gradient_checkpointing: bool = False,
-    use_rows: UseRows | None = None,
 ) -> Float[Tensor, "batch vocab"]:
     """Run the model over a batch, and with a loss also backward from the sum of the losses.
 
@@ -133,8 +125,6 @@ def run_pass(
         gradient_checkpointing: Store only the input of each block for the gradient, and run the
             block again when the backward pass reaches it. Hooks inside blocks act both times;
             observers are called once, with tensors without a graph.
-        use_rows: With it the attention is fused, and this function gets A and dL/dA of each layer a
-            few query rows at a time; see ``fused_attention``.
 
     Returns:
         Logits at the target positions, detached, in float32 or the model's wider type.
@@ -157,7 +147,6 @@ def run_pass(
         into,
         prefix,
         gradient_checkpointing,
-        use_rows,
     )
     logits, losses = _run(described)
     _require_finite(described, logits, "at the target position")
@@ -277,7 +266,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     leaves = [*described.into, *copies]
     needs_leaf = loss is not None and not described.into
     needed = _padding_hooks(model, batch) + ([leaf_hook(leaves)] if needs_leaf else [])
-    rows, use_rows = described.rows, described.use_rows
+    rows = described.rows
     last = [rows_hook(model, rows)] if described.runs_targets_alone else []
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
     observers = described.observers
@@ -286,15 +275,11 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     losses, is_finite = None, False
     continues = isinstance(loss, LossOfContinuations)
 
-    def runs_again() -> bool:
-        return checkpoints is not None and checkpoints.running_first
-
     # An inference_mode of the caller would make tensors that autograd rejects.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        nullcontext() if use_rows is None else fused_attention(model, use_rows, runs_again),
         ExitStack() as hooks,
     ):
         hooks.enter_context(
@@ -305,10 +290,6 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
         tokens, inputs = _inputs(model, batch, prefix, cache)
-        stores_no_keys = checkpoints is not None or use_rows is not None
-        if stores_no_keys and hasattr(model, "original_model"):
-            # A block that runs twice would append its keys twice, and a cache copies all keys.
-            inputs["use_cache"] = False
         outputs = model(tokens, **inputs)
         every = outputs if last else _at_rows(outputs, rows)
         every = every.float() if every.dtype.itemsize < 4 else every
@@ -337,7 +318,9 @@ def _inputs(
     """The tokens that are run, and the other arguments of the model's forward."""
     tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
     if cache is None:
-        return tokens, {"attention_mask": mask.long()}
+        # Without a cache of its own, which copies all keys, and twice where a block runs twice.
+        without = {"use_cache": False} if hasattr(model, "original_model") else {}
+        return tokens, {"attention_mask": mask.long(), **without}
     return tokens, inputs_after(model, mask, cache, prefix)
 
 

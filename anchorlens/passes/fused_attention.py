@@ -1,132 +1,74 @@
-"""Attention by a fused kernel, with the pattern and its gradient a few query rows at a time.
+"""All attention of a model by a fused kernel, so that no pattern is formed.
 
-The pattern of a layer never exists as a whole. A fused kernel computes the output z from queries,
-keys and values. When the gradient of z arrives, the pattern of a few rows is computed again, and
-
-    dL/dA_h,ij = (dL/dz)_h,i . v_h,j
-
-So the memory grows with the number of tokens, and not with its square. transformers hands scaling,
-masks, windows and shared keys to one function of PyTorch, whatever the architecture is, so that
-nothing of an architecture is repeated here. Where a soft cap or an attention sink would be lost, a
-trial finds it (see ``runs/trial.py``).
+transformers hands scaling, masks, windows and shared keys to one function of PyTorch, whatever the
+architecture is, so that nothing of an architecture is repeated here. That function is replaced
+while an attention module runs. Where a soft cap or an attention sink would be lost, a trial finds
+it (see ``runs/fused_trial.py``).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..models.hooked import HookedModel
+from ..models.hooked import (
+    BatchHook,
+    Hook,
+    HookedModel,
+    HookFunction,
+    scores_name,
+    verified_operands,
+)
 from .late_start import replaced_forwards
 from .memory import return_freed_memory
-from .row_pieces import row_slices
+from .row_attention import RowAttention, Rows, Terms, UseRowsOfLayer
 
-Rows = Float[Tensor, "batch head query key"]
 # Gets the layer, some query rows, the keys that they see, and A and dL/dA of these rows and keys in
 # float32 or wider.
 UseRows = Callable[[int, slice, slice, Rows, Rows], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Operands:
-    """The arguments of one fused attention; several query heads may share a key head.
-
-    Attributes:
-        query: The queries.
-        key: The keys.
-        value: The values.
-        mask: True where a query may attend, or numbers that are added to the scores; None for all.
-        scale: Factor of the scores.
-        is_causal: Whether no query attends to a later key.
-    """
-
-    query: Float[Tensor, "batch head query d_head"]
-    key: Float[Tensor, "batch _ key d_head"]
-    value: Float[Tensor, "batch _ key d_value"]
-    mask: Tensor | None
-    scale: float
-    is_causal: bool
-
-    def seen(self, rows: slice) -> slice:
-        """The first to the last key that one of these query rows sees."""
-        if self.is_causal:
-            return slice(0, rows.stop)
-        length = self.key.shape[2]
-        if self.mask is None:
-            return slice(0, length)
-        mask = self._mask_of(rows, slice(0, length))
-        inside = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        columns = inside.flatten(0, -2).any(0).nonzero().flatten()
-        if not len(columns):  # rows of padding
-            return slice(0, length)
-        return slice(int(columns[0]), int(columns[-1]) + 1)
-
-    def pattern(self, rows: slice, keys: slice) -> Rows:
-        """A in some query rows, at the keys that they see."""
-        # In place where that is possible: new tensors for each step scatter the free memory.
-        scores = _with_shared_heads(self.query[:, :, rows], self.key[:, :, keys].mT)
-        scores.mul_(self.scale)
-        lowest = torch.finfo(scores.dtype).min
-        if self.mask is not None:
-            mask = self._mask_of(rows, keys)
-            boolean = mask.dtype == torch.bool
-            scores = scores.masked_fill_(~mask, lowest) if boolean else scores.add_(mask)
-        if self.is_causal:
-            positions = torch.arange(keys.stop, device=scores.device)
-            scores.masked_fill_(positions > positions[rows, None], lowest)
-        return scores.softmax(-1)
-
-    def gradient(self, of_output: Float[Tensor, "batch head query d_value"], keys: slice) -> Rows:
-        """dL/dA in some query rows, from the gradient of the output in these rows."""
-        return _with_shared_heads(of_output, self.value[:, :, keys].mT)
-
-    def _mask_of(self, rows: slice, keys: slice) -> Tensor:
-        assert self.mask is not None
-        mask = self.mask[..., rows, :] if self.mask.shape[-2] > 1 else self.mask
-        return mask[..., keys] if mask.shape[-1] > 1 else mask
-
-
-def _with_shared_heads(
-    rows: Float[Tensor, "batch head query d"], columns: Float[Tensor, "batch _ d key"]
-) -> Rows:
-    """Products, in float32 or wider, of the rows of each head with the columns of its key head."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    by_key_head = rows.to(wide).unflatten(1, (columns.shape[1], -1))
-    return (by_key_head @ columns.to(wide)[:, :, None]).flatten(1, 2)
-
-
 @contextmanager
 def fused_attention(
-    model: HookedModel, use: UseRows, runs_again: Callable[[], bool] = lambda: False
+    model: HookedModel,
+    use: UseRows | None = None,
+    hooks: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
 ) -> Iterator[None]:
     """Inside, the attention of all layers is fused, and a backward pass hands rows to ``use``.
 
-    The hook points inside the attention are not called.
+    The hook points inside the attention are not called. ``outside_attention`` gives the hooks that
+    a pass inside still needs.
 
     Args:
         model: A prepared model.
-        use: Gets the rows of each layer.
-        runs_again: Whether the running block will run again before its gradient is computed, so
-            that nothing of this run is stored.
+        use: Gets the rows of each layer in a backward pass.
+        hooks: Interventions. Those in the attention act here, if they cut edges of the scores.
+        observers: Hooks that observe. Those of the queries and keys that a layer multiplies are
+            called here.
 
     Raises:
         ModelError: transformers does not compute the attention of this model, or not by the fused
-            function.
+            function; or a hook acts inside the attention in another way.
     """
     original: Any = getattr(model, "original_model", None)  # none in a HookedTransformer
     if getattr(original, "config", None) is None:
         raise ModelError("transformers does not compute its attention")
+    numbers = range(model.cfg.n_layers)
+    layers = [_layer(model, number, use, hooks, observers) for number in numbers]
+    if sum(len(layer.cuts) for layer in layers) != _count_inside(hooks):
+        raise ModelError("a hook acts inside the attention, and does not cut edges of the scores")
+    if sum(len(layer.queries) + len(layer.keys) for layer in layers) != _count_inside(observers):
+        raise ModelError("a hook observes the attention, and neither its queries nor its keys")
 
     def forward_of(layer: int, attention: Any) -> Callable[..., Any]:
-        return partial(_run_fused, attention, _Layer(partial(use, layer), runs_again))
+        return partial(_run_fused, attention, layers[layer])
 
     try:
         try:
@@ -140,29 +82,58 @@ def fused_attention(
         original.set_attn_implementation("eager")  # as prepare_model made it
 
 
-@dataclass(eq=False)
-class _Layer:
-    """What a layer needs until its gradient arrives.
+def outside_attention(hooks: Sequence[Hook]) -> list[Hook]:
+    """The hooks at points that a model with a fused attention calls."""
+    return [hook for hook in hooks if not (isinstance(hook[0], str) and ".attn." in hook[0])]
 
-    With checkpoints the gradient comes through the graph of the first run of a block, and the
-    operands are those of the second.
+
+def _count_inside(hooks: Sequence[Hook]) -> int:
+    return len(hooks) - len(outside_attention(hooks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What happens in the attention of a layer.
+
+    Attributes:
+        use: Gets rows of A and dL/dA.
+        cuts: Hooks whose edges are cut.
+        queries: Functions that observe the queries.
+        keys: Functions that observe the keys.
     """
 
-    use: Callable[[slice, slice, Rows, Rows], None]
-    runs_again: Callable[[], bool]
-    operands: _Operands | None = None
+    use: UseRowsOfLayer
+    cuts: Sequence[BatchHook]
+    queries: Sequence[Callable[[Tensor], Any]]
+    keys: Sequence[Callable[[Tensor], Any]]
 
-    @torch.no_grad()
-    def use_gradient(self, of_output: Float[Tensor, "batch head query d_value"]) -> None:
-        """Compute the rows of the layer again, and use them."""
-        return_freed_memory()
-        operands, self.operands = self.operands, None
+
+def _layer(
+    model: HookedModel,
+    number: int,
+    use: UseRows | None,
+    hooks: Sequence[Hook],
+    observers: Sequence[Hook],
+) -> _Layer:
+    at_scores = [act for point, act in hooks if point == scores_name(number)]
+    cuts = [act for act in at_scores if isinstance(act, BatchHook) and act.edges is not None]
+    operands = verified_operands[model][number]
+
+    def observe(act: HookFunction, point: Any, heads: Tensor) -> None:
         assert operands is not None
-        batch, heads, queries = operands.query.shape[:3]
-        for rows in row_slices(queries, batch * heads * operands.key.shape[2]):
-            keys = operands.seen(rows)
-            slope = operands.gradient(of_output[:, :, rows], keys)
-            self.use(rows, keys, operands.pattern(rows, keys), slope)
+        values = heads.detach()
+        act(values if operands.heads_first else values.transpose(1, 2), hook=point)
+
+    def observing(point: str) -> list[Callable[[Tensor], Any]]:
+        acts = [act for name, act in observers if name == point]
+        return [partial(observe, act, model.hook_dict[point]) for act in acts]
+
+    return _Layer(
+        use=(lambda *rows: None) if use is None else partial(use, number),
+        cuts=cuts,
+        queries=[] if operands is None else observing(operands.query),
+        keys=[] if operands is None else observing(operands.key),
+    )
 
 
 def _run_fused(attention: Any, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +149,7 @@ def _run_fused(attention: Any, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
 
 
 class _FusedCalls(TorchFunctionMode):
-    """Sees the fused attention while an attention module runs, and waits for its gradient."""
+    """Replaces the fused function of PyTorch while an attention module runs."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()
@@ -186,31 +157,29 @@ class _FusedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if func is scaled_dot_product_attention:
-            self.count += 1
-            output.register_hook(self.layer.use_gradient)
-            if not self.layer.runs_again():
-                self.layer.operands = _operands_of(*args, **kwargs)
-        return output
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.count += 1
+        return self._attend(*args, **kwargs)
 
-
-def _operands_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> _Operands:
-    """The arguments by the names of PyTorch, without their graph."""
-    return _Operands(
-        query.detach(),
-        key.detach(),
-        value.detach(),
-        attn_mask,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        is_causal,
-    )
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """The attention; parameters have the names of PyTorch."""
+        if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+            raise ModelError("its attention has dropout, or a mask that is learned")
+        for observe in self.layer.queries:
+            observe(query)
+        for observe in self.layer.keys:
+            observe(key)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        terms = Terms(attn_mask, is_causal, factor, self.layer.cuts)
+        return RowAttention.apply(query, key, value, terms, self.layer.use)

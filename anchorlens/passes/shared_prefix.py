@@ -1,7 +1,8 @@
 """Passes over whole prompts, or after the tokens that prompts share."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -14,7 +15,10 @@ from ..models.hooked import BatchHook, Hook, HookedModel
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
+from ..prompts.edge_rows import RowsOfEdges
+from ..system.row_pieces import row_slices
 from .forward import run_pass, run_prefix
+from .fused_attention import fused_attention, outside_attention
 from .late_start import Start, started
 from .memory import is_out_of_memory
 
@@ -47,7 +51,7 @@ class Passes:
         status: Which of the two it is, and the reason.
         attention: For long prompts, whether the attention is fused, or the reason why it is not;
             empty for short prompts, whose patterns are whole.
-        is_fused: Whether no pattern is formed.
+        is_fused: Whether the tokens before a query form no pattern; those after them always do.
         current: The set of demonstrations to which ``stored`` and ``prefixes`` belong. Only one set
             is stored, to save memory.
         stored: What was computed once for the set, by a key.
@@ -92,7 +96,8 @@ class Passes:
         if id(hooks) not in self.prefixes:  # by identity: a user's function need not have a hash
             shared = self.shared_tokens(batch)
             acting = hooks(shared)
-            prefix = run_prefix(self.model, shared, hooks=acting)
+            with self.attending(shared, acting) as (others, _):
+                prefix = run_prefix(self.model, shared, hooks=others)
             try:
                 self.prefixes[id(hooks)] = ref(hooks), acting, prefix
             except TypeError:  # an object that takes no weak reference is not stored
@@ -116,8 +121,8 @@ class Passes:
         batch = self.after_prefix(batch)
         acting = hooks(batch)
         if batch.is_whole:
-            with started(self.model, start):
-                return run_pass(self.model, batch, hooks=acting)
+            with started(self.model, start), self.attending(batch, acting) as (others, _):
+                return run_pass(self.model, batch, hooks=others)
         if all(isinstance(act, BatchHook) for _, act in acting):
             in_prefix, prefix = self.prefix(batch, hooks)
             if act_alike(acting, in_prefix, batch.first_query):
@@ -125,7 +130,23 @@ class Passes:
                     return run_pass(self.model, batch, hooks=acting, prefix=prefix)
         # From the first layer, because ``start`` is the output for the tokens after the prefix.
         whole = batch.whole()
-        return run_pass(self.model, whole, hooks=hooks(whole))
+        with self.attending(whole, hooks(whole)) as (others, _):
+            return run_pass(self.model, whole, hooks=others)
+
+    @contextmanager
+    def attending(
+        self, batch: PromptBatch, hooks: Sequence[Hook], observers: Sequence[Hook] = ()
+    ) -> Iterator[tuple[Sequence[Hook], Sequence[Hook]]]:
+        """Inside, all tokens of a batch are run with a fused attention, if there is no pattern.
+
+        Yields:
+            The hooks and the observers that a pass inside still needs.
+        """
+        if not self.is_fused or not batch.is_whole:
+            yield hooks, observers
+            return
+        with fused_attention(self.model, hooks=hooks, observers=observers):
+            yield outside_attention(hooks), outside_attention(observers)
 
 
 def act_alike(hooks: Sequence[Hook], in_prefix: Sequence[Hook], length: int) -> bool:
@@ -139,12 +160,13 @@ def act_alike(hooks: Sequence[Hook], in_prefix: Sequence[Hook], length: int) -> 
         for (_, edges), (_, expected) in zip(cuts, cuts_in_prefix, strict=True)
     }
     return all(
-        bool((edges[:, :length, :length] == expected[:, :length, :length]).all())
+        bool((edges(rows)[..., :length] == expected(rows)[..., :length]).all())
         for edges, expected in pairs.values()
+        for rows in row_slices(length, length)
     )
 
 
-def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, Tensor]]:
+def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, RowsOfEdges]]:
     """The hook point with the heads, and the edges that are cut there."""
     return [
         ((point, act.heads), act.edges)

@@ -11,6 +11,7 @@ Examples:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import HookError, PromptError
+from ..system.row_pieces import row_slices
 from .batch import PromptBatch, check_inside, require_label_words
-from .edge_rows import Edges, SomeRows, asked_rows
+from .edge_rows import Edges, EdgesOfBatch, RowsOfEdges, SomeRows, asked_rows, edge_rows
 
 Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
@@ -204,13 +206,52 @@ def check_edges(batch: PromptBatch, edges: Edges) -> None:
             "edges must be a tensor of True and False with the shape (batch, query, key) = "
             f"{shape}, as al.edges gives; got {given}"
         )
-    allowed = between(batch.attention_mask, batch.attention_mask)
+    allowed = _allowed(batch)
     if (edges.to(allowed.device) & ~allowed).any():
-        raise PromptError(
-            "edges must go from a token to an earlier token of its prompt, but some belong to "
-            "padding, go to a later token or from a token to itself; leave these out (edges & "
-            "al.edges.between(batch.attention_mask, batch.attention_mask))"
-        )
+        raise _not_earlier()
+
+
+def rows_of(batch: PromptBatch, function: EdgesOfBatch) -> RowsOfEdges:
+    """The edges of a batch a few query rows at a time, checked as by ``check_edges``."""
+    rows = edge_rows(function, batch, partial(check_edges, batch))
+    allowed = edge_rows(_allowed, batch, partial(check_edges, batch))
+    pieces = row_slices(batch.tokens.shape[1], batch.tokens.numel())
+    if any((rows(piece) & ~allowed(piece)).any() for piece in pieces):
+        raise _not_earlier()
+    return rows
+
+
+def without_first(batch: PromptBatch, rows: RowsOfEdges) -> RowsOfEdges:
+    """The same edges but those to the first token of each prompt."""
+    first = edge_rows(from_first, batch, partial(check_edges, batch))
+    return lambda piece: rows(piece) & ~first(piece)
+
+
+def packed(edges: Edges) -> RowsOfEdges:
+    """The same edges, of which only the positions are stored."""
+    prompts, queries, keys = edges.nonzero().int().unbind(1)
+    count, length = edges.shape[0], edges.shape[2]
+
+    def rows(piece: slice) -> Edges:
+        start, stop, _ = piece.indices(length)
+        inside = (queries >= start) & (queries < stop)
+        chosen = torch.zeros(count, stop - start, length, dtype=torch.bool, device=keys.device)
+        chosen[prompts[inside], queries[inside] - start, keys[inside]] = True
+        return chosen
+
+    return rows
+
+
+def _allowed(batch: PromptBatch) -> Edges:
+    return between(batch.attention_mask, batch.attention_mask)
+
+
+def _not_earlier() -> PromptError:
+    return PromptError(
+        "edges must go from a token to an earlier token of its prompt, but some belong to "
+        "padding, go to a later token or from a token to itself; leave these out (edges & "
+        "al.edges.between(batch.attention_mask, batch.attention_mask))"
+    )
 
 
 def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:

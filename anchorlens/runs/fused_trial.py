@@ -2,27 +2,47 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..metrics.metric import Metric
+from ..hooks import block_in_batch
+from ..metrics.metric import Metric, ObservesPrefix
 from ..metrics.products import product_hooks, row_pieces
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import (
+    BatchHook,
+    Hook,
+    HookedModel,
+    Operands,
+    device_of,
+    scores_name,
+    verified_operands,
+)
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
-from ..passes.forward import run_pass
+from ..passes.forward import run_pass, run_prefix
+from ..passes.fused_attention import fused_attention, outside_attention
 from ..passes.losses import Loss, LossOfContinuations
 from ..passes.shared_prefix import (
     TOLERANCE,
     HooksOfBatch,
     Passes,
     logit_difference,
+    no_hooks,
     reason_of,
-    whole_passes,
 )
+from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..system.processes import gather_from_processes
-from .trial import SALIENCY_TOLERANCE, two_of
+from .trial import (
+    SALIENCY_TOLERANCE,
+    observes_prefix,
+    shared_lengths,
+    tokens_of,
+    two_of,
+    why_not_after_prefix,
+)
 
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
@@ -31,29 +51,34 @@ _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
 def fused_passes(
     model: HookedModel,
     batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
     metrics: Sequence[Metric],
-    hooks: HooksOfBatch | None,
     loss: Loss | None,
 ) -> tuple[Passes | None, str]:
     """Passes with a fused attention, if patterns would be large and the trial succeeds.
 
     All processes use the same kind of passes.
 
+    Args:
+        model: A prepared model.
+        batches: All prompts of the run.
+        changes: The interventions of the run.
+        metrics: What observes the passes.
+        loss: The loss that is differentiated if a metric needs a gradient.
+
     Returns:
         The passes, or None; and the reason, which is empty where patterns are not large.
     """
-    needs_gradient = any(metric.needs_gradient for metric in metrics)
     size = _bytes_of_patterns(model, batches)
-    reason = ""
-    if needs_gradient and size > LARGE:
-        reason = _reason_against(model, batches, metrics, hooks, loss)
+    reason, passes = "", None
+    if size > LARGE:
+        passes, reason = _tried(model, batches, changes, metrics, loss)
         reason = f"whole patterns, because {reason}" if reason else "fused"
     reasons = gather_from_processes("fused attention", reason)
     reason = next((each for each in reasons if each != "fused"), reason)
     if reason != "fused":
         return None, reason
-    status = f"fused: the patterns of a prompt would take {size / 2**30:.0f} GiB"
-    return replace(whole_passes(model, "attention is fused"), is_fused=True), status
+    return passes, f"fused: the patterns of a prompt would take {size / 2**30:.0f} GiB"
 
 
 def _bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
@@ -62,28 +87,98 @@ def _bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> in
     return int(model.cfg.n_layers * model.cfg.n_heads * longest**2 * itemsize)
 
 
-def _reason_against(
+def _tried(
     model: HookedModel,
     batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
     metrics: Sequence[Metric],
-    hooks: HooksOfBatch | None,
     loss: Loss | None,
-) -> str:
-    """Why the attention cannot be fused; empty if it can."""
-    if hooks is not None or has_user_hooks(model):
-        return "hooks may act on them"
+) -> tuple[Passes, str]:
+    """Passes with a fused attention, and why it cannot be used; empty if it can.
+
+    Where demonstrations run as a prefix, a query forms patterns in its own rows alone, and metrics
+    without a gradient observe these. Metrics with a gradient get rows of whole prompts.
+    """
+    passes = Passes(model, shared_lengths(batches, None, least=1), "", is_fused=True)
+    if has_user_hooks(model):
+        return passes, "hooks may act on them"
     if isinstance(loss, LossOfContinuations):
-        return "the words of the loss continue the prompts"
+        return passes, "the words of the loss continue the prompts"
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
-    for metric in metrics:
-        observed = metric.observe(model, shortest.prompt(0))
-        if observed.use_rows is None and (observed.hooks or observed.backward_hooks):
-            return f"{metric.name} needs them"
+    acting = [hook for change in changes for hook in change(shortest)]
+    if points := [point for point, act in acting if not _can_act(point, act)]:
+        return passes, f"hooks act at {points[0]}"
+    short = _short_prompts(batches[0]).to(device_of(model))
     try:
         with frozen_in_eval_mode(model):
-            return _compare(model, _short_prompts(batches[0]).to(device_of(model)))
+            reason = _compare_products(model, short, no_hooks)
+            reason = reason or _compare_products(model, short, partial(_some_cuts, model))
+    except Exception as error:
+        reason = reason_of(error)
+    if reason:
+        return passes, reason
+    why_no_prefix = _why_no_prefix(passes, batches, changes, short)
+    if why_no_prefix:
+        passes = replace(passes, lengths={})
+    for metric in metrics:
+        if not _can_observe(passes, shortest, metric):
+            why = f" (no fused prefix: {why_no_prefix})" if why_no_prefix else ""
+            return passes, f"{metric.name} needs them{why}"
+    return replace(passes, status=_status(passes, metrics, why_no_prefix)), ""
+
+
+def _can_act(point: Any, act: Any) -> bool:
+    """Whether a hook acts outside of attention, or cuts edges of the scores there."""
+    if outside_attention([(point, act)]):
+        return True
+    cuts = isinstance(act, BatchHook) and act.edges is not None
+    return cuts and point == scores_name(int(point.split(".")[1]))
+
+
+def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
+    """Whether a metric can observe passes without a pattern."""
+    observed = metric.observe(passes.model, batch.prompt(0))
+    if not observed.hooks and not observed.backward_hooks:
+        return True
+    if metric.needs_gradient:
+        return observed.use_rows is not None
+    after = passes.after_prefix(batch.prompt(0))
+    if after.is_whole or not isinstance(metric, ObservesPrefix) or not observes_prefix(metric):
+        return False
+    in_prefix = metric.observe_prefix(passes.model, passes.shared_tokens(after))
+    operands = verified_operands[passes.model]
+    read = {point for each in operands if each for point in (each.query, each.key)}
+    return all(outside_attention([hook]) or hook[0] in read for hook in in_prefix.hooks)
+
+
+def _why_no_prefix(
+    passes: Passes,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    short: PromptBatch,
+) -> str:
+    """Why demonstrations cannot run with a fused attention, once for all queries of a set."""
+    if any(passes.after_prefix(batch).is_whole for batch in batches):
+        return "a batch has prompts of several sets, or a target is in the demonstrations"
+    for change in changes:
+        if reason := change is not no_hooks and why_not_after_prefix(passes, batches, change):
+            return reason
+    try:
+        with frozen_in_eval_mode(passes.model):
+            return _compare_prefix(passes.model, short.prompt(0))
     except Exception as error:
         return reason_of(error)
+
+
+def _status(passes: Passes, metrics: Sequence[Metric], why_no_prefix: str) -> str:
+    """Whether the tokens that prompts share are run once, and otherwise the reason."""
+    if why_no_prefix:
+        return f"off: {why_no_prefix}"
+    gradients = [metric.needs_gradient for metric in metrics]
+    if gradients and all(gradients):
+        return "off: attention is fused"
+    whole = ", but whole prompts for gradients" if any(gradients) else ""
+    return f"{tokens_of(passes.lengths)} of each prompt, run once for all{whole}"
 
 
 def _short_prompts(batch: PromptBatch) -> PromptBatch:
@@ -94,7 +189,15 @@ def _short_prompts(batch: PromptBatch) -> PromptBatch:
     return PromptBatch.from_segments(tokens, segments, ["text"], attention_mask=mask)
 
 
-def _compare(model: HookedModel, batch: PromptBatch) -> str:
+def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
+    """Hooks that cut every third token off from all earlier ones, in head 0 of every layer."""
+    third = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) % 3 == 2
+    readers = third & batch.attention_mask
+    cut = edges.rows_of(batch, lambda batch: edges.between(readers, batch.attention_mask))
+    return block_in_batch(model, batch, cut, range(model.cfg.n_layers), 0, False, True)
+
+
+def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBatch) -> str:
     """Why logits or A * dL/dA are other ones than those of whole patterns; empty if they agree."""
     whole: dict[int, Tensor] = {}
     ours: dict[int, Tensor] = {}
@@ -107,11 +210,18 @@ def _compare(model: HookedModel, batch: PromptBatch) -> str:
         ours.setdefault(layer, torch.zeros_like(whole[layer]))
         ours[layer][:, :, rows, keys] = pattern * slope
 
+    hooks = change(batch)
     observers, backward_hooks = product_hooks(model, store)
     expected = run_pass(
-        model, batch, observers=observers, backward_hooks=backward_hooks, loss=_first_token
+        model,
+        batch,
+        hooks=hooks,
+        observers=observers,
+        backward_hooks=backward_hooks,
+        loss=_first_token,
     )
-    logits = run_pass(model, batch, loss=_first_token, use_rows=store_rows)
+    with fused_attention(model, store_rows, hooks):
+        logits = run_pass(model, batch, loss=_first_token)
     if (difference := logit_difference(logits, expected)) > TOLERANCE:
         return f"logits of a fused attention differ by {difference:.1e} of the largest"
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
@@ -121,6 +231,41 @@ def _compare(model: HookedModel, batch: PromptBatch) -> str:
     if largest > SALIENCY_TOLERANCE:
         return f"saliencies of a fused attention differ by {largest:.1e} of the largest"
     return ""
+
+
+def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
+    """Why logits or keys after a fused prefix are other ones; empty if they agree."""
+    half = prompt.tokens.shape[1] // 2
+    passes = Passes(model, {int(prompt.demonstrations_id[0]): half}, "", is_fused=True)
+    change = partial(_some_cuts, model)
+    whole, fused = dict[int, Tensor](), dict[int, Tensor]()
+    hooks = change(prompt)
+    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
+    if (difference := logit_difference(passes.logits(prompt, change), expected)) > TOLERANCE:
+        return f"logits after a fused prefix differ by {difference:.1e} of the largest"
+    shared = passes.shared_tokens(passes.after_prefix(prompt))
+    with passes.attending(shared, change(shared), _key_hooks(model, fused)) as (others, _):
+        run_prefix(model, shared, hooks=others)
+    for layer, keys in fused.items():
+        # A fused attention may get a copy of the keys for each query head.
+        copies = keys.shape[2] // whole[layer].shape[2]
+        reference = whole[layer][:, :half].repeat_interleave(copies, dim=2)
+        if (difference := _difference(keys, reference)) > TOLERANCE:
+            return f"keys of a fused attention differ by {difference:.1e} of the largest"
+    return ""
+
+
+def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
+    """Hooks that store the keys of each layer, [batch, position, head, d_head]."""
+
+    def hook_of(layer: int, operands: Operands) -> Hook:
+        def store(key: Tensor, hook: Any) -> None:
+            keys[layer] = key.transpose(1, 2) if operands.heads_first else key
+
+        return operands.key, store
+
+    by_layer = enumerate(verified_operands[model])
+    return [hook_of(layer, operands) for layer, operands in by_layer if operands is not None]
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:

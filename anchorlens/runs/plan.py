@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from ..metrics.metric import Metric, Observation, ObservesPrefix, observes_nothi
 from ..models.hooked import Hook, read_only, unedited
 from ..models.kv_cache import Prefix
 from ..passes.forward import run_pass, run_prefix
-from ..passes.fused_attention import UseRows
+from ..passes.fused_attention import UseRows, fused_attention, outside_attention
 from ..passes.late_start import Start
 from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch, Passes, no_hooks
@@ -24,6 +24,13 @@ from ..results.record import Record, Rows
 from ..results.results import Results
 from ..system.processes import gather_from_processes
 from .checks import check_observation
+
+
+class _Observed(NamedTuple):
+    """What metrics observed in a pass: in the shared tokens, and after them."""
+
+    of_metrics: Sequence[tuple[Metric, Observation, Observation]]
+    logits: Float[Tensor, "batch vocab"]
 
 
 @dataclass
@@ -90,40 +97,70 @@ class Plan:
         self, batch: PromptBatch
     ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
         """Rows of every metric for a batch, and the logits of the pass that they observed."""
-        model, hooks = self.passes.model, no_hooks if self.hooks is None else self.hooks
+        hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.passes.logits(batch)
-        batch = self.passes.after_prefix(batch)
-        in_prefix, prefix = self._observed_prefix(batch, hooks)
-        observations = [metric.observe(model, batch) for metric in self.metrics]
-        use_rows = self._use_rows(observations) if self.passes.is_fused else None
-        observers, backward_hooks = (
-            ([], []) if use_rows else self._hooks_of(observations, self.trusted)
-        )
-        logits = run_pass(
-            model,
-            batch,
-            hooks=hooks(batch),
-            observers=observers,
-            backward_hooks=backward_hooks,
-            loss=self.loss if any(metric.needs_gradient for metric in self.metrics) else None,
-            prefix=prefix,
-            gradient_checkpointing=self.gradient_checkpointing,
-            use_rows=use_rows,
-        )
+        by_rows = [metric for metric in self.metrics if metric.needs_gradient]
+        others = [metric for metric in self.metrics if not metric.needs_gradient]
+        if self.passes.is_fused and by_rows:
+            observed = self._observe_rows(batch, hooks, by_rows)
+            observed += self._observe(batch, hooks, others) if others else []
+        else:
+            observed = self._observe(batch, hooks, self.metrics)
+        logits = observed[-1].logits
         # By these a resumed run recognises other hooks, which rows of metrics may not show.
         seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
         rows = {"/label_logits": seen.cpu()}
-        for metric, before, after in zip(self.metrics, in_prefix, observations, strict=True):
-            try:
-                of_metric = _rows_of(before, after, logits, clean)
-            except AnchorlensError as error:
-                self.failures.setdefault(metric.name, error)
-                continue
-            rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+        for one_pass in observed:
+            for metric, before, after in one_pass.of_metrics:
+                try:
+                    of_metric = _rows_of(before, after, one_pass.logits, clean)
+                except AnchorlensError as error:
+                    self.failures.setdefault(metric.name, error)
+                    continue
+                rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
         self.trusted.set()
+        return rows, logits
+
+    def _observe(
+        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
+    ) -> "list[_Observed]":
+        """What metrics observe by hooks."""
+        batch = self.passes.after_prefix(batch)
+        in_prefix, prefix = self._observed_prefix(batch, hooks, metrics)
+        observations = [metric.observe(self.passes.model, batch) for metric in metrics]
+        observers, backward_hooks = self._hooks_of(metrics, observations, self.trusted)
+        needs_gradient = any(metric.needs_gradient for metric in metrics)
+        with self.passes.attending(batch, hooks(batch), observers) as (acting, observing):
+            logits = run_pass(
+                self.passes.model,
+                batch,
+                hooks=acting,
+                observers=observing,
+                backward_hooks=backward_hooks,
+                loss=self.loss if needs_gradient else None,
+                prefix=prefix,
+                gradient_checkpointing=self.gradient_checkpointing and needs_gradient,
+            )
         if prefix is not None:
             self.trusted_in_prefix.set()
-        return rows, logits
+        return [_Observed(list(zip(metrics, in_prefix, observations, strict=True)), logits)]
+
+    def _observe_rows(
+        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
+    ) -> "list[_Observed]":
+        """What metrics observe of a fused attention, a few query rows at a time."""
+        observations = [metric.observe(self.passes.model, batch) for metric in metrics]
+        acting = hooks(batch)
+        with fused_attention(self.passes.model, _use_rows(metrics, observations), acting):
+            logits = run_pass(
+                self.passes.model,
+                batch,
+                hooks=outside_attention(acting),
+                loss=self.loss,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
+        before = [observes_nothing() for _ in metrics]
+        return [_Observed(list(zip(metrics, before, observations, strict=True)), logits)]
 
     def results(
         self,
@@ -143,60 +180,62 @@ class Plan:
         return results_of(self.metrics, rows, record, known, reasons)
 
     def _hooks_of(
-        self, observations: Sequence[Observation], trusted: Event
+        self, metrics: Sequence[Metric], observations: Sequence[Observation], trusted: Event
     ) -> tuple[list[Hook], list[Hook]]:
         """Forward and backward hooks of all metrics, which must not change what others observe."""
         forward, backward = [], []
-        for metric, observation in zip(self.metrics, observations, strict=True):
+        for metric, observation in zip(metrics, observations, strict=True):
             owner = f"metric {metric.name!r}"
             forward += read_only(owner, observation.hooks, trusted)
             backward += read_only(owner, observation.backward_hooks, trusted)
         return forward, backward
 
-    def _use_rows(self, observations: Sequence[Observation]) -> UseRows:
-        """Hands rows of a fused attention to all metrics, which must not change them."""
-        users = [
-            (f"metric {metric.name!r}", observation.use_rows)
-            for metric, observation in zip(self.metrics, observations, strict=True)
-            if observation.use_rows is not None
-        ]
-
-        def use_rows(
-            layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor
-        ) -> None:
-            for owner, use in users:
-                with unedited(owner, "A or dL/dA", pattern, gradient):
-                    use(layer, rows, keys, pattern, gradient)
-
-        return use_rows
-
     def _observed_prefix(
-        self, batch: PromptBatch, hooks: HooksOfBatch
+        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[Sequence[Observation], Prefix | None]:
         """What metrics observe in the tokens before a batch, and the keys and values there."""
         if batch.is_whole:
-            return [observes_nothing() for _ in self.metrics], None
+            return [observes_nothing() for _ in metrics], None
 
         def run() -> tuple[Sequence[Observation], Prefix]:
             shared = self.passes.shared_tokens(batch)
             observations = []
-            for metric in self.metrics:
+            for metric in metrics:
                 assert isinstance(metric, ObservesPrefix)  # otherwise whole prompts run
                 observations.append(metric.observe_prefix(self.passes.model, shared))
                 check_observation(self.passes.model, metric, observations[-1])
-            observers, backward_hooks = self._hooks_of(observations, self.trusted_in_prefix)
+            observers, backward_hooks = self._hooks_of(
+                metrics, observations, self.trusted_in_prefix
+            )
             if not observers and not backward_hooks:  # the prefix of other passes is the same
                 return observations, self.passes.prefix(batch, hooks)[1]
-            prefix = run_prefix(
-                self.passes.model,
-                shared,
-                hooks=hooks(shared),
-                observers=observers,
-                backward_hooks=backward_hooks,
-            )
+            with self.passes.attending(shared, hooks(shared), observers) as (acting, observing):
+                prefix = run_prefix(
+                    self.passes.model,
+                    shared,
+                    hooks=acting,
+                    observers=observing,
+                    backward_hooks=backward_hooks,
+                )
             return observations, prefix
 
         return self.passes.once(batch, "observed", run)
+
+
+def _use_rows(metrics: Sequence[Metric], observations: Sequence[Observation]) -> UseRows:
+    """Hands rows of a fused attention to all metrics, which must not change them."""
+    users = [
+        (f"metric {metric.name!r}", observation.use_rows)
+        for metric, observation in zip(metrics, observations, strict=True)
+        if observation.use_rows is not None
+    ]
+
+    def use_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+        for owner, use in users:
+            with unedited(owner, "A or dL/dA", pattern, gradient):
+                use(layer, rows, keys, pattern, gradient)
+
+    return use_rows
 
 
 def results_of(

@@ -187,7 +187,8 @@ class Study:
                 "without; leave it out (--gradient-checkpointing)"
             )
         self._store  # noqa: B018 - the folder of another run is an error before the trial
-        fused, reason = fused_passes(self.model, self.batches, metrics, hooks, loss)
+        changes = [*interventions, no_hooks if hooks is None else hooks]
+        fused, reason = fused_passes(self.model, self.batches, changes, metrics, loss)
         if fused is not None:
             passes = fused
         elif gradient_checkpointing:
@@ -195,7 +196,6 @@ class Study:
         elif not share_prefix:
             passes = whole_passes(self.model, "share_prefix=False")
         else:
-            changes = [*interventions, no_hooks if hooks is None else hooks]
             passes = shared_passes(self.model, self.batches, changes, metrics, loss)
         passes = replace(passes, attention=reason)
         return Plan(passes, metrics, hooks, loss, gradient_checkpointing)

@@ -69,12 +69,12 @@ def _tried(
     loss: Loss | None,
 ) -> Passes:
     """The passes that a trial on two prompts allows."""
-    without = [metric.name for metric in metrics if not _observes_prefix(metric)]
+    without = [metric.name for metric in metrics if not observes_prefix(metric)]
     if without:
         return whole_passes(model, f"{', '.join(without)} without observe_prefix")
     if has_user_hooks(model):
         return whole_passes(model, _HOOKS_OF_USER)
-    lengths = _shared_lengths(batches, loss)
+    lengths = shared_lengths(batches, loss)
     if not lengths:
         return whole_passes(
             model, "no two prompts share their demonstrations, or a target is in them"
@@ -83,7 +83,7 @@ def _tried(
     for change in changes:
         if change is no_hooks:
             continue
-        if reason := _why_not_after_prefix(passes, batches, change):
+        if reason := why_not_after_prefix(passes, batches, change):
             return whole_passes(model, reason)
     # A set with a length is alone in its batches.
     sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
@@ -106,9 +106,14 @@ def _tried(
                 reason = "the trial does not fit into memory"
             if reason:
                 return whole_passes(model, reason)
+    return replace(passes, status=f"{tokens_of(lengths)} of each prompt, run once for all")
+
+
+def tokens_of(lengths: Mapping[int, int]) -> str:
+    """How many tokens the prompts of the sets share, in words."""
     counts = sorted(set(lengths.values()))
-    tokens = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return replace(passes, status=f"{tokens} tokens of each prompt, run once for all")
+    range_of_counts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{range_of_counts} tokens"
 
 
 def late_starts(
@@ -125,7 +130,9 @@ def late_starts(
         By layer, the reason why a pass cannot start there; empty if all can.
     """
     few = two_of(batches[0]).to(device_of(passes.model))
-    if has_user_hooks(passes.model):
+    if passes.is_fused:
+        reasons = {layer: "only the tokens after a fused prefix are short" for layer in changes}
+    elif has_user_hooks(passes.model):
         reasons = {layer: _HOOKS_OF_USER for layer in changes if layer}
     else:
         with frozen_in_eval_mode(passes.model):
@@ -245,7 +252,7 @@ def _why_not_observed(passes: Passes, batch: PromptBatch, metrics: Sequence[Metr
     return None
 
 
-def _observes_prefix(metric: Metric) -> bool:
+def observes_prefix(metric: Metric) -> bool:
     """Whether a metric has ``observe`` and ``observe_prefix`` from the same class.
 
     A subclass that changes only one of the two could observe different things in them.
@@ -259,7 +266,7 @@ def _observes_prefix(metric: Metric) -> bool:
     return of_whole == of_prefix
 
 
-def _why_not_after_prefix(
+def why_not_after_prefix(
     passes: Passes, batches: Sequence[PromptBatch], change: HooksOfBatch
 ) -> str | None:
     """The reason why hooks cannot act in shared tokens once for all prompts; None if they can."""
@@ -281,10 +288,13 @@ def _why_not_after_prefix(
     return None
 
 
-def _shared_lengths(batches: Sequence[PromptBatch], loss: Loss | None) -> dict[int, int]:
+def shared_lengths(
+    batches: Sequence[PromptBatch], loss: Loss | None, least: int = 2
+) -> dict[int, int]:
     """The number of leading tokens that all prompts of a set share, at most up to a target.
 
-    Targets are also the positions whose logits the loss gets.
+    Targets are also the positions whose logits the loss gets. Sets of fewer prompts than ``least``
+    are left out.
 
     A set that also occurs in a batch of several sets is left out: where memory runs out, a part of
     that batch could have this set alone, and share fewer tokens.
@@ -297,12 +307,16 @@ def _shared_lengths(batches: Sequence[PromptBatch], loss: Loss | None) -> dict[i
             mixed.update(batch.demonstrations_id.tolist())
         else:
             rows.setdefault(name, []).append(batch.to("cpu"))
-    lengths = {name: _shared_length(rows[name], loss) for name in rows.keys() - mixed}
+    lengths = {
+        name: _shared_length(rows[name], loss)
+        for name in rows.keys() - mixed
+        if sum(map(len, rows[name])) >= least
+    }
     return {name: length for name, length in lengths.items() if length > 0}
 
 
 def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
-    if sum(map(len, batches)) < 2 or any(_has_gaps(batch) for batch in batches):
+    if any(_has_gaps(batch) for batch in batches):
         return 0
     first = batches[0]
     if not all(batch.has_label_words for batch in batches):

@@ -113,7 +113,7 @@ def test_shared_tokens_give_the_records_of_whole_prompts(
     batches = questions(model, 6, batch_size=3, padding_side="left")
     sites = {"all": al.Site(range(3)), "last": al.Site(-1)}
     shared = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
-    monkeypatch.setattr(trial, "_shared_lengths", lambda *of: {})
+    monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
     whole = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
     for name, record in whole.items():
         assert "run once" in shared[name].info["shared_prefix"]

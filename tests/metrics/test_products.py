@@ -6,7 +6,7 @@ from measures import difference
 from torch import Tensor
 
 from anchorlens.metrics.products import EdgeSums, over_heads, pieces
-from anchorlens.passes import row_pieces
+from anchorlens.system import row_pieces
 
 
 def operands(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError
-from anchorlens.passes import row_pieces
+from anchorlens.system import row_pieces
 
 pytestmark = pytest.mark.without_jaxtyping
 

@@ -68,7 +68,7 @@ def test_a_cache_gives_the_results_of_whole_prompts(
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_shared_lengths", lambda *of: {})
+        patch.setattr(trial, "shared_lengths", lambda *of: {})
         patch.setattr(
             edge_sweep, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
         )

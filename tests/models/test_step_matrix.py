@@ -18,6 +18,7 @@ from anchorlens.errors import ModelError
 from anchorlens.models.hooked import z_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import leaf_hook, run_pass
+from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.step_gradients import step_gradients
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -74,13 +75,16 @@ def test_a_fused_attention_gives_the_same_products_or_a_reason(name: str) -> Non
     def store(layer: int, rows: slice, keys: slice, pattern: Any, gradient: Any) -> None:
         ours[:, layer, :, rows, keys] = pattern * gradient
 
-    options: dict[str, Any] = {"loss": al.label_cross_entropy, "use_rows": store}
+    def run() -> None:
+        with fused_attention(model, store):
+            run_pass(model, batch, loss=al.label_cross_entropy)
+
     with frozen_in_eval_mode(model):
         if name in NOT_FUSED:
             with pytest.raises(ModelError, match=r"its attention|no fused attention"):
-                run_pass(model, batch, **options)
+                run()
             return
-        run_pass(model, batch, **options)
+        run()
     expected = al.head_saliency(model, batch)
     assert difference(ours, expected) <= KINDS["bridge"].limits[torch.float32]
 

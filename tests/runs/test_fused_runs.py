@@ -1,6 +1,5 @@
 """Runs with a fused attention, whose numbers are those of whole patterns."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
-from anchorlens.errors import HookError
+from anchorlens.errors import HookError, ModelError
 from anchorlens.models.hooked import modules_of
-from anchorlens.passes import fused_attention, row_pieces
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes import fused_attention, row_attention
 from anchorlens.runs import fused_trial
+from anchorlens.system import row_pieces
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -25,6 +24,7 @@ METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
     al.SaliencyFlows(absolute_per_head=True, name="of heads"),
     al.SegmentFlows(["text", "label", "target"]),
+    al.AnchorDistances(directions=3),
     al.Accuracy(),
 ]
 
@@ -50,7 +50,7 @@ def test_flows_equal_those_of_whole_patterns(
     make: Any, side: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = hooked(make(len(byte_level)).double(), byte_level)
-    batches = questions(model, 4, padding_side=side)
+    batches = questions(model, 9, padding_side=side)
     expected = al.run(model, batches, METRICS, share_prefix=False, **QUIET)
     assert "attention" not in expected["saliency_flows"].info
     before, registered = (hooks_on(model), forwards_of(model)), list(ALL_ATTENTION_FUNCTIONS)
@@ -60,13 +60,76 @@ def test_flows_equal_those_of_whole_patterns(
         ours = al.run(model, batches, METRICS, gradient_checkpointing=checkpoints, **QUIET)
         info = ours["saliency_flows"].info
         assert info["attention"].startswith("fused: the patterns of a prompt would take")
-        assert info["shared_prefix"] == "off: attention is fused"
+        once = "tokens of each prompt, run once for all, but whole prompts for gradients"
+        assert info["shared_prefix"].endswith(once)
         # The softmax of whole patterns is computed in float32 in Llama.
         for name, record in ours.items():
             assert_same(record, expected[name], 1e-12 if make is tiny_gpt2 else 1e-5)
     assert (hooks_on(model), forwards_of(model)) == before
     assert implementation_of(model) == "eager"
     assert list(ALL_ATTENTION_FUNCTIONS) == registered
+
+
+def test_loyalties_equal_those_of_whole_patterns(
+    hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edges are cut in the tokens that prompts share, which have no pattern, and after them."""
+    model = hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+    batches = questions(model, 4)
+    sites = {"first": al.Site(0), "head": al.Site([1, 2], heads=1), "last": al.Site(2)}
+    to_demonstrations = lambda batch: al.edges.between(  # noqa: E731
+        al.edges.query(batch), al.edges.demonstrations(batch)
+    )
+
+    def records() -> dict[str, al.Record]:
+        options: dict[str, Any] = {"draws": 2, "metrics": [al.Accuracy()], **QUIET}
+        isolation = al.isolation_sweep(model, batches, sites, **options)
+        labels = al.edge_sweep(model, batches, al.edges.pq, sites, **options)
+        control = {"control": al.edges.random_edges}
+        query = al.edge_sweep(model, batches, to_demonstrations, sites, **control, **options)
+        sweeps = {"isolation": isolation, "labels": labels, "query": query}
+        return {f"{name} {at}": sweep[at] for name, sweep in sweeps.items() for at in sweep}
+
+    expected = records()
+    assert "attention" not in expected["labels accuracy"].info
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    ours = records()
+    assert ours["labels accuracy"].info["attention"].startswith("fused: ")
+    assert ours["isolation last"].info["skipped_layers"] == (
+        "only the tokens after a fused prefix are short"
+    )
+    for name, record in ours.items():
+        assert_same(record, expected[name], 1e-10)
+    assert implementation_of(model) == "eager"
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_flows_with_cut_edges_equal_those_of_whole_patterns(
+    checkpoints: bool, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(gpt2, 3)
+    options: dict[str, Any] = {
+        "hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=[0, 2], heads=1),
+        "gradient_checkpointing": checkpoints,
+        **QUIET,
+    }
+    metrics = [al.SaliencyFlows(), al.Loyalty()]
+    expected = al.run(gpt2, batches, metrics, **options)
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    ours = al.run(gpt2, batches, metrics, **options)
+    assert ours["saliency_flows"].info["attention"].startswith("fused: ")
+    for name, record in ours.items():
+        assert_same(record, expected[name], 1e-4)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_single_prompt_runs_as_a_prefix_and_its_query(gpt2: Any) -> None:
+    batch = questions(gpt2, 3)[0].prompt(1)
+    info = al.run(gpt2, [batch], [al.Accuracy()], **QUIET)["accuracy"].info
+    target = int(batch.target_positions)
+    assert info["shared_prefix"] == f"{target} tokens of each prompt, run once for all"
 
 
 @pytest.mark.usefixtures("small")
@@ -79,14 +142,14 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
 
     whole = "whole patterns, because "
     flows = al.SaliencyFlows()
-    assert attention([flows, al.AttentionAUCROC()]) == f"{whole}attention_aucroc needs them"
-    cut = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=0)}
-    assert attention([flows], **cut) == f"{whole}hooks may act on them"
+    read = al.SegmentAttention(["text", "target"], apart=1)
+    assert attention([flows, read]) == f"{whole}segment_attention needs them"
+    after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=0, renormalize=False)}
+    assert attention([flows], **after) == f"{whole}hooks act at blocks.0.attn.hook_pattern"
     with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda resid, hook: None)]):
         assert attention([flows]) == f"{whole}hooks may act on them"
     words = attention([flows], loss=al.word_cross_entropy())
     assert words == f"{whole}the words of the loss continue the prompts"
-    assert attention([al.AttentionAUCROC()]) == "None"  # no gradient, no backward pass
 
 
 @pytest.mark.every_kind
@@ -109,10 +172,10 @@ def test_other_numbers_are_found_by_the_trial(gpt2: Any, monkeypatch: pytest.Mon
         results = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)
         return str(results["saliency_flows"].info["attention"])
 
-    products = fused_attention._with_shared_heads
+    products = row_attention._with_shared_heads
     with monkeypatch.context() as patch:
         larger = lambda rows, columns: products(rows, columns) * 1.01  # noqa: E731
-        patch.setattr(fused_attention, "_with_shared_heads", larger)
+        patch.setattr(row_attention, "_with_shared_heads", larger)
         assert "because saliencies of a fused attention differ by" in attention()
     with monkeypatch.context() as patch:
         patch.setattr(fused_trial, "logit_difference", lambda ours, expected: 1e-3)
@@ -143,22 +206,6 @@ def test_no_tensor_is_as_large_as_a_pattern(gpt2: Any, small: None) -> None:
     assert max(sizes) < model.cfg.n_heads * length**2 / 3
 
 
-@pytest.mark.parametrize(("checkpoints", "stored"), [(True, 1), (False, 3)])
-def test_checkpoints_store_the_operands_of_one_layer(
-    checkpoints: bool, stored: int, gpt2: Any
-) -> None:
-    alive: list[int] = []
-
-    def count(*of: Any) -> None:
-        operands = [each for each in gc.get_objects() if type(each) is fused_attention._Operands]
-        alive.append(len(operands))
-
-    options: dict[str, Any] = {"gradient_checkpointing": checkpoints, "use_rows": count}
-    run_pass(gpt2, questions(gpt2, 3)[0], loss=al.label_cross_entropy, **options)
-    assert len(alive) == gpt2.cfg.n_layers == 3
-    assert max(alive) == stored
-
-
 @pytest.mark.usefixtures("small")
 def test_an_error_leaves_no_trace(gpt2: Any) -> None:
     batch = questions(gpt2, 3)[0]
@@ -175,6 +222,9 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
         al.run(gpt2, [batch], [Edits(name="edits")], **QUIET)
     assert (hooks_on(gpt2), forwards_of(gpt2)) == before
     assert implementation_of(gpt2) == "eager"
-    with pytest.raises(al.AnchorlensError, match="forms no pattern on which hooks act"):
-        hooks = al.isolate_labels(gpt2, batch, layers=0)
-        run_pass(gpt2, batch, hooks=hooks, use_rows=lambda *of: None)
+    after = al.isolate_labels(gpt2, batch, layers=0, renormalize=False)
+    with (
+        pytest.raises(ModelError, match="does not cut edges of the scores"),
+        fused_attention.fused_attention(gpt2, hooks=after),
+    ):
+        pass

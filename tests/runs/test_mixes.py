@@ -82,7 +82,7 @@ def test_hooks_that_change_their_heads_run_whole_prompts(
 
     record = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"]
     assert "hooks differ between prompts" in record.info["shared_prefix"]
-    monkeypatch.setattr(trial, "_shared_lengths", lambda *of: {})
+    monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
     assert_same(record, al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"])
 
 

@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that turns the sharing of demonstrations off."""
-    return lambda: monkeypatch.setattr(trial, "_shared_lengths", lambda *of: {})
+    return lambda: monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
 
 
 def isolated(model: Any) -> Any:

@@ -12,7 +12,7 @@ def row_slices(queries: int, elements_of_a_row: int) -> Iterator[slice]:
     """Slices of query rows, each of at most ``PIECE`` elements, but of at least one row.
 
     Examples:
-        >>> from anchorlens.passes.row_pieces import row_slices
+        >>> from anchorlens.system.row_pieces import row_slices
         >>> list(row_slices(5, 2**20))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
