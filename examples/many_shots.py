@@ -1,0 +1,109 @@
+"""How the anchors change with the number of demonstrations of each class.
+
+python examples/many_shots.py --model M --task trec --data FOLDER --shots 1 4 16 64
+
+For each number of shots: accuracy, what the target reads from label words and from other words
+(S_pq / S_tq in the deep layers), AUCROC of the attention to label words, and loyalty with label
+words isolated in the first and in the last layers, beside random words. The same call after an
+interruption continues.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import anchorlens as al
+from anchorlens.results.record import Record
+
+SHOWN = {
+    "accuracy": ("metrics", "accuracy", "accuracy"),
+    "S_pq / S_tq, deep layers": ("flows", "saliency_flows", "deep_pq_over_tq"),
+    "AUCROC, deep layers": ("metrics", "attention_aucroc", "deep_aucroc"),
+    "label loyalty, first layers": ("isolation", "first", "label_loyalty"),
+    "its random words": ("isolation", "first", "control_label_loyalty"),
+    "word loyalty, first layers": ("isolation", "first", "word_loyalty"),
+    "its random words ": ("isolation", "first", "control_word_loyalty"),
+    "label loyalty, last layers": ("isolation", "last", "label_loyalty"),
+    "its random words  ": ("isolation", "last", "control_label_loyalty"),
+}
+
+
+def text_of(record: Record, name: str) -> str:
+    """A number of a record with its 95 % interval."""
+    value = float(getattr(record, name))
+    if name not in record.intervals:
+        return f"{value:.2f}"
+    low, high = (float(bound) for bound in record.intervals[name])
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def analysed(
+    model: Any, batches: list[al.PromptBatch], options: argparse.Namespace, folder: Path
+) -> dict[str, dict[str, Record]]:
+    """The records of one number of shots. Flows need a gradient, and get fewer prompts."""
+    depth = options.depth
+    keep_bos = batches[0].begins_with_bos
+    sites = {
+        "first": al.Site(range(depth), keep_bos=keep_bos),
+        "last": al.Site(range(-depth, 0), keep_bos=keep_bos),
+    }
+    few = [batch.prompts(0, options.flow_queries) for batch in batches]
+    isolation = al.isolation_sweep(
+        model,
+        batches,
+        sites,
+        draws=options.draws,
+        metrics=[al.Accuracy(), al.AttentionAUCROC()],
+        folder=folder / "isolation",
+    )
+    flows = al.run(model, few, [al.SaliencyFlows()], folder=folder / "flows")
+    records: dict[str, dict[str, Record]] = {
+        "isolation": {name: isolation[name] for name in sites},
+        "metrics": {name: isolation[name] for name in ("accuracy", "attention_aucroc")},
+        "flows": {"saliency_flows": flows["saliency_flows"]},
+    }
+    for kind, of_kind in records.items():
+        for name, record in of_kind.items():
+            record.save(folder / f"{kind}_{name}.safetensors")
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
+    parser.add_argument("--task", default="trec")
+    parser.add_argument("--data", type=Path, help="folder with TASK/train.jsonl and test.jsonl")
+    parser.add_argument("--shots", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    parser.add_argument("--queries", type=int, default=24, help="for each seed")
+    parser.add_argument("--flow-queries", type=int, default=8, help="of these, for flows")
+    parser.add_argument("--depth", type=int, default=5, help="layers isolated at each end")
+    parser.add_argument("--draws", type=int, default=10, help="random controls")
+    parser.add_argument("--out", type=Path, default=Path("many-shots"))
+    options = parser.parse_args()
+
+    model = al.load_model(options.model)
+    task = al.TASKS[options.task]
+    pool, tests = (
+        al.load_examples(options.data / options.task / f"{split}.jsonl")
+        if options.data
+        else al.load_examples(options.task, split)
+        for split in ("train", "test")
+    )
+    for shots in options.shots:
+        batches: list[al.PromptBatch] = []
+        for seed in options.seeds:
+            demos = al.sample_demonstrations(pool, shots, seed)
+            queries = al.sample_queries(tests, options.queries, seed, exclude=demos)
+            batches += al.build_prompts(
+                model.tokenizer, task, demos, queries, batch_size=options.queries
+            )
+        records = analysed(model, batches, options, options.out / f"{shots} shots")
+        tokens = max(batch.tokens.shape[1] for batch in batches)
+        print(f"\n{shots} shots of each class, prompts of up to {tokens} tokens")
+        for name, (kind, record, quantity) in SHOWN.items():
+            print(f"  {name:30} {text_of(records[kind][record], quantity)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
