@@ -38,7 +38,11 @@ def text_of(record: Record, name: str) -> str:
 
 
 def analysed(
-    model: Any, batches: list[al.PromptBatch], options: argparse.Namespace, folder: Path
+    model: Any,
+    batches: list[al.PromptBatch],
+    few: list[al.PromptBatch],
+    options: argparse.Namespace,
+    folder: Path,
 ) -> dict[str, dict[str, Record]]:
     """The records of one number of shots. Flows need a gradient, and get fewer prompts."""
     depth = options.depth
@@ -47,7 +51,6 @@ def analysed(
         "first": al.Site(range(depth), keep_bos=keep_bos),
         "last": al.Site(range(-depth, 0), keep_bos=keep_bos),
     }
-    few = [batch.prompts(0, options.flow_queries) for batch in batches]
     isolation = al.isolation_sweep(
         model,
         batches,
@@ -92,13 +95,15 @@ def main() -> None:
     )
     for shots in options.shots:
         batches: list[al.PromptBatch] = []
+        few: list[al.PromptBatch] = []
         for seed in options.seeds:
             demos = al.sample_demonstrations(pool, shots, seed)
             queries = al.sample_queries(tests, options.queries, seed, exclude=demos)
-            batches += al.build_prompts(
-                model.tokenizer, task, demos, queries, batch_size=options.queries
-            )
-        records = analysed(model, batches, options, options.out / f"{shots} shots")
+            size = options.flow_queries
+            of_seed = al.build_prompts(model.tokenizer, task, demos, queries, batch_size=size)
+            batches += of_seed
+            few += of_seed[:1]
+        records = analysed(model, batches, few, options, options.out / f"{shots} shots")
         tokens = max(batch.tokens.shape[1] for batch in batches)
         print(f"\n{shots} shots of each class, prompts of up to {tokens} tokens")
         for name, (kind, record, quantity) in SHOWN.items():
