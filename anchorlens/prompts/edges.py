@@ -10,12 +10,12 @@ Examples:
     False
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import HookError, PromptError
@@ -176,7 +176,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
         >>> bool((drawn & edges.pq(batch)).any())
         False
     """
-    return _drawn(batch, edges, seed, lambda square: square)
+    return _drawn(batch, edges, seed, _in_each_row)
 
 
 def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
@@ -191,7 +191,7 @@ def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
         >>> bool((drawn.sum((1, 2)) == context.sum((1, 2))).all())
         True
     """
-    return _drawn(batch, edges, seed, lambda square: square.flatten()[None])
+    return _drawn(batch, edges, seed, _in_all_rows)
 
 
 def check_edges(batch: PromptBatch, edges: Edges) -> None:
@@ -265,10 +265,12 @@ def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
 
 
-def _drawn(
-    batch: PromptBatch, edges: Edges, seed: int, groups: Callable[[Tensor], Tensor]
-) -> Edges:
-    """As many other edges in each row of ``groups``, a function of a square (query, key)."""
+# Chooses as many of the free edges of a square (query, key) as are counted there.
+_Choice = Callable[[Bool[Tensor, "query key"], Bool[Tensor, "query key"], torch.Generator], Tensor]
+
+
+def _drawn(batch: PromptBatch, edges: Edges, seed: int, choose: _Choice) -> Edges:
+    """As many other edges of each prompt."""
     check_edges(batch, edges)
     counted = (edges.to(batch.tokens.device) & every(batch)).cpu()
     free = (every(batch) & ~from_first(batch)).cpu() & ~counted
@@ -277,24 +279,68 @@ def _drawn(
         # Padding does not change the draw: tokens are counted, not positions.
         tokens = batch.attention_mask[row].cpu().nonzero().flatten()
         square = (row, tokens[:, None], tokens)
-        queries, keys = torch.tril_indices(len(tokens), len(tokens), -1)
-        scores = torch.zeros(len(tokens), len(tokens), dtype=torch.double)
-        # Row by row, so that later tokens do not change the numbers of earlier rows.
         generator = draw_generator(seed, set_id)
-        scores[queries, keys] = torch.rand(len(queries), dtype=torch.double, generator=generator)
-        scores = groups(scores.masked_fill(~free[square], -1.0))
-        counts, available = (groups(each[square]).sum(1) for each in (counted, free))
-        if (counts > available).any():
-            worst = int((counts - available).argmax())
+        try:
+            drawn[square] = choose(counted[square], free[square], generator)
+        except _TooFew as error:
             raise HookError(
-                f"prompt {row} has {int(available[worst])} other edges to draw from for "
-                f"{int(counts[worst])} edges, too few for a random control; draw from all edges "
-                "of the prompt (control=al.edges.random_edges), or choose fewer edges"
-            )
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        busy = counts > 0
-        order = scores[busy].argsort(dim=1, descending=True, stable=True)
-        ranked = torch.arange(scores.shape[1]) < counts[busy, None]
-        chosen[busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
-        drawn[square] = chosen.view(len(tokens), len(tokens))
+                f"prompt {row} has {error.available} other edges to draw from for {error.count} "
+                "edges, too few for a random control; draw from all edges of the prompt "
+                "(control=al.edges.random_edges), or choose fewer edges"
+            ) from None
     return drawn.to(batch.tokens.device)
+
+
+class _TooFew(Exception):
+    """There are fewer free edges than are counted."""
+
+    def __init__(self, count: int, available: int) -> None:
+        self.count, self.available = count, available
+
+
+def _in_each_row(
+    counted: Bool[Tensor, "query key"], free: Bool[Tensor, "query key"], generator: torch.Generator
+) -> Bool[Tensor, "query key"]:
+    counts, available = counted.sum(1), free.sum(1)
+    if (counts > available).any():
+        worst = int((counts - available).argmax())
+        raise _TooFew(int(counts[worst]), int(available[worst]))
+    chosen = torch.zeros_like(free)
+    for rows, scores in _scores(free, generator):
+        busy = (counts[rows] > 0).nonzero().flatten()
+        order = scores[busy].argsort(dim=1, descending=True, stable=True)
+        ranked = torch.arange(len(free)) < counts[rows][busy, None]
+        chosen[rows.start + busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
+    return chosen
+
+
+def _in_all_rows(
+    counted: Bool[Tensor, "query key"], free: Bool[Tensor, "query key"], generator: torch.Generator
+) -> Bool[Tensor, "query key"]:
+    count, available = int(counted.sum()), int(free.sum())
+    if count > available:
+        raise _TooFew(count, available)
+    best, places = torch.zeros(0, dtype=torch.double), torch.zeros(0, dtype=torch.long)
+    for rows, scores in _scores(free, generator):
+        both = torch.cat([best, scores.flatten()])
+        first = rows.start * len(free)
+        of_both = torch.cat([places, torch.arange(first, first + scores.numel())])
+        best, kept = both.topk(min(count, len(both)))
+        places = of_both[kept]
+    chosen = torch.zeros_like(free).flatten()
+    chosen[places] = True
+    return chosen.view_as(free)
+
+
+def _scores(
+    free: Bool[Tensor, "query key"], generator: torch.Generator
+) -> Iterator[tuple[slice, Float[Tensor, "query key"]]]:
+    """Random numbers of the free edges, -1 elsewhere, a few query rows at a time.
+
+    Row by row, so that later tokens do not change the numbers of earlier rows.
+    """
+    for rows in row_slices(len(free), len(free)):
+        scores = torch.zeros_like(free[rows], dtype=torch.double)
+        queries, keys = torch.tril_indices(*scores.shape, offset=rows.start - 1)
+        scores[queries, keys] = torch.rand(len(queries), dtype=torch.double, generator=generator)
+        yield rows, scores.masked_fill(~free[rows], -1.0)

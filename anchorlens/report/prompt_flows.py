@@ -1,7 +1,7 @@
 """The strongest flows of one prompt, as a page in which tokens and layers can be chosen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -11,15 +11,18 @@ from markupsafe import Markup
 from torch import Tensor
 
 from ..metrics.aucroc import predicted_class
-from ..metrics.products import over_heads, pieces
+from ..metrics.products import over_heads, row_pieces
 from ..metrics.saliency import observe_products, one_batch
-from ..models.hooked import HookedModel
+from ..models.hooked import HookedModel, check_fits, device_of, require_prepared
+from ..models.model_state import frozen_in_eval_mode
+from ..passes.forward import run_pass
+from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
-from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, require_label_words
 from ..prompts.groups import GROUPS, LABEL, TARGET
 from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.token_texts import token_texts
+from ..runs.fused_trial import try_fused
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
 
@@ -140,55 +143,106 @@ def plot_prompt(
         >>> flows.save(folder / "prompt.html").name
         'prompt.html'
     """
-    alone = one_batch(batch).prompt(prompt)
+    alone = one_batch(batch).prompt(prompt).to(device_of(model))
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
-    chosen = edges.pq(alone)[0].cpu()
-    layers: dict[int, list[Strongest]] = {}
-    mean_pq: dict[int, float] = {}
+    require_prepared(model)
+    require_label_words([alone])
+    check_fits(model, alone)
     for_head = FLOWS_OF_HEADS // (model.cfg.n_layers * model.cfg.n_heads)
+    of_head = min(STRONGEST_OF_HEAD, for_head)
+    found = [
+        [Found(STRONGEST), *(Found(of_head) for _ in range(model.cfg.n_heads))]
+        for _ in range(model.cfg.n_layers)
+    ]
+    at_target, target = alone.label_positions[0], int(alone.target_positions)
+    pq = torch.zeros(model.cfg.n_layers)
 
-    def select(layer: int, pattern: Tensor, gradient: Tensor) -> None:
-        products = torch.cat([rows[0].cpu() for _, rows in pieces(pattern, gradient)], dim=1)
+    def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+        products = pattern[0] * gradient[0]
         saliency = over_heads(products[None], absolute_per_head=False)[0]
-        of_heads = (head.abs() for head in products)
-        count = min(STRONGEST_OF_HEAD, for_head)
-        layers[layer] = [
-            strongest_flows(saliency, STRONGEST),
-            *(strongest_flows(head, count) for head in of_heads),
-        ]
-        mean_pq[layer] = float(saliency[chosen].mean())
+        for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
+            flows.add(rows.start, keys.start or 0, values)
+        if rows.start <= target < rows.stop:
+            of_target = saliency[target - rows.start]
+            pq[layer] = of_target[at_target - (keys.start or 0)].mean()
 
-    logits = observe_products(
-        model, alone, select, loss=loss, gradient_checkpointing=gradient_checkpointing
-    )
+    logits = _run(model, alone, select, loss, gradient_checkpointing)
     groups = alone.groups[0].tolist()
     return PromptFlows(
         tokens=tokens,
         groups=groups,
         parts=_parts(tokens, groups, alone.begins_with_bos),
-        layers=[layers[layer] for layer in sorted(layers)],
-        start=max(mean_pq, key=lambda layer: mean_pq[layer]),
+        layers=[[flows.strongest() for flows in of_layer] for of_layer in found],
+        start=int(pq.argmax()),
         heading=_heading(alone, logits.cpu()),
     )
 
 
-def strongest_flows(saliency: Float[Tensor, "query key"], count: int) -> Strongest:
-    """The strongest flows from a token to a later one.
+@dataclass
+class Found:
+    """The strongest flows from a token to a later one in the rows that were added.
+
+    Attributes:
+        count: How many are looked for.
+        queries: Positions to which they go.
+        keys: Positions from which they come.
+        sizes: Their saliency, largest first.
+        total: The saliency of all flows between different tokens.
 
     Examples:
-        >>> saliency = torch.tensor([[9.0, 0.0, 0.0], [3.0, 9.0, 0.0], [0.0, 1.0, 9.0]])
-        >>> strongest_flows(saliency, count=1)
+        >>> found = Found(count=1)
+        >>> found.add(1, 0, torch.tensor([[3.0, 9.0, 0.0], [0.0, 1.0, 9.0]]))
+        >>> found.strongest()
         Strongest(keys=[0], queries=[1], sizes=[3.0], share=0.75)
     """
-    between = saliency.nan_to_num(0.0, 0.0, 0.0).tril(-1).flatten()
-    sizes, indices = between.topk(min(count, len(between)))
-    found = sizes > 0
-    chosen, length = indices[found], saliency.shape[1]
-    total = float(between.double().sum())
-    share = float(sizes.double().sum()) / total if total else 0.0
-    queries, keys = (chosen // length).tolist(), (chosen % length).tolist()
-    return Strongest(keys, queries, sizes[found].tolist(), share)
+
+    count: int
+    queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(0))
+    total: float = 0.0
+
+    def add(self, query: int, key: int, saliency: Float[Tensor, "query key"]) -> None:
+        """Look in some rows, of which the first query and the first key are given."""
+        between = saliency.nan_to_num(0.0, 0.0, 0.0).tril(query - key - 1)
+        sizes, indices = between.flatten().topk(min(self.count, between.numel()))
+        indices, width = indices.cpu(), saliency.shape[1]
+        both = torch.cat([self.sizes, sizes.cpu()])
+        self.sizes, kept = both.topk(min(self.count, len(both)))
+        self.queries = torch.cat([self.queries, indices // width + query])[kept]
+        self.keys = torch.cat([self.keys, indices % width + key])[kept]
+        self.total += float(between.double().sum())
+
+    def strongest(self) -> Strongest:
+        """The flows above 0."""
+        found = self.sizes > 0
+        share = float(self.sizes.double().sum()) / self.total if self.total else 0.0
+        keys, queries = self.keys[found].tolist(), self.queries[found].tolist()
+        return Strongest(keys, queries, self.sizes[found].tolist(), share)
+
+
+def _run(
+    model: HookedModel,
+    prompt: PromptBatch,
+    select: UseRows,
+    loss: Loss,
+    gradient_checkpointing: bool,
+) -> Float[Tensor, "batch vocab"]:
+    """The logits; ``select`` gets rows of A and dL/dA of each layer."""
+    passes, _ = try_fused(model, [prompt], [], [], loss)
+    if passes is None:
+
+        def select_all(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+            for rows, a, slope in row_pieces(pattern, gradient):
+                select(layer, rows, slice(0, a.shape[3]), a, slope)
+
+        return observe_products(
+            model, prompt, select_all, loss=loss, gradient_checkpointing=gradient_checkpointing
+        )
+    with frozen_in_eval_mode(model), fused_attention(model, select):
+        # One prompt is worth less than the memory that all its activations take.
+        return run_pass(model, prompt, loss=loss, gradient_checkpointing=True)
 
 
 def _heading(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> str:

@@ -34,6 +34,7 @@ SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
 FLOWS = ("other flow", "flow into label word ◆", "flow from label word ◆ to target ■")
 # Opacity and width in pixels of arcs up to 1/4, 1/2, 3/4 and 1 of the layer's largest flow.
 DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
+MOST_TOKENS = 1000  # of arcs between tokens, a line each
 
 
 def lines_by_layer(
@@ -336,7 +337,8 @@ def token_arcs(
         The figure, at layer 0, with a slider over the layers.
 
     Raises:
-        AnchorlensError: shapes or positions do not fit, or there is nothing to draw.
+        AnchorlensError: shapes or positions do not fit, there is nothing to draw, or there are more
+            than 1,000 tokens.
 
     Examples:
         >>> figure = token_arcs(["Good", ":", " yes", " Bad", ":"], torch.rand(2, 5, 5),
@@ -345,6 +347,8 @@ def token_arcs(
         2
     """
     count, height = len(tokens), 240 + 17 * len(tokens)
+    cure = "draw a part of the prompt, or its page (al.plot_prompt)"
+    check(count <= MOST_TOKENS, f"at most {MOST_TOKENS} tokens", count, cure)
     check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
     check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
     marked, cure = {*label_positions, target_position}, "count positions in tokens from 0"

@@ -55,9 +55,25 @@ def fused_passes(
     metrics: Sequence[Metric],
     loss: Loss | None,
 ) -> tuple[Passes | None, str]:
-    """Passes with a fused attention, if patterns would be large and the trial succeeds.
+    """``try_fused``, with the same answer in all processes.
 
-    All processes use the same kind of passes.
+    Returns:
+        The passes, or None; and the reason, which is empty where patterns are not large.
+    """
+    passes, reason = try_fused(model, batches, changes, metrics, loss)
+    reasons = gather_from_processes("fused attention", (passes is not None, reason))
+    against = next((other for is_fused, other in reasons if other and not is_fused), None)
+    return (passes, reason) if against is None else (None, against)
+
+
+def try_fused(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric],
+    loss: Loss | None,
+) -> tuple[Passes | None, str]:
+    """Passes with a fused attention, if patterns would be large and a trial succeeds.
 
     Args:
         model: A prepared model.
@@ -70,14 +86,11 @@ def fused_passes(
         The passes, or None; and the reason, which is empty where patterns are not large.
     """
     size = _bytes_of_patterns(model, batches)
-    reason, passes = "", None
-    if size > LARGE:
-        passes, reason = _tried(model, batches, changes, metrics, loss)
-        reason = f"whole patterns, because {reason}" if reason else "fused"
-    reasons = gather_from_processes("fused attention", reason)
-    reason = next((each for each in reasons if each != "fused"), reason)
-    if reason != "fused":
-        return None, reason
+    if size <= LARGE:
+        return None, ""
+    passes, reason = _tried(model, batches, changes, metrics, loss)
+    if reason:
+        return None, f"whole patterns, because {reason}"
     return passes, f"fused: the patterns of a prompt would take {size / 2**30:.0f} GiB"
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.prompts.edge_rows import asked_rows, edge_rows
+from anchorlens.prompts.edges import packed
+from anchorlens.system import row_pieces
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -74,3 +76,16 @@ def test_an_error_of_the_function_is_its_own(gpt2: Any) -> None:
     with pytest.raises(ValueError, match="no such edges"):
         edge_rows(wrong, batch, lambda table: None)
     assert asked_rows() is None
+
+
+@pytest.mark.parametrize("draw", [al.edges.random_keys, al.edges.random_edges])
+def test_draws_do_not_depend_on_the_size_of_pieces(
+    draw: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = questions(gpt2, 3)[0]
+    chosen = al.edges.pq(batch)
+    expected = draw(batch, chosen, seed=3)
+    monkeypatch.setattr(row_pieces, "PIECE", 1000)
+    assert torch.equal(draw(batch, chosen, seed=3), expected)
+    assert torch.equal(packed(expected)(slice(7, 31)), expected[:, 7:31])
+    assert torch.equal(packed(expected)(slice(None)), expected)

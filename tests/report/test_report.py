@@ -21,7 +21,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
-from anchorlens.report.prompt_flows import strongest_flows
+from anchorlens.report.prompt_flows import Found
 from anchorlens.report.templates import as_json
 
 EVIL = "<script>alert('a & b')</script>"
@@ -362,6 +362,8 @@ def test_a_prompt_needs_a_tokenizer_and_survives_saliency_that_is_not_finite(
         model.tokenizer = tokenizer
     assert "".join(shown.tokens) == tokenizer.decode(batch.prompt(0).tokens[0])
     broken = torch.tensor([[0.0, 0.0], [torch.nan, 0.0]])
-    assert strongest_flows(broken, 3) == ([], [], [], 0.0)
+    found = Found(count=3)
+    found.add(0, 0, broken)
+    assert found.strongest() == ([], [], [], 0.0)
     with pytest.raises(ValueError, match="JSON"):
         as_json([float("nan")])

@@ -359,6 +359,10 @@ WRONG_VALUES: Cases = [
     (lambda: token_arcs(TOKENS, FLOWS[:0], **PROMPT), "a layer and a flow"),
     (lambda: token_arcs(TOKENS, FLOWS, strongest=0, **PROMPT), "a layer and a flow"),
     (lambda: token_arcs(TOKENS[:9], FLOWS[:, :9, :9], **PROMPT), r"positions in 0\.\.8"),
+    (
+        lambda: token_arcs(["a"] * 1001, torch.ones(1, 1001, 1001), **PROMPT),
+        r"at most 1000 tokens, got 1001; draw a part of the prompt, or its page",
+    ),
 ]
 
 

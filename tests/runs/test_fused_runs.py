@@ -124,6 +124,27 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
         assert_same(record, expected[name], 1e-4)
 
 
+def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = questions(gpt2, 3)[0]
+    expected = al.plot_prompt(gpt2, batch, 1)
+    saliency, heads = al.saliency(gpt2, batch.prompt(1))[0], al.head_saliency(gpt2, batch.prompt(1))
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    ours = al.plot_prompt(gpt2, batch, 1)
+    assert ours.start == expected.start
+    for layer, of_layer in enumerate(ours.layers):
+        tables = [saliency[layer], *heads[0, layer].abs()]
+        for flows, theirs, table in zip(of_layer, expected.layers[layer], tables, strict=True):
+            earlier = table.tril(-1)
+            sizes = earlier[flows.queries, flows.keys]
+            assert sizes.allclose(torch.tensor(flows.sizes), rtol=1e-4, atol=1e-9)
+            assert sizes.allclose(earlier.flatten().topk(len(sizes)).values, rtol=1e-4, atol=1e-9)
+            assert flows.share == pytest.approx(theirs.share, abs=1e-4)
+            assert len(flows.sizes) == len(theirs.sizes)
+
+
 @pytest.mark.usefixtures("small")
 def test_a_single_prompt_runs_as_a_prefix_and_its_query(gpt2: Any) -> None:
     batch = questions(gpt2, 3)[0].prompt(1)
