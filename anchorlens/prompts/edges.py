@@ -341,6 +341,7 @@ def _scores(
     """
     for rows in row_slices(len(free), len(free)):
         scores = torch.zeros_like(free[rows], dtype=torch.double)
-        queries, keys = torch.tril_indices(*scores.shape, offset=rows.start - 1)
+        count, length = scores.shape
+        queries, keys = torch.tril_indices(count, length, offset=rows.start - 1)
         scores[queries, keys] = torch.rand(len(queries), dtype=torch.double, generator=generator)
         yield rows, scores.masked_fill(~free[rows], -1.0)
