@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, ModelError
 from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
+from ..models.kv_cache import Prefix
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
@@ -40,6 +41,8 @@ class Observation:
             with the number of a layer, some query rows, the keys that they see, and A and dL/dA of
             these rows and keys (Float["batch head query key"], float32 or wider; both are slices).
             Every row of every layer comes once.
+        use_prefix: For metrics with passes of their own: called before ``rows`` with the keys and
+            values of the tokens before ``batch.first_query``, if these were run once for all.
 
     Examples:
         >>> nothing = al.Observation(lambda logits, clean_logits: {"sum": logits.sum(1).cpu()})
@@ -51,6 +54,7 @@ class Observation:
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
     use_rows: UseRows | None = None
+    use_prefix: Callable[[Prefix], None] | None = None
 
     def __repr__(self) -> str:
         """One line: the numbers of hooks."""

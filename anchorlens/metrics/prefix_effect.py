@@ -209,16 +209,19 @@ class PrefixEffect:
             self.rows_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing of the run; the rows come from passes of its own over whole prompts."""
-        whole = batch.whole()
+        """Observe nothing of the run; the rows come from passes of its own over the queries."""
+        shared: list[Prefix] = []
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return effect_rows(model, whole, self.groups_of(whole), self.rows_of(whole))
+            prefix = shared[0].before(int(batch.query_start.min())) if shared else None
+            queries = batch.whole() if prefix is None else batch.after(len(prefix))
+            groups, selected = self.groups_of(queries), self.rows_of(queries)
+            return effect_rows(model, queries, groups, selected, prefix=prefix)
 
-        return Observation(rows)
+        return Observation(rows, use_prefix=shared.append)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing: the passes of its own run whole prompts."""
+        """Observe nothing: the passes of its own begin after the shared tokens."""
         return observes_nothing()
 
     def result(self, rows: Rows) -> PrefixEffectRecord:

@@ -93,6 +93,16 @@ class Prefix:
             next_position=self.next_position.expand(size),
         )
 
+    def before(self, position: int) -> "Prefix":
+        """The columns before a position alone; all of them if there are fewer."""
+        mask = self.attention_mask[:, :position]
+        return Prefix(
+            keys=tuple(key[:, :, :position] for key in self.keys),
+            values=tuple(value[:, :, :position] for value in self.values),
+            attention_mask=mask,
+            next_position=mask.sum(1),
+        )
+
     def columns(self, selected: Bool[Tensor, " position"]) -> "Prefix":
         """The selected columns alone, as computed with the other columns."""
         return replace(

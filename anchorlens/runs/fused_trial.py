@@ -151,7 +151,7 @@ def _can_act(point: Any, act: Any) -> bool:
 def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
     """Whether a metric can observe passes without a pattern."""
     observed = metric.observe(passes.model, batch.prompt(0))
-    if not observed.hooks and not observed.backward_hooks:
+    if not observed.hooks and not observed.backward_hooks and observed.use_prefix is None:
         return True
     if metric.needs_gradient:
         return observed.use_rows is not None

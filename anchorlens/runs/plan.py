@@ -143,6 +143,9 @@ class Plan:
             )
         if prefix is not None:
             self.trusted_in_prefix.set()
+            for observation in observations:
+                if observation.use_prefix is not None:
+                    observation.use_prefix(prefix)
         return [_Observed(list(zip(metrics, in_prefix, observations, strict=True)), logits)]
 
     def _observe_rows(

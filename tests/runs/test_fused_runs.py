@@ -104,6 +104,25 @@ def test_loyalties_equal_those_of_whole_patterns(
     assert implementation_of(model) == "eager"
 
 
+@pytest.mark.parametrize("large", [0, 2**31])
+def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
+    large: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its passes continue from the tokens that prompts share, beyond which tokens are shared too."""
+    model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
+    batches = questions(model, 4)
+    metric: list[al.Metric] = [al.PrefixEffect()]
+    expected = al.run(model, batches, metric, share_prefix=False, **QUIET)["prefix_effect"]
+    assert expected.info["shared_prefix"].startswith("off")
+    monkeypatch.setattr(fused_trial, "LARGE", large)
+    ours = al.run(model, batches, metric, **QUIET)["prefix_effect"]
+    assert ours.info["shared_prefix"].endswith("tokens of each prompt, run once for all")
+    assert ours.info.get("attention", "").startswith("fused: " if large == 0 else "")
+    for name, values in expected.tensors().items():
+        # The softmax of whole patterns is computed in float32 in Llama.
+        assert getattr(ours, name).allclose(values, rtol=0, atol=1e-6, equal_nan=True), name
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_flows_with_cut_edges_equal_those_of_whole_patterns(
     checkpoints: bool, gpt2: Any, monkeypatch: pytest.MonkeyPatch
