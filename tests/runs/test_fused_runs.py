@@ -1,5 +1,6 @@
 """Runs with a fused attention, whose numbers are those of whole patterns."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import anchorlens as al
 from anchorlens.errors import HookError, ModelError
 from anchorlens.models.hooked import modules_of
 from anchorlens.passes import fused_attention, row_attention
+from anchorlens.passes.forward import run_pass
 from anchorlens.runs import fused_trial
 from anchorlens.system import row_pieces
 
@@ -283,3 +285,42 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
         fused_attention.fused_attention(gpt2, hooks=after),
     ):
         pass
+
+
+@pytest.mark.usefixtures("small")
+def test_an_interrupted_run_goes_on_with_the_same_rows(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
+    expected = al.run(gpt2, batches, metrics, folder=tmp_path / "rows", **QUIET)
+    first, *_ = sorted((tmp_path / "rows").glob("*.safetensors"))
+    first.unlink()
+    again = al.run(gpt2, batches, metrics, folder=tmp_path / "rows", **QUIET)
+    for name, record in again.items():
+        assert_same(record, expected[name], 1e-6)
+
+
+def test_all_processes_form_patterns_if_one_does(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    why = "whole patterns, because hooks may act on them"
+    elsewhere = lambda name, answer: [answer, (False, why)]  # noqa: E731
+    monkeypatch.setattr(fused_trial, "gather_from_processes", elsewhere)
+    info = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)["saliency_flows"].info
+    assert info["attention"] == why
+
+
+def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
+    models = (gpt2, llama)
+    batches = [questions(model, 2)[0] for model in models]
+    expected = [
+        al.target_logits(m, [b], progress=False) for m, b in zip(models, batches, strict=True)
+    ]
+    before = [forwards_of(model) for model in models]
+    with fused_attention.fused_attention(gpt2), fused_attention.fused_attention(llama):
+        assert [implementation_of(model) for model in models] == ["sdpa", "sdpa"]
+        ours = [run_pass(model, batch) for model, batch in pairs]
+    for logits, reference in zip(ours, expected, strict=True):
+        assert logits.allclose(reference, rtol=0, atol=1e-4)
+    assert [implementation_of(model) for model in models] == ["eager", "eager"]
+    assert [forwards_of(model) for model in models] == before
