@@ -99,7 +99,7 @@ def test_loyalties_equal_those_of_whole_patterns(
     ours = records()
     assert ours["labels accuracy"].info["attention"].startswith("fused: ")
     assert ours["isolation last"].info["skipped_layers"] == (
-        "only the tokens after a fused prefix are short"
+        "a long prefix runs from the first layer on"
     )
     for name, record in ours.items():
         assert_same(record, expected[name], 1e-10)
