@@ -16,6 +16,9 @@ the model up. The variants are
   takes half as much again (--length 2048).
 
     python tests/benchmarks/long_prompts.py --ways floor fused-checkpointed --length 32768
+    python tests/benchmarks/long_prompts.py --ways floor fused --device cuda --dtype bfloat16
+
+On a GPU the memory is what PyTorch allocated at most, minus what the model takes.
 """
 
 import argparse
@@ -82,28 +85,37 @@ def floor(model: Any, batch: al.PromptBatch) -> torch.Tensor:
     return torch.zeros(model.config.n_layer, 3)
 
 
-def resident() -> int:
-    """Bytes of the process that are in memory now."""
+def memory_of(device: str) -> int:
+    """Bytes in use now: resident ones of this process, or on a GPU what PyTorch allocated."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
-def measure(variant: str, length: int) -> None:
+def peak_memory_of(device: str) -> int:
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(variant: str, length: int, device: str, dtype: torch.dtype) -> None:
     """Run one variant in this process; print gigabytes, seconds and flows."""
     tokenizer = byte_level_tokenizer()
-    model: Any = weights(length, len(tokenizer))
+    model: Any = weights(length, len(tokenizer)).to(device, dtype)
     alone = {"transformers": transformers_alone, "floor": floor}.get(variant)
     if alone is not None:
         model.set_attn_implementation("sdpa" if variant == "floor" else "eager")
         model.requires_grad_(False)
     else:
-        model = al.load_model(model, tokenizer=tokenizer, device="cpu")
+        model = al.load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     if not variant.startswith("fused"):
         fused_trial.LARGE = sys.maxsize
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
         if alone is not None:
-            return alone(model, batch)
+            return alone(model, batch.to(torch.device(device)))
         results = al.run(
             model,
             [batch],
@@ -117,11 +129,11 @@ def measure(variant: str, length: int) -> None:
 
     results: list[torch.Tensor] = []
     flows(prompt(64, len(tokenizer)))
-    batch, before = prompt(length, len(tokenizer)), resident()
+    batch, before = prompt(length, len(tokenizer)), memory_of(device)
     started = time.process_time()
-    took = seconds(lambda: results.append(flows(batch)))
+    took = seconds(lambda: results.append(flows(batch).cpu().float()))
     worked = time.process_time() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = peak_memory_of(device) - before
     numbers = {"memory": peak / 1e9, "seconds": took, "work": worked}
     print(json.dumps(numbers | {"flows": results[0].tolist()}))
 
@@ -131,15 +143,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=VARIANTS, default=VARIANTS[3:])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return measure(options.ways[0], options.length)
+        dtype = getattr(torch, options.dtype)
+        return measure(options.ways[0], options.length, options.device, dtype)
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.ways}
     for _ in range(options.repeats):
         for variant in options.ways:
             command = [sys.executable, __file__, "--one", "--ways", variant]
             command += ["--length", str(options.length)]
+            command += ["--device", options.device, "--dtype", options.dtype]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
             runs[variant].append(json.loads(done.stdout.splitlines()[-1]))
             print(variant, *(f"{runs[variant][-1][key]:.2f}" for key in MEASURED), flush=True)
