@@ -54,14 +54,21 @@ class PartsThatFit:
 
     Attributes:
         rows_of_batch: Function of a batch to its rows, in the order of its prompts.
-        size: Largest number of prompts in a part; None as long as memory has not run out.
+        size: Largest number of prompts in a part; None for whole batches. It becomes smaller when
+            memory runs out.
     """
 
     rows_of_batch: Callable[[PromptBatch], Mapping[str, Tensor]]
     size: int | None = None
 
-    def rows(self, batch: PromptBatch) -> dict[str, Tensor]:
+    def rows(
+        self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
+    ) -> dict[str, Tensor]:
         """The rows of all prompts of a batch.
+
+        Args:
+            batch: The batch.
+            after_part: Called with the number of prompts of each part that was run.
 
         Raises:
             MemoryLimitError: A prompt does not fit by itself.
@@ -77,6 +84,7 @@ class PartsThatFit:
             else:
                 parts.append(rows)
                 done += size
+                after_part(len(part))
         return joined(parts)
 
 

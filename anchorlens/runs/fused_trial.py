@@ -94,6 +94,11 @@ def try_fused(
     return passes, f"fused: the patterns of a prompt would take {size / 2**30:.0f} GiB"
 
 
+def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
+    """Whether the patterns of the longest prompt in all layers are too large for memory."""
+    return _bytes_of_patterns(model, batches) > LARGE
+
+
 def _bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
     longest = max(int(batch.attention_mask.sum(1).max()) for batch in batches)
     itemsize = next(iter(model.parameters())).dtype.itemsize  # type: ignore[attr-defined]

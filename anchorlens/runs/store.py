@@ -5,7 +5,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,13 @@ class Store:
             any(name.startswith(start) for name in rows) for start in needed
         )
         return rows if is_complete else None
+
+    def complete_of(
+        self, numbers: Iterable[int], needed: Sequence[str]
+    ) -> dict[int, dict[str, Tensor]]:
+        """The complete rows of those batches that have them, by number."""
+        rows_of = {number: self.complete(number, needed) for number in numbers}
+        return {number: rows for number, rows in rows_of.items() if rows is not None}
 
     def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
         """Write the rows of a batch.

@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -42,7 +42,7 @@ from ..system.processes import (
 )
 from .checks import check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import fingerprint, versions
-from .fused_trial import fused_passes
+from .fused_trial import fused_passes, patterns_are_large
 from .order import order_of_queries, sets_of
 from .plan import Plan, checking
 from .store import Store, same_rows
@@ -209,7 +209,8 @@ class Study:
         """The rows of all prompts in the order of their queries, whatever the order of batches is.
 
         A batch that does not fit into memory is run in smaller parts, and so are the next batches.
-        Each of several processes computes a part of the batches, and all return all rows.
+        Where the patterns of a prompt would take more than 2 GiB, prompts run one at a time. Each
+        of several processes computes a part of the batches, and all return all rows.
 
         Args:
             rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
@@ -230,23 +231,27 @@ class Study:
                 "rows in one call, or open another study with another folder"
             )
         self._has_collected = True
-        fitting = PartsThatFit(checking(rows_of_batch))
-        collected = []
+        # A batch of long prompts saves no time, and its padding needs a mask of tokens squared.
+        size = 1 if patterns_are_large(self.model, self.batches) else None
+        fitting = PartsThatFit(checking(rows_of_batch), size)
         if store is not None:
             if is_main():
                 self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
             gather_from_processes("what is stored", None)
-        quiet, is_single = not (self.progress and is_main()), is_single_process()
-        for number in tqdm(self._numbers(store), disable=quiet, desc=self.title):
-            if not is_single and failed_elsewhere():
-                break
-            rows = None if store is None else store.complete(number, needed)
-            if rows is None:
-                rows = fitting.rows(self.batches[number].to(device))
+        numbers, is_single = self._numbers(store), is_single_process()
+        collected = {} if store is None else store.complete_of(numbers, needed)
+        with self._bar(numbers, collected) as bar:
+            for number in numbers:
+                if number in collected:
+                    continue
+                if not is_single and failed_elsewhere():
+                    break
+                rows = fitting.rows(self.batches[number].to(device), bar.update)
                 if store is not None:
                     store.write(number, rows)
-            collected.append(rows)
-        parts = _of_all_processes(collected)
+                collected[number] = rows
+        ordered = [collected[number] for number in numbers if number in collected]
+        parts = _of_all_processes(ordered)
         rows = joined(parts)
         # Those of a metric are missing where it failed, which its plan reports.
         names = {name for part in parts for name in part if not name.startswith(tuple(needed))}
@@ -317,6 +322,14 @@ class Study:
             for number, batch in enumerate(self.batches)
         ]
         return batches_of_process(gather_from_processes("batches", costs)[0])
+
+    def _bar(self, numbers: Iterable[int], stored: Iterable[int]) -> "tqdm[Any]":
+        """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
+        total, initial = (
+            sum(len(self.batches[number]) for number in each) for each in (numbers, stored)
+        )
+        quiet = not (self.progress and is_main())
+        return tqdm(total=total, initial=initial, disable=quiet, desc=self.title, unit=" prompts")
 
     def _check_stored(
         self,
