@@ -40,6 +40,7 @@ from ..system.processes import (
     require_equal_settings,
     require_whole_model,
 )
+from .checkpoint_choice import why_checkpointed
 from .checks import check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import fingerprint, versions
 from .fused_trial import fused_passes, patterns_are_large
@@ -180,7 +181,8 @@ class Study:
             for batch in self.batches:
                 check_hooks(self.model, change, batch.to(device_of(self.model)))
             refuse_moved_hooks(self._given, self.batches, change)
-        if gradient_checkpointing and not any(metric.needs_gradient for metric in metrics):
+        needs_gradient = any(metric.needs_gradient for metric in metrics)
+        if gradient_checkpointing and not needs_gradient:
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[metric.name for metric in metrics]} needs one and the memory is the same "
@@ -191,6 +193,10 @@ class Study:
         fused, reason = fused_passes(self.model, self.batches, changes, metrics, loss)
         if fused is not None:
             passes = fused
+            if needs_gradient and not gradient_checkpointing:
+                why = why_checkpointed(self.model, self.batches)
+                gradient_checkpointing = bool(why)
+                reason += f"; blocks are checkpointed, because {why}" if why else ""
         elif gradient_checkpointing:
             passes = whole_passes(self.model, "blocks are checkpointed")
         elif not share_prefix:

@@ -1,0 +1,33 @@
+"""Whether blocks must be checkpointed, so that a long prompt fits into the memory that is free."""
+
+from collections.abc import Sequence
+
+from ..models.hooked import HookedModel, device_of
+from ..passes.short_pass import bytes_stored
+from ..prompts.batch import PromptBatch
+from ..system.free_memory import free_bytes
+from ..system.processes import gather_from_processes
+
+# The share of the free memory that may be stored for the gradient. The rest is for gradients, for
+# the tensors of one block, and for other programs.
+_SHARE = 0.7
+
+
+def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
+    """Why blocks must be checkpointed in a pass with a fused attention and a gradient.
+
+    Returns:
+        The reason, the same in all processes; empty if the longest prompt fits without.
+    """
+    longest = max(
+        (batch.prompt(number) for batch in batches for number in range(len(batch))),
+        key=lambda prompt: prompt.tokens.shape[1],
+    )
+    needed, free = bytes_stored(model, longest), free_bytes(device_of(model))
+    reason = ""
+    if needed > _SHARE * free:
+        reason = (
+            f"a prompt would store {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free"
+        )
+    reasons = gather_from_processes("memory that is free", reason)
+    return next((reason for reason in reasons if reason), "")

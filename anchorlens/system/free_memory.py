@@ -1,0 +1,59 @@
+"""The memory of a device that is free now.
+
+On a CPU no exception comes when memory runs out: the system ends the process. So it must be known
+before.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+# The files of a control group of Linux that say its limit and its use, by the name of the
+# controller in /proc/self/cgroup, which is empty in version 2.
+_FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+
+
+def free_bytes(device: torch.device) -> int:
+    """The bytes of a device that this process can use now.
+
+    On a CPU they are divided among the processes that were launched on this machine, because each
+    of them runs prompts of its own.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min([psutil.virtual_memory().available, *_free_in_groups()]) // processes
+
+
+def _free_in_groups(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """What is free of each limit of a control group of this process; none where it has no limit."""
+    lines = []
+    with suppress(OSError):  # another system
+        lines = groups.read_text().splitlines()
+    for line in lines:
+        _, controller, path = line.split(":", 2)
+        if controller not in _FILES:
+            continue
+        top = root / controller
+        group = top / path.strip("/")
+        for folder in (group, *(each for each in group.parents if each.is_relative_to(top))):
+            with suppress(OSError, ValueError):  # the group is hidden, or its limit is "max"
+                limit, used = (int((folder / name).read_text()) for name in _FILES[controller])
+                yield max(0, limit - used + _cached(folder))
+
+
+def _cached(group: Path) -> int:
+    """Bytes of files that count as used, and that the system gives up when memory is needed."""
+    values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(values.get("inactive_file", 0))
