@@ -11,14 +11,15 @@ from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
 from ..metrics.saliency import SaliencyFlows
-from ..models.hooked import layer_numbers
+from ..models.hooked import device_of, layer_numbers
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.run import run
-from ..system.processes import is_main
+from ..system.process_state import is_main, process_count
+from .duration import in_words, seconds_of_analysis
 from .output import Output, say
 from .summary import Summary, summarised
 
@@ -74,7 +75,20 @@ def analyse(
     folder = out / task
     make_folder(folder)
     rows = rows_folder(out, task)
-    output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
+    sites = first_and_last(model, [depth])
+    first = next(iter(sites))
+    if batches[0].begins_with_bos:
+        sites[f"{first}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+    if not output.quiet:
+        seconds = seconds_of_analysis(
+            model,
+            batches,
+            len(sites),
+            draws,
+            gradient_checkpointing=gradient_checkpointing,
+            processes=process_count(),
+        )
+        output.note(_what_runs(model, task, batches, in_words(seconds), rows))
 
     def save(name: str, record: Record) -> None:
         if is_main():
@@ -98,10 +112,6 @@ def analyse(
         say(f"warning: {error}", err=True)
     for name, record in results.items():
         save(name, record)
-    sites = first_and_last(model, [depth])
-    first = next(iter(sites))
-    if batches[0].begins_with_bos:
-        sites[f"{first}, BOS edge kept"] = Site(range(depth), keep_bos=True)
     isolations = isolation_sweep(
         model,
         batches,
@@ -116,6 +126,17 @@ def analyse(
     output.tables(summary.tables)
     prompt = _one_prompt(model, batches[0], gradient_checkpointing)
     return Page({**prompt, **results, "isolation": isolations}, summary)
+
+
+def _what_runs(model: Any, task: str, batches: list[PromptBatch], duration: str, rows: Path) -> str:
+    """The prompts and the model, and how long it takes if that is not soon."""
+    count, name = sum(map(len, batches)), model.cfg.model_name
+    if not duration:
+        return f"{task}: {count} prompts, {name}"
+    longest = max(int(batch.attention_mask.sum(1).max()) for batch in batches)
+    less = ", less what is stored" if any(rows.glob("*/rows-*")) else ""
+    on = f"on {device_of(model).type}{less}"
+    return f"{task}: {count} prompts of up to {longest:,} tokens, {name}; {duration} {on}"
 
 
 def _one_prompt(

@@ -59,6 +59,8 @@ def run(
             it. Attention then takes the memory of one layer instead of all; the numbers are the
             same, and it takes about one more forward pass. ``hooks`` act both times and must do the
             same both times; metrics observe once. It is an error if no metric needs a gradient.
+            Where attention is fused and a prompt would not fit into the memory that is free, blocks
+            run so without being asked, and ``info["attention"]`` says so.
         share_prefix: False runs whole prompts, also if the tokens that prompts share could be run
             once for all of them.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.

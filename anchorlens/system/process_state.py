@@ -14,10 +14,15 @@ def was_launched() -> bool:
     return "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
 
 
+def process_count() -> int:
+    """How many processes share a run."""
+    state = process_state()
+    return 1 if state is None else int(state.num_processes)
+
+
 def is_single_process() -> bool:
     """Whether this process runs alone."""
-    state = process_state()
-    return state is None or state.num_processes == 1
+    return process_count() == 1
 
 
 def is_main() -> bool:

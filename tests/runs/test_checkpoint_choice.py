@@ -74,7 +74,8 @@ def test_blocks_are_checkpointed_if_little_is_free(
     free: int, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = hooked(tiny_llama(len(byte_level)).double(), byte_level)
-    batches, metrics = questions(model, 3), [al.SaliencyFlows(), al.Accuracy()]
+    batches = questions(model, 3)
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
     expected = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
     counted: list[dict[int, int]] = []
     require_all = Checkpoints.require_all

@@ -14,7 +14,7 @@ from anchorlens.runs import fused_trial, study
 pytestmark = pytest.mark.without_jaxtyping
 
 
-class RecordedBar(tqdm):  # type: ignore[type-arg]
+class RecordedBar(tqdm):
     """A bar that remembers how many prompts were done after each update."""
 
     bars: "list[RecordedBar]" = []  # noqa: RUF012
