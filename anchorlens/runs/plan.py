@@ -24,6 +24,7 @@ from ..results.record import Record, Rows
 from ..results.results import Results
 from ..system.processes import gather_from_processes
 from .checks import check_observation
+from .trial import observes_prefix
 
 
 class _Observed(NamedTuple):
@@ -204,7 +205,9 @@ class Plan:
             shared = self.passes.shared_tokens(batch)
             observations = []
             for metric in metrics:
-                assert isinstance(metric, ObservesPrefix)  # otherwise whole prompts run
+                if not (isinstance(metric, ObservesPrefix) and observes_prefix(metric)):
+                    observations.append(observes_nothing())  # it has no hooks; see fused_trial
+                    continue
                 observations.append(metric.observe_prefix(self.passes.model, shared))
                 check_observation(self.passes.model, metric, observations[-1])
             observers, backward_hooks = self._hooks_of(

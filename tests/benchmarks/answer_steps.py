@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 import torch
-from long_prompts import resident
+from long_prompts import memory_of
 from saliency_cost import seconds
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def measure(variant: str, name: str, length: int, answer: int) -> None:
         return record.total
 
     totals(text(model, 32, 2))
-    batch, before, results = text(model, length, answer), resident(), list[Tensor]()
+    batch, before, results = text(model, length, answer), memory_of("cpu"), list[Tensor]()
     took = seconds(lambda: results.append(totals(batch)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     numbers = {"memory": peak / 1e9, "seconds": took}

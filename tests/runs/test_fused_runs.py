@@ -87,7 +87,7 @@ def test_loyalties_equal_those_of_whole_patterns(
         options: dict[str, Any] = {"draws": 2, "metrics": [al.Accuracy()], **QUIET}
         isolation = al.isolation_sweep(model, batches, sites, **options)
         labels = al.edge_sweep(model, batches, al.edges.pq, sites, **options)
-        control = {"control": al.edges.random_edges}
+        control: dict[str, Any] = {"control": al.edges.random_edges}
         query = al.edge_sweep(model, batches, to_demonstrations, sites, **control, **options)
         sweeps = {"isolation": isolation, "labels": labels, "query": query}
         return {f"{name} {at}": sweep[at] for name, sweep in sweeps.items() for at in sweep}
@@ -135,7 +135,7 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
         "gradient_checkpointing": checkpoints,
         **QUIET,
     }
-    metrics = [al.SaliencyFlows(), al.Loyalty()]
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.Loyalty()]
     expected = al.run(gpt2, batches, metrics, **options)
     monkeypatch.setattr(fused_trial, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
@@ -253,7 +253,7 @@ def test_no_tensor_is_as_large_as_a_pattern(what: str, gpt2: Any, small: None) -
     own = al.PromptBatch.from_segments(tokens, segments, ["text", "answer"])
     labels: Any = {"label_positions": [[100, 200, 300, 400]], "label_classes": [[0, 1, 0, 1]]}
     batch = al.PromptBatch.from_positions(tokens, label_token_ids=[5, 6], gold=[0], **labels)
-    answer = {"loss": al.span_cross_entropy("answer")}
+    answer: dict[str, Any] = {"loss": al.span_cross_entropy("answer")}
     run = {
         "segments": lambda: al.run(model, [own], [al.SegmentFlows()], **answer, **QUIET),
         "flows": lambda: al.run(model, [batch], [al.SaliencyFlows(), al.Accuracy()], **QUIET),
@@ -299,6 +299,26 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(gpt2: Any, tmp_path: Path
         assert_same(record, expected[name], 1e-6)
 
 
+@pytest.mark.usefixtures("small")
+def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
+    class Plain:
+        name, needs_gradient = "plain", False
+
+        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+            return al.Observation(lambda logits, clean: {"largest": logits.amax(1).cpu()})
+
+        def result(self, rows: Any) -> al.Record:
+            return al.Accuracy().result({"correct": rows["largest"], **rows})
+
+    batches = questions(gpt2, 3)
+    with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
+        plan = study.plan([Plain()])
+        assert plan.passes.is_fused
+        largest = plan.rows(study.batches[0])["plain/largest"]
+    logits = al.target_logits(gpt2, batches, progress=False)
+    assert largest.allclose(logits.amax(1).to(largest), rtol=0, atol=1e-4)
+
+
 def test_all_processes_form_patterns_if_one_does(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,9 +333,8 @@ def test_all_processes_form_patterns_if_one_does(
 def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:
     models = (gpt2, llama)
     batches = [questions(model, 2)[0] for model in models]
-    expected = [
-        al.target_logits(m, [b], progress=False) for m, b in zip(models, batches, strict=True)
-    ]
+    pairs = list(zip(models, batches, strict=True))
+    expected = [al.target_logits(model, [batch], progress=False) for model, batch in pairs]
     before = [forwards_of(model) for model in models]
     with fused_attention.fused_attention(gpt2), fused_attention.fused_attention(llama):
         assert [implementation_of(model) for model in models] == ["sdpa", "sdpa"]
