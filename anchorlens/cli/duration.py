@@ -145,11 +145,11 @@ def in_words(seconds: float) -> str:
 
     Examples:
         >>> from anchorlens.cli.duration import in_words
-        >>> in_words(2500)
+        >>> in_words(2500.0)
         'about 40 minutes'
-        >>> in_words(80)
+        >>> in_words(80.0)
         'about 1 minute'
-        >>> in_words(20)
+        >>> in_words(20.0)
         ''
     """
     if seconds < _MINUTE:
