@@ -12,7 +12,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+
 import anchorlens as al
+from anchorlens.prompts.examples import BUNDLED
 from anchorlens.results.record import Record
 
 SHOWN = {
@@ -20,11 +23,11 @@ SHOWN = {
     "S_pq / S_tq, deep layers": ("flows", "saliency_flows", "deep_pq_over_tq"),
     "AUCROC, deep layers": ("metrics", "attention_aucroc", "deep_aucroc"),
     "label loyalty, first layers": ("isolation", "first", "label_loyalty"),
-    "its random words": ("isolation", "first", "control_label_loyalty"),
+    "label loyalty, random words in first layers": ("isolation", "first", "control_label_loyalty"),
     "word loyalty, first layers": ("isolation", "first", "word_loyalty"),
-    "its random words ": ("isolation", "first", "control_word_loyalty"),
+    "word loyalty, random words in first layers": ("isolation", "first", "control_word_loyalty"),
     "label loyalty, last layers": ("isolation", "last", "label_loyalty"),
-    "its random words  ": ("isolation", "last", "control_label_loyalty"),
+    "label loyalty, random words in last layers": ("isolation", "last", "control_label_loyalty"),
 }
 
 
@@ -71,6 +74,28 @@ def analysed(
     return records
 
 
+def figure_of(records: dict[int, dict[str, dict[str, Record]]]) -> go.Figure:
+    """Numbers from 0 to 1 by the number of shots, with their intervals."""
+    figure = go.Figure()
+    for name, (kind, of_kind, quantity) in SHOWN.items():
+        if quantity == "deep_pq_over_tq":  # has no upper bound
+            continue
+        chosen = [of_shots[kind][of_kind] for of_shots in records.values()]
+        values = [float(getattr(record, quantity)) for record in chosen]
+        ends = [
+            record.intervals.get(quantity, (value, value))
+            for record, value in zip(chosen, values, strict=True)
+        ]
+        above, below = (
+            [abs(float(end[k]) - value) for end, value in zip(ends, values, strict=True)]
+            for k in (1, 0)
+        )
+        errors = {"array": above, "arrayminus": below}
+        figure.add_scatter(x=list(records), y=values, error_y=errors, name=name)
+    figure.update_xaxes(title="demonstrations of each class", type="log", tickvals=list(records))
+    return figure.update_layout(title="What many demonstrations do to anchors")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
@@ -86,13 +111,14 @@ def main() -> None:
     options = parser.parse_args()
 
     model = al.load_model(options.model)
-    task = al.TASKS[options.task]
+    task = al.TASKS[BUNDLED.get(options.task, options.task)]
     pool, tests = (
         al.load_examples(options.data / options.task / f"{split}.jsonl")
         if options.data
         else al.load_examples(options.task, split)
         for split in ("train", "test")
     )
+    by_shots: dict[int, dict[str, dict[str, Record]]] = {}
     for shots in options.shots:
         batches: list[al.PromptBatch] = []
         few: list[al.PromptBatch] = []
@@ -104,10 +130,12 @@ def main() -> None:
             batches += of_seed
             few += of_seed[:1]
         records = analysed(model, batches, few, options, options.out / f"{shots} shots")
+        by_shots[shots] = records
         tokens = max(batch.tokens.shape[1] for batch in batches)
         print(f"\n{shots} shots of each class, prompts of up to {tokens} tokens")
         for name, (kind, record, quantity) in SHOWN.items():
-            print(f"  {name:30} {text_of(records[kind][record], quantity)}", flush=True)
+            print(f"  {name:44} {text_of(records[kind][record], quantity)}", flush=True)
+    figure_of(by_shots).write_html("many_shots.html")
 
 
 if __name__ == "__main__":

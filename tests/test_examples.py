@@ -38,6 +38,7 @@ def test_an_example_runs_and_writes_a_page(
     options += ["--steps", "1", "--training", "4", "--held-out", "3"] if "--steps" in text else []
     # Five sentiments of each class fit into the tiny model's context.
     options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []
+    options += ["--shots", "1", "2"] if '"--shots"' in text else []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [path.name, "--model", str(shallow_folder), *options])
     runpy.run_path(str(path), run_name="__main__")
