@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+import torch
 
 import anchorlens as al
 from anchorlens.prompts.examples import BUNDLED
@@ -29,6 +30,13 @@ SHOWN = {
     "label loyalty, last layers": ("isolation", "last", "label_loyalty"),
     "label loyalty, random words in last layers": ("isolation", "last", "control_label_loyalty"),
 }
+
+DRAWN = [
+    "accuracy",
+    "AUCROC, deep layers",
+    "word loyalty, first layers",
+    "word loyalty, random words in first layers",
+]
 
 
 def text_of(record: Record, name: str) -> str:
@@ -75,25 +83,28 @@ def analysed(
 
 
 def figure_of(records: dict[int, dict[str, dict[str, Record]]]) -> go.Figure:
-    """Numbers from 0 to 1 by the number of shots, with their intervals."""
-    figure = go.Figure()
-    for name, (kind, of_kind, quantity) in SHOWN.items():
-        if quantity == "deep_pq_over_tq":  # has no upper bound
-            continue
-        chosen = [of_shots[kind][of_kind] for of_shots in records.values()]
-        values = [float(getattr(record, quantity)) for record in chosen]
-        ends = [
-            record.intervals.get(quantity, (value, value))
-            for record, value in zip(chosen, values, strict=True)
-        ]
-        above, below = (
-            [abs(float(end[k]) - value) for end, value in zip(ends, values, strict=True)]
-            for k in (1, 0)
-        )
-        errors = {"array": above, "arrayminus": below}
-        figure.add_scatter(x=list(records), y=values, error_y=errors, name=name)
-    figure.update_xaxes(title="demonstrations of each class", type="log", tickvals=list(records))
-    return figure.update_layout(title="What many demonstrations do to anchors")
+    """Accuracy, AUCROC and word loyalty by the number of shots, with their intervals."""
+
+    def bar(of_shots: dict[str, dict[str, Record]], name: str) -> list[float]:
+        kind, of_kind, quantity = SHOWN[name]
+        record = of_shots[kind][of_kind]
+        value = float(getattr(record, quantity))
+        low, high = record.intervals.get(quantity, (value, value))
+        return [float(low), value, float(high)]
+
+    bars = [[bar(of_shots, name) for name in DRAWN] for of_shots in records.values()]
+    low, values, high = torch.tensor(bars).unbind(-1)
+    figure = al.figures.grouped_bars(
+        values,
+        [str(shots) for shots in records],
+        DRAWN,
+        title="Anchors and many demonstrations",
+        y_title="share",
+        low=low,
+        high=high,
+    )
+    figure.update_xaxes(title="demonstrations of each class")
+    return figure.update_layout(legend={"orientation": "h", "y": -0.3})  # fits a phone
 
 
 def main() -> None:

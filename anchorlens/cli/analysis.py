@@ -13,7 +13,7 @@ from ..metrics.metric import Metric, possible
 from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import device_of, layer_numbers
 from ..passes.memory import is_out_of_memory
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..results.results import Results
@@ -133,10 +133,9 @@ def _what_runs(model: Any, task: str, batches: list[PromptBatch], duration: str,
     count, name = sum(map(len, batches)), model.cfg.model_name
     if not duration:
         return f"{task}: {count} prompts, {name}"
-    longest = max(int(batch.attention_mask.sum(1).max()) for batch in batches)
+    prompts = f"{count} prompts of up to {longest_prompt(batches):,} tokens"
     less = ", less what is stored" if any(rows.glob("*/rows-*")) else ""
-    on = f"on {device_of(model).type}{less}"
-    return f"{task}: {count} prompts of up to {longest:,} tokens, {name}; {duration} {on}"
+    return f"{task}: {prompts}, {name}; {duration} on {device_of(model).type}{less}"
 
 
 def _one_prompt(

@@ -8,8 +8,8 @@ from ..passes.short_pass import timed_pass
 from ..prompts.batch import PromptBatch
 from ..runs.trial import shared_lengths
 
-# The products of attention take about four times as long as as many operations with weights, by
-# flows over 4,096 to 16,384 tokens on a CPU (docs/benchmarks.md).
+# About how many times longer an operation of attention takes than one with weights, on a CPU. No
+# GPU was tried.
 _SLOWER = 4
 _WITH_GRADIENT = 3  # forward passes; a fourth where blocks run twice
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -67,7 +67,7 @@ def prompt_sets(batches: Sequence[PromptBatch]) -> list[PromptSet]:
 def operations(size: ModelSize, tokens: int, before: int = 0) -> float:
     """The operations of a forward pass over tokens that come after others.
 
-    Those of attention count as many as operations with weights of the same time.
+    An operation of attention counts as the operations with weights that take the same time.
 
     Examples:
         >>> from anchorlens.cli.duration import ModelSize, operations
@@ -87,7 +87,7 @@ def operations_of_analysis(
     gradient_checkpointing: bool = False,
     processes: int = 1,
 ) -> float:
-    """The operations of a process: a pass with a gradient, and passes after the shared tokens.
+    """The operations of a process: a pass with a gradient for each prompt, and all others.
 
     Args:
         size: The size of the model.

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.checksum import row_sums
 
 HookFunction = Callable[..., Tensor | None]
@@ -260,7 +260,7 @@ def rotary_switch(model: Any) -> int | None:
 
 def refuse_longer_than(context: int, batch: PromptBatch) -> None:
     """Raise an error for prompts with more tokens than the context of the model."""
-    longest = int(batch.attention_mask.sum(1).max())
+    longest = longest_prompt([batch])
     if longest > context:
         raise PromptError(
             f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "
@@ -272,7 +272,7 @@ def refuse_longer_than(context: int, batch: PromptBatch) -> None:
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     refuse_longer_than(model.cfg.n_ctx, batch)
-    longest = int(batch.attention_mask.sum(1).max())
+    longest = longest_prompt([batch])
     switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
     if switch is not None and shortest <= switch < longest:
         raise PromptError(

@@ -318,7 +318,7 @@ def _inputs(
     """The tokens that are run, and the other arguments of the model's forward."""
     tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
     if cache is None:
-        # Without a cache of its own, which copies all keys, and twice where a block runs twice.
+        # A cache copies all keys, and a block that runs twice would append its keys twice.
         without = {"use_cache": False} if hasattr(model, "original_model") else {}
         return tokens, {"attention_mask": mask.long(), **without}
     return tokens, inputs_after(model, mask, cache, prefix)

@@ -51,7 +51,8 @@ class Passes:
         status: Which of the two it is, and the reason.
         attention: For long prompts, whether the attention is fused, or the reason why it is not;
             empty for short prompts, whose patterns are whole.
-        is_fused: Whether the tokens before a query form no pattern; those after them always do.
+        is_fused: Whether whole prompts and shared tokens form no pattern. The tokens after shared
+            ones always do.
         current: The set of demonstrations to which ``stored`` and ``prefixes`` belong. Only one set
             is stored, to save memory.
         stored: What was computed once for the set, by a key.

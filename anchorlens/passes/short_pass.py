@@ -3,7 +3,6 @@
 import time
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -42,8 +41,15 @@ def timed_pass(model: HookedModel, batch: PromptBatch) -> TimedPass:
 
 def first_tokens(batch: PromptBatch, count: int) -> PromptBatch:
     """The first tokens of the first prompt of a batch, as a text without label words."""
-    tokens = batch.prompt(0).tokens[:, :count]
-    return PromptBatch.from_segments(tokens, torch.zeros_like(tokens), ["text"])
+    return beginnings(batch.prompt(0), count)
+
+
+def beginnings(batch: PromptBatch, count: int) -> PromptBatch:
+    """The first tokens of each prompt of a batch, as texts without label words."""
+    right = batch.padded_right()
+    tokens, mask = (each[:, :count] for each in (right.tokens, right.attention_mask))
+    segments = mask.long() - 1
+    return PromptBatch.from_segments(tokens, segments, ["text"], attention_mask=mask)
 
 
 def bytes_stored(model: HookedModel, batch: PromptBatch) -> int:
@@ -72,11 +78,12 @@ def _bytes_of_pass(model: HookedModel, batch: PromptBatch) -> int:
         return tensor.detach()  # without a circle of an output and its node in the graph
 
     with fused_attention(model), saved_tensors_hooks(store, lambda tensor: tensor):
-        run_pass(model, batch, loss=_any_loss)
+        run_pass(model, batch, loss=any_loss)
     parameters = list(model.parameters())  # type: ignore[attr-defined]
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     return sum(size for address, size in sizes.items() if address not in weights)
 
 
-def _any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
-    return logits.logsumexp(-1)
+def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+    """Cross entropy of the first token of the vocabulary, where any loss serves."""
+    return logits.logsumexp(-1) - logits[:, 0]

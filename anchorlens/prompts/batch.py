@@ -460,6 +460,11 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     return torch.tensor(ids, device=batch.tokens.device)
 
 
+def longest_prompt(batches: Sequence[PromptBatch]) -> int:
+    """The number of tokens of the longest prompt."""
+    return max(int(batch.attention_mask.sum(1).max()) for batch in batches)
+
+
 def require_label_words(batches: Sequence[PromptBatch]) -> None:
     """Raise an error for batches of segments, which have no label words."""
     if not all(batch.has_label_words for batch in batches):

@@ -41,13 +41,12 @@ def between(queries: Positions, keys: Positions) -> Edges:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
         [[[False, False], [True, False]]]
     """
-    rows = asked_rows()
-    readers = slice(None) if rows is None else rows
-    positions = torch.arange(max(queries.shape[1], keys.shape[1]), device=queries.device)
-    earlier = positions[: queries.shape[1]][readers, None] > positions[: keys.shape[1]]
-    edges = queries[:, readers, None] & keys[:, None] & earlier
+    asked = asked_rows()
+    rows = asked or slice(None)
+    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
+    edges = queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
     some: Any = SomeRows(edges)  # edge_rows alone asks for it
-    return edges if rows is None else some
+    return edges if asked is None else some
 
 
 def group(batch: PromptBatch, name: str) -> Positions:
@@ -213,8 +212,8 @@ def check_edges(batch: PromptBatch, edges: Edges) -> None:
 
 def rows_of(batch: PromptBatch, function: EdgesOfBatch) -> RowsOfEdges:
     """The edges of a batch a few query rows at a time, checked as by ``check_edges``."""
-    rows = edge_rows(function, batch, partial(check_edges, batch))
-    allowed = edge_rows(_allowed, batch, partial(check_edges, batch))
+    check = partial(check_edges, batch)
+    rows, allowed = (edge_rows(each, batch, check) for each in (function, _allowed))
     pieces = row_slices(batch.tokens.shape[1], batch.tokens.numel())
     if any((rows(piece) & ~allowed(piece)).any() for piece in pieces):
         raise _not_earlier()

@@ -241,7 +241,7 @@ def _run(
             model, prompt, select_all, loss=loss, gradient_checkpointing=gradient_checkpointing
         )
     with frozen_in_eval_mode(model), fused_attention(model, select):
-        # One prompt is worth less than the memory that all its activations take.
+        # A second forward pass of one prompt costs little, and saves most of its memory.
         return run_pass(model, prompt, loss=loss, gradient_checkpointing=True)
 
 

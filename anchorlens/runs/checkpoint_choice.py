@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..models.hooked import HookedModel, device_of
 from ..passes.short_pass import bytes_stored
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.free_memory import free_bytes
 from ..system.processes import gather_from_processes
 
@@ -19,10 +19,8 @@ def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     Returns:
         The reason, the same in all processes; empty if the longest prompt fits without.
     """
-    longest = max(
-        (batch.prompt(number) for batch in batches for number in range(len(batch))),
-        key=lambda prompt: prompt.tokens.shape[1],
-    )
+    batch = max(batches, key=lambda batch: longest_prompt([batch]))
+    longest = batch.prompt(int(batch.attention_mask.sum(1).argmax()))
     needed, free = bytes_stored(model, longest), free_bytes(device_of(model))
     reason = ""
     if needed > _SHARE * free:

@@ -17,6 +17,7 @@ from ..models.hooked import (
     HookedModel,
     Operands,
     device_of,
+    names_of_layers,
     scores_name,
     verified_operands,
 )
@@ -32,8 +33,9 @@ from ..passes.shared_prefix import (
     no_hooks,
     reason_of,
 )
+from ..passes.short_pass import any_loss, beginnings
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.processes import gather_from_processes
 from .trial import (
     SALIENCY_TOLERANCE,
@@ -100,7 +102,7 @@ def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bo
 
 
 def _bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
-    longest = max(int(batch.attention_mask.sum(1).max()) for batch in batches)
+    longest = longest_prompt(batches)
     itemsize = next(iter(model.parameters())).dtype.itemsize  # type: ignore[attr-defined]
     return int(model.cfg.n_layers * model.cfg.n_heads * longest**2 * itemsize)
 
@@ -124,9 +126,9 @@ def _tried(
         return passes, "the words of the loss continue the prompts"
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
-    if points := [point for point, act in acting if not _can_act(point, act)]:
+    if points := [hook[0] for hook in acting if not _can_act(model, hook)]:
         return passes, f"hooks act at {points[0]}"
-    short = _short_prompts(batches[0]).to(device_of(model))
+    short = beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
     try:
         with frozen_in_eval_mode(model):
             reason = _compare_products(model, short, no_hooks)
@@ -145,12 +147,12 @@ def _tried(
     return replace(passes, status=_status(passes, metrics, why_no_prefix)), ""
 
 
-def _can_act(point: Any, act: Any) -> bool:
+def _can_act(model: HookedModel, hook: Hook) -> bool:
     """Whether a hook acts outside of attention, or cuts edges of the scores there."""
-    if outside_attention([(point, act)]):
-        return True
+    point, act = hook
     cuts = isinstance(act, BatchHook) and act.edges is not None
-    return cuts and point == scores_name(int(point.split(".")[1]))
+    at_scores = point in names_of_layers(model, scores_name)
+    return bool(outside_attention([hook])) or (cuts and at_scores)
 
 
 def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
@@ -179,7 +181,9 @@ def _why_no_prefix(
     if any(passes.after_prefix(batch).is_whole for batch in batches):
         return "a batch has prompts of several sets, or a target is in the demonstrations"
     for change in changes:
-        if reason := change is not no_hooks and why_not_after_prefix(passes, batches, change):
+        if change is no_hooks:
+            continue
+        if reason := why_not_after_prefix(passes, batches, change):
             return reason
     try:
         with frozen_in_eval_mode(passes.model):
@@ -197,14 +201,6 @@ def _status(passes: Passes, metrics: Sequence[Metric], why_no_prefix: str) -> st
         return "off: attention is fused"
     whole = ", but whole prompts for gradients" if any(gradients) else ""
     return f"{tokens_of(passes.lengths)} of each prompt, run once for all{whole}"
-
-
-def _short_prompts(batch: PromptBatch) -> PromptBatch:
-    """The first tokens of the first and the last prompt, as a text without label words."""
-    two = two_of(batch).padded_right()
-    tokens, mask = (each[:, :_TRIED] for each in (two.tokens, two.attention_mask))
-    segments = mask.long() - 1
-    return PromptBatch.from_segments(tokens, segments, ["text"], attention_mask=mask)
 
 
 def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
@@ -236,10 +232,10 @@ def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBat
         hooks=hooks,
         observers=observers,
         backward_hooks=backward_hooks,
-        loss=_first_token,
+        loss=any_loss,
     )
     with fused_attention(model, store_rows, hooks):
-        logits = run_pass(model, batch, loss=_first_token)
+        logits = run_pass(model, batch, loss=any_loss)
     if (difference := logit_difference(logits, expected)) > TOLERANCE:
         return f"logits of a fused attention differ by {difference:.1e} of the largest"
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
@@ -290,8 +286,3 @@ def _difference(ours: Tensor, expected: Tensor) -> float:
     """Largest difference as a share of the largest number; infinite where it is no number."""
     size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     return float(((ours - expected).abs().max() / size).nan_to_num(torch.inf))
-
-
-def _first_token(logits: Tensor, batch: PromptBatch) -> Tensor:
-    """Cross entropy of the first token of the vocabulary: any loss serves a comparison."""
-    return logits.logsumexp(-1) - logits[:, 0]

@@ -103,10 +103,10 @@ class Plan:
         by_rows = [metric for metric in self.metrics if metric.needs_gradient]
         others = [metric for metric in self.metrics if not metric.needs_gradient]
         if self.passes.is_fused and by_rows:
-            observed = self._observe_rows(batch, hooks, by_rows)
-            observed += self._observe(batch, hooks, others) if others else []
+            observed = [self._observe_rows(batch, hooks, by_rows)]
+            observed += [self._observe(batch, hooks, others)] if others else []
         else:
-            observed = self._observe(batch, hooks, self.metrics)
+            observed = [self._observe(batch, hooks, self.metrics)]
         logits = observed[-1].logits
         # By these a resumed run recognises other hooks, which rows of metrics may not show.
         seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
@@ -124,7 +124,7 @@ class Plan:
 
     def _observe(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> "list[_Observed]":
+    ) -> _Observed:
         """What metrics observe by hooks."""
         batch = self.passes.after_prefix(batch)
         in_prefix, prefix = self._observed_prefix(batch, hooks, metrics)
@@ -147,11 +147,11 @@ class Plan:
             for observation in observations:
                 if observation.use_prefix is not None:
                     observation.use_prefix(prefix)
-        return [_Observed(list(zip(metrics, in_prefix, observations, strict=True)), logits)]
+        return _Observed(list(zip(metrics, in_prefix, observations, strict=True)), logits)
 
     def _observe_rows(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> "list[_Observed]":
+    ) -> _Observed:
         """What metrics observe of a fused attention, a few query rows at a time."""
         observations = [metric.observe(self.passes.model, batch) for metric in metrics]
         acting = hooks(batch)
@@ -164,7 +164,7 @@ class Plan:
                 gradient_checkpointing=self.gradient_checkpointing,
             )
         before = [observes_nothing() for _ in metrics]
-        return [_Observed(list(zip(metrics, before, observations, strict=True)), logits)]
+        return _Observed(list(zip(metrics, before, observations, strict=True)), logits)
 
     def results(
         self,

@@ -131,7 +131,8 @@ def late_starts(
     """
     few = two_of(batches[0]).to(device_of(passes.model))
     if passes.is_fused:
-        reasons = {layer: "a long prefix runs from the first layer on" for layer in changes}
+        long = "a long prefix runs from the first layer on"
+        reasons = {layer: long for layer in changes if layer}
     elif has_user_hooks(passes.model):
         reasons = {layer: _HOOKS_OF_USER for layer in changes if layer}
     else:
