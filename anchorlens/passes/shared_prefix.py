@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -11,11 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError
-from ..models.hooked import BatchHook, Hook, HookedModel
+from ..models.hooked import BatchHook, Hook, HookedModel, device_of
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
 from ..prompts.edge_rows import RowsOfEdges
+from ..system.free_memory import free_bytes
 from ..system.row_pieces import row_slices
 from .forward import run_pass, run_prefix
 from .fused_attention import fused_attention, outside_attention
@@ -57,7 +58,7 @@ class Passes:
             is stored, to save memory.
         stored: What was computed once for the set, by a key.
         prefixes: The function of the hooks that acted in the prefix, these hooks, and the keys and
-            values, by the identity of the function.
+            values, by the identity of the function. What does not fit is not stored.
     """
 
     model: HookedModel
@@ -88,23 +89,35 @@ class Passes:
         return cast(T, self.stored[key])
 
     def prefix(self, batch: PromptBatch, hooks: HooksOfBatch) -> tuple[Sequence[Hook], Prefix]:
-        """The hooks that act in the tokens before a batch, and the keys and values there."""
+        """The hooks that act in the tokens before a batch, and the keys and values there.
+
+        They are stored for later batches if they fit, and otherwise computed again.
+        """
         self._go_to_set(batch)
         # An entry is deleted with its function; otherwise a new function for each batch would fill
         # the memory.
         for key in [key for key, (function, *_) in self.prefixes.items() if function() is None]:
             del self.prefixes[key]
-        if id(hooks) not in self.prefixes:  # by identity: a user's function need not have a hash
-            shared = self.shared_tokens(batch)
-            acting = hooks(shared)
-            with self.attending(shared, acting) as (others, _):
-                prefix = run_prefix(self.model, shared, hooks=others)
-            try:
+        if id(hooks) in self.prefixes:  # by identity: a user's function need not have a hash
+            _, acting, prefix = self.prefixes[id(hooks)]
+            return acting, prefix
+        shared = self.shared_tokens(batch)
+        acting = hooks(shared)
+        with self.attending(shared, acting) as (others, _):
+            prefix = run_prefix(self.model, shared, hooks=others)
+        if self._fits(prefix):
+            with suppress(TypeError):  # an object that takes no weak reference is not stored
                 self.prefixes[id(hooks)] = ref(hooks), acting, prefix
-            except TypeError:  # an object that takes no weak reference is not stored
-                return acting, prefix
-        _, acting, prefix = self.prefixes[id(hooks)]
         return acting, prefix
+
+    def _fits(self, prefix: Prefix) -> bool:
+        """Whether as much memory stays free as all stored prefixes take with this one.
+
+        A sweep has a prefix for each site and each random control. Those of long prompts can take
+        more memory than the passes.
+        """
+        stored = sum(other.size for *_, other in self.prefixes.values())
+        return stored + prefix.size <= free_bytes(device_of(self.model))
 
     def _go_to_set(self, batch: PromptBatch) -> None:
         if only_set(batch) != self.current:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 PIECE = 2**21
 
 
-def row_slices(queries: int, elements_of_a_row: int) -> Iterator[slice]:
-    """Slices of query rows, each of at most ``PIECE`` elements, but of at least one row.
+def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Iterator[slice]:
+    """Slices of query rows of at most ``PIECE`` elements, but of at least so many rows.
 
     Examples:
         >>> from anchorlens.system.row_pieces import row_slices
         >>> list(row_slices(5, 2**20))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    count = max(1, PIECE // elements_of_a_row)
+    count = max(at_least, PIECE // elements_of_a_row)
     for start in range(0, queries, count):
         yield slice(start, min(start + count, queries))

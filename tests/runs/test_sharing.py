@@ -445,3 +445,26 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(compression, "run_prefix", full)
     with pytest.raises(torch.OutOfMemoryError):
         al.compress(gpt2, batch)
+
+
+@pytest.mark.parametrize(("fitting", "computed"), [(0, 18), (2, 13), (5, 5)])
+def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
+    fitting: int, computed: int, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clean, and two sites with a control each, are 5 prefixes, which are asked for 18 times."""
+    batches = questions(gpt2, 6, batch_size=2)
+    sites = {"first": al.Site(0), "last": al.Site(2)}
+    options: dict[str, Any] = {"draws": 1, **QUIET}
+    expected = al.isolation_sweep(gpt2, batches, sites, **options)
+    prefixes: list[Any] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        prefixes.append(run_prefix(*arguments, **keywords))
+        return prefixes[-1]
+
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
+    monkeypatch.setattr(shared_prefix, "free_bytes", lambda device: fitting * prefixes[-1].size)
+    ours = al.isolation_sweep(gpt2, batches, sites, **options)
+    assert len(prefixes) == computed
+    for name, record in ours.items():
+        assert_same(record, expected[name])
