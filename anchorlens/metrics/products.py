@@ -4,7 +4,6 @@ With thousands of tokens the pattern of one layer takes gigabytes, so it is neve
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, 
 # From some query positions to the edges of these queries, for each set of edges.
 RowsOfSets = Callable[[slice], Bool[Tensor, "batch flow query key"]]
 
-_PIECES = 16  # whose edges are stored for the next layer
+_STORED = 2**26  # bytes of edges that are stored for the next layer
 
 
 def product_hooks(
@@ -122,8 +121,7 @@ class EdgeSums:
     """
 
     def __init__(self, edges: RowsOfSets, first_query: int, absolute_per_head: bool) -> None:
-        # The layers have the same pieces of rows; a few pieces take little memory.
-        self.edges = lru_cache(_PIECES)(lambda start, stop: edges(slice(start, stop)))
+        self.edges = _stored(edges)
         self.first_query, self.absolute_per_head = first_query, absolute_per_head
         self.of_layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -143,7 +141,7 @@ class EdgeSums:
     ) -> None:
         """Add the saliency of some query rows, in float32 or wider."""
         product = pattern * gradient
-        of_rows = self.edges(self.first_query + rows.start, self.first_query + rows.stop)
+        of_rows = self.edges(slice(self.first_query + rows.start, self.first_query + rows.stop))
         edges = of_rows[..., keys].expand(len(product), -1, -1, -1)
         inside = rearrange(edges, "batch flow query key -> batch (query key) flow").to(product)
         merged = over_heads(product, self.absolute_per_head)
@@ -156,6 +154,22 @@ class EdgeSums:
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
         return _rows_of(self.of_layers)
+
+
+def _stored(edges: RowsOfSets) -> RowsOfSets:
+    """The same edges, stored for the next layer, which has the same pieces, as far as they fit."""
+    pieces: dict[tuple[int, int], Tensor] = {}
+
+    def of_rows(rows: slice) -> Tensor:
+        piece = (rows.start, rows.stop)
+        if piece in pieces:
+            return pieces[piece]
+        made = edges(rows)
+        if sum(other.nbytes for other in pieces.values()) + made.nbytes <= _STORED:
+            pieces[piece] = made
+        return made
+
+    return of_rows
 
 
 class SegmentSums:

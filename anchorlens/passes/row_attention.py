@@ -121,7 +121,9 @@ class RowAttention(torch.autograd.Function):
         terms, use = ctx.terms, ctx.use
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.empty_like(query)
-        of_key, of_value = (torch.zeros_like(each, dtype=wide) for each in (key, value))
+        of_key, of_value = (
+            torch.zeros(each.shape, dtype=wide, device=each.device) for each in (key, value)
+        )
         length = key.shape[2]
         elements = query.shape[0] * query.shape[1] * length
         for rows in row_slices(query.shape[2], elements, at_least=_ROWS):
@@ -129,13 +131,13 @@ class RowAttention(torch.autograd.Function):
             pattern = _pattern(query, key, rows, keys, terms)
             slope = _with_shared_heads(of_output[:, :, rows], value[:, :, keys].mT)
             use(rows, keys, pattern, slope)
-            of_value[:, :, keys] += _over_queries(pattern, of_output[:, :, rows], key.shape[1])
+            _add_over_queries(of_value[:, :, keys], pattern, of_output[:, :, rows])
             # In place, because new tensors for each step take time and memory.
             of_scores = pattern * slope
             of_scores.addcmul_(pattern, of_scores.sum(-1, keepdim=True), value=-1)
             of_scores.mul_(terms.scale)
             of_query[:, :, rows] = _with_shared_heads(of_scores, key[:, :, keys])
-            of_key[:, :, keys] += _over_queries(of_scores, query[:, :, rows], key.shape[1])
+            _add_over_queries(of_key[:, :, keys], of_scores, query[:, :, rows])
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
@@ -180,9 +182,11 @@ def _with_shared_heads(
     return (by_key_head @ columns.to(wide)[:, :, None]).flatten(1, 2)
 
 
-def _over_queries(weights: Rows, of_queries: Heads, key_heads: int) -> SharedHeads:
-    """Sums over query rows, and over the query heads of each key head, in the type of weights."""
+def _add_over_queries(sums: SharedHeads, weights: Rows, of_queries: Heads) -> None:
+    """Add sums over query rows, and over the query heads of each key head, in place."""
     grouped, values = (
-        each.unflatten(1, (key_heads, -1)).flatten(2, 3) for each in (weights, of_queries)
+        each.unflatten(1, (sums.shape[1], -1)).flatten(2, 3).flatten(0, 1)
+        for each in (weights, of_queries.to(weights.dtype))
     )
-    return grouped.mT @ values.to(weights.dtype)
+    # A view, which is an error if it would need a copy.
+    sums.view(-1, *sums.shape[2:]).baddbmm_(grouped.mT, values)
