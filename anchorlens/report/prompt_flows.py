@@ -164,8 +164,9 @@ def plot_prompt(
         for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
             flows.add(rows.start, keys.start or 0, values)
         if rows.start <= target < rows.stop:
-            of_target = saliency[target - rows.start]
-            pq[layer] = of_target[at_target - (keys.start or 0)].mean()
+            of_target = torch.zeros(alone.tokens.shape[1]).to(saliency)  # 0 outside of a window
+            of_target[keys] = saliency[target - rows.start]
+            pq[layer] = of_target[at_target].mean()
 
     logits = _run(model, alone, select, loss, gradient_checkpointing)
     groups = alone.groups[0].tolist()

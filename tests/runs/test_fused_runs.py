@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from measures import assert_same, hooks_on
-from tiny_models import questions, tiny_gpt2, tiny_llama
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -47,7 +47,7 @@ def forwards_of(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama, tiny_gemma3])
 def test_flows_equal_those_of_whole_patterns(
     make: Any, side: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +64,7 @@ def test_flows_equal_those_of_whole_patterns(
         assert info["attention"].startswith("fused: the patterns of a prompt would take")
         once = "tokens of each prompt, run once for all, but whole prompts for gradients"
         assert info["shared_prefix"].endswith(once)
-        # The softmax of whole patterns is computed in float32 in Llama.
+        # The softmax of whole patterns is computed in float32 in Llama and Gemma.
         for name, record in ours.items():
             assert_same(record, expected[name], 1e-12 if make is tiny_gpt2 else 1e-5)
     assert (hooks_on(model), forwards_of(model)) == before
@@ -145,15 +145,20 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
         assert_same(record, expected[name], 1e-4)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with a window, it is shorter than prompts
 def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = questions(gpt2, 3)[0]
-    expected = al.plot_prompt(gpt2, batch, 1)
-    saliency, heads = al.saliency(gpt2, batch.prompt(1))[0], al.head_saliency(gpt2, batch.prompt(1))
+    model = request.getfixturevalue(name)
+    batch = questions(model, 3)[0]
+    expected = al.plot_prompt(model, batch, 1)
+    saliency, heads = (
+        al.saliency(model, batch.prompt(1))[0],
+        al.head_saliency(model, batch.prompt(1)),
+    )
     monkeypatch.setattr(fused_trial, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
-    ours = al.plot_prompt(gpt2, batch, 1)
+    ours = al.plot_prompt(model, batch, 1)
     assert ours.start == expected.start
     for layer, of_layer in enumerate(ours.layers):
         tables = [saliency[layer], *heads[0, layer].abs()]
