@@ -22,7 +22,7 @@ from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, 
 # From some query positions to the edges of these queries, for each set of edges.
 RowsOfSets = Callable[[slice], Bool[Tensor, "batch flow query key"]]
 
-_STORED = 2**26  # bytes of edges that are stored for the next layer
+_STORED = 2**26  # bytes of the edges that are stored for the next layers
 
 
 def product_hooks(
@@ -157,7 +157,7 @@ class EdgeSums:
 
 
 def _stored(edges: RowsOfSets) -> RowsOfSets:
-    """The same edges, stored for the next layer, which has the same pieces, as far as they fit."""
+    """The same edges. The first pieces are stored, because every layer asks for the same ones."""
     pieces: dict[tuple[int, int], Tensor] = {}
 
     def of_rows(rows: slice) -> Tensor:

@@ -48,15 +48,17 @@ class Terms:
     cuts: Sequence[BatchHook] = ()
 
     def keys_seen(self, rows: slice, length: int) -> slice:
-        """Keys around all those that one of these query rows sees.
+        """All keys that one of these query rows sees, and some beside them.
 
-        There are few such slices, so that most pieces are as large as the piece before them. If
+        Their number is rounded up, so that most pieces are as large as the piece before them. If
         each were a little larger, it would not fit where another was freed, and most of the memory
         would be gaps.
         """
         first, end = self._first_and_end(rows, length)
         step = max(1, length // 32)
-        return slice(first - first % step, min(length, end + -end % step))
+        width = -(-(end - first) // step) * step
+        stop = min(length, first + width)
+        return slice(max(0, stop - width), stop)
 
     def _first_and_end(self, rows: slice, length: int) -> tuple[int, int]:
         """The first key that one of these query rows sees, and the one after the last."""
@@ -121,6 +123,7 @@ class RowAttention(torch.autograd.Function):
         terms, use = ctx.terms, ctx.use
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.empty_like(query)
+        # Contiguous, also where keys and values are not, so that heads can be joined to a view.
         of_key, of_value = (
             torch.zeros(each.shape, dtype=wide, device=each.device) for each in (key, value)
         )
@@ -188,5 +191,5 @@ def _add_over_queries(sums: SharedHeads, weights: Rows, of_queries: Heads) -> No
         each.unflatten(1, (sums.shape[1], -1)).flatten(2, 3).flatten(0, 1)
         for each in (weights, of_queries.to(weights.dtype))
     )
-    # A view, which is an error if it would need a copy.
+    # ``view`` raises an error where it would have to copy: what is added to a copy would be lost.
     sums.view(-1, *sums.shape[2:]).baddbmm_(grouped.mT, values)

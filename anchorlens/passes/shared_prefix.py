@@ -111,7 +111,7 @@ class Passes:
         return acting, prefix
 
     def _fits(self, prefix: Prefix) -> bool:
-        """Whether as much memory stays free as all stored prefixes take with this one.
+        """Whether this prefix and the stored ones take no more than the memory that is still free.
 
         A sweep has a prefix for each site and each random control. Those of long prompts can take
         more memory than the passes.

@@ -9,12 +9,19 @@ PIECE = 2**21
 
 
 def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Iterator[slice]:
-    """Slices of query rows of at most ``PIECE`` elements, but of at least so many rows.
+    """Slices of query rows, each of at most ``PIECE`` elements.
+
+    Args:
+        queries: How many rows there are.
+        elements_of_a_row: How many elements each of them has.
+        at_least: The rows of a slice, also where they have more elements than a piece.
 
     Examples:
         >>> from anchorlens.system.row_pieces import row_slices
         >>> list(row_slices(5, 2**20))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+        >>> list(row_slices(5, 2**20, at_least=3))
+        [slice(0, 3, None), slice(3, 5, None)]
     """
     count = max(at_least, PIECE // elements_of_a_row)
     for start in range(0, queries, count):

@@ -152,10 +152,8 @@ def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     model = request.getfixturevalue(name)
     batch = questions(model, 3)[0]
     expected = al.plot_prompt(model, batch, 1)
-    saliency, heads = (
-        al.saliency(model, batch.prompt(1))[0],
-        al.head_saliency(model, batch.prompt(1)),
-    )
+    saliency = al.saliency(model, batch.prompt(1))[0]
+    heads = al.head_saliency(model, batch.prompt(1))
     monkeypatch.setattr(fused_trial, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = al.plot_prompt(model, batch, 1)
