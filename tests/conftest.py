@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 SHARED: dict[Any, Any] = {}
-MATRIX = ("test_matrix", "test_cache_matrix", "test_prefix_matrix", "test_adapter_matrix")
+MATRIX = (
+    *("test_matrix", "test_cache_matrix", "test_prefix_matrix", "test_adapter_matrix"),
+    "test_fused_matrix",
+)
 LINE = ".".join(version("transformer-lens").split(".")[:2])
 KINDS = ("bridge", "processed", "hooked-transformer")
 

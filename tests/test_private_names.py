@@ -108,6 +108,18 @@ def configurations_name_the_attention() -> bool:
     return model.config._attn_implementation == "eager"
 
 
+def registrations_can_be_undone() -> bool:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for registry in (AttentionInterface, AttentionMaskInterface):
+        registry.register("ours", print)
+        registered = registry()["ours"] is print
+        registry._global_mapping.pop("ours")
+        if not registered or "ours" in registry():
+            return False
+    return True
+
+
 def a_bridge_stores_its_last_pattern() -> bool:
     from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
 
@@ -201,6 +213,13 @@ USES = [
         ("models/native_attention.py", "runs/fingerprint.py"),
         "the configuration of a model names its attention implementation",
         configurations_name_the_attention,
+    ),
+    Use(
+        "transformers",
+        ("_global_mapping",),
+        ("models/handed_attention.py",),
+        "the attention interfaces hold what was registered in _global_mapping",
+        registrations_can_be_undone,
     ),
     Use(
         "transformers",

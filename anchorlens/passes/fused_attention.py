@@ -1,22 +1,23 @@
-"""All attention of a model by a fused kernel, so that no pattern is formed.
-
-transformers hands scaling, masks, windows and shared keys to one function of PyTorch, whatever the
-architecture is, so that nothing of an architecture is repeated here. That function is replaced
-while an attention module runs. Where a soft cap or an attention sink would be lost, a trial finds
-it (see ``runs/fused_trial.py``).
-"""
+"""All attention of a model by a fused kernel, so that no pattern is formed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from jaxtyping import Bool
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
+from ..models.handed_attention import (
+    Heads,
+    SharedHeads,
+    Terms,
+    attention_by,
+    is_skipped,
+)
 from ..models.hooked import (
     BatchHook,
     Hook,
@@ -25,9 +26,8 @@ from ..models.hooked import (
     scores_name,
     verified_operands,
 )
-from .late_start import replaced_forwards
 from .memory import return_freed_memory
-from .row_attention import RowAttention, Rows, Terms, UseRowsOfLayer
+from .row_attention import RowAttention, Rows, UseRowsOfLayer
 
 # Gets the layer, some query rows, the keys that they see, and A and dL/dA of these rows and keys in
 # float32 or wider.
@@ -54,41 +54,41 @@ def fused_attention(
             called here.
 
     Raises:
-        ModelError: transformers does not compute the attention of this model, or not by the fused
-            function; or a hook acts inside the attention in another way.
+        ModelError: The attention of this model cannot be handed to a function, or a hook acts
+            inside the attention in another way.
     """
-    original: Any = getattr(model, "original_model", None)  # none in a HookedTransformer
-    if getattr(original, "config", None) is None:
-        raise ModelError("transformers does not compute its attention")
-    numbers = range(model.cfg.n_layers)
-    layers = [_layer(model, number, use, hooks, observers) for number in numbers]
-    if sum(len(layer.cuts) for layer in layers) != _count_inside(hooks):
+    cuts, observing = _inside(model, hooks), _inside(model, observers)
+    layers = [_layer(model, number, use, cuts, observing) for number in range(model.cfg.n_layers)]
+    if sum(len(layer.cuts) for layer in layers) != len(cuts):
         raise ModelError("a hook acts inside the attention, and does not cut edges of the scores")
-    if sum(len(layer.queries) + len(layer.keys) for layer in layers) != _count_inside(observers):
+    if sum(len(layer.queries) + len(layer.keys) for layer in layers) != len(observing):
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
 
-    def forward_of(layer: int, attention: Any) -> Callable[..., Any]:
-        return partial(_run_fused, attention, layers[layer])
+    def attend(
+        number: int, query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms
+    ) -> Heads:
+        return_freed_memory()
+        layer = layers[number]
+        for observe in layer.queries:
+            observe(query)
+        for observe in layer.keys:
+            observe(key)
+        for cut in layer.cuts:
+            terms = replace(terms, mask=terms.mask.without(_edges_in_heads(cut, query.shape[1])))
+        z: Heads = RowAttention.apply(query, key, value, terms, layer.use)
+        return z
 
-    try:
-        try:
-            original.set_attn_implementation("sdpa")
-        except ValueError as error:
-            raise ModelError(f"transformers has no fused attention for it: {error}") from error
-        attentions = [block.attn for block in model.blocks]  # type: ignore[attr-defined]
-        with replaced_forwards(attentions, forward_of):
-            yield
-    finally:
-        original.set_attn_implementation("eager")  # as prepare_model made it
+    with attention_by(model, attend):
+        yield
 
 
-def outside_attention(hooks: Sequence[Hook]) -> list[Hook]:
+def outside_attention(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
     """The hooks at points that a model with a fused attention calls."""
-    return [hook for hook in hooks if not (isinstance(hook[0], str) and ".attn." in hook[0])]
+    return [hook for hook in hooks if not is_skipped(model, hook[0])]
 
 
-def _count_inside(hooks: Sequence[Hook]) -> int:
-    return len(hooks) - len(outside_attention(hooks))
+def _inside(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
+    return [hook for hook in hooks if is_skipped(model, hook[0])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,50 +136,14 @@ def _layer(
     )
 
 
-def _run_fused(attention: Any, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
-    return_freed_memory()
-    calls = _FusedCalls(layer)
-    with calls:
-        output = attention.original_component(*args, **kwargs)
-    if calls.count != 1:
-        raise ModelError(
-            f"its attention calls the fused function of PyTorch {calls.count} times instead of once"
-        )
-    return output
-
-
-class _FusedCalls(TorchFunctionMode):
-    """Replaces the fused function of PyTorch while an attention module runs."""
-
-    def __init__(self, layer: _Layer) -> None:
-        super().__init__()
-        self.layer, self.count = layer, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self.count += 1
-        return self._attend(*args, **kwargs)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        """The attention; parameters have the names of PyTorch."""
-        if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
-            raise ModelError("its attention has dropout, or a mask that is learned")
-        for observe in self.layer.queries:
-            observe(query)
-        for observe in self.layer.keys:
-            observe(key)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        terms = Terms(attn_mask, is_causal, factor, self.layer.cuts)
-        return RowAttention.apply(query, key, value, terms, self.layer.use)
+def _edges_in_heads(
+    cut: BatchHook, count: int
+) -> Callable[[slice], Bool[Tensor, "batch _ query key"]]:
+    """From some query rows to the edges that a hook cuts, in each head if it acts in some alone."""
+    edges_of = cut.edges
+    assert edges_of is not None
+    if cut.heads is None:
+        return lambda rows: edges_of(rows)[:, None]
+    heads = torch.zeros(count, 1, 1, dtype=torch.bool)
+    heads[list(cut.heads)] = True
+    return lambda rows: (edges := edges_of(rows)[:, None]) & heads.to(edges.device)

@@ -5,10 +5,12 @@ Here the forward of these blocks is replaced, so that a pass in which only the l
 costs only those layers. This works in both lines of TransformerLens.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from ..models.replaced import replaced_methods
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,25 +53,5 @@ def started(model: Any, start: Start | None) -> Iterator[None]:
         assert start is not None
         return start.output
 
-    with replaced_forwards(skipped, lambda layer, block: pass_on):
+    with replaced_methods(skipped, "forward", lambda layer, block: pass_on):
         yield
-
-
-@contextmanager
-def replaced_forwards(
-    blocks: Iterable[Any], forward_of: Callable[[int, Any], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, each block's ``forward`` is what ``forward_of(layer, block)`` returns."""
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for layer, block in enumerate(blocks):
-            # In __dict__, because a bridge sets its attributes on the module that it wraps.
-            attributes = vars(block)
-            replaced.append((attributes, attributes.get("forward")))
-            attributes["forward"] = forward_of(layer, block)
-        yield
-    finally:
-        for attributes, forward in replaced:
-            attributes.pop("forward", None)
-            if forward is not None:
-                attributes["forward"] = forward

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
-from .late_start import replaced_forwards
+from ..models.replaced import replaced_methods
 
 
 @dataclass
@@ -67,7 +67,7 @@ def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
     def twice(layer: int, block: Any) -> Callable[..., Any]:
         return partial(_run_twice, checkpoints, layer, block, block.forward)
 
-    with replaced_forwards(model.blocks, twice):
+    with replaced_methods(model.blocks, "forward", twice):
         yield
 
 

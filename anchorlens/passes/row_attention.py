@@ -4,11 +4,11 @@ The pattern of a few query rows is computed again when the gradient of the outpu
 
     dL/dA_ij = (dL/dz)_i . v_j          dL/ds_ij = A_ij (dL/dA_ij - sum_k A_ik dL/dA_ik)
 
-s are the scores before the softmax, from which the gradients of queries and keys follow.
+s are the scores before the softmax, from which the gradients of queries and keys follow. They hold
+with attention sinks too, whose share of the softmax has no gradient.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..models.hooked import BatchHook
+from ..models.attention_mask import Seen
+from ..models.handed_attention import Heads, SharedHeads, Terms
 from ..system.row_pieces import row_slices
 
-Heads = Float[Tensor, "batch head position d_head"]
-SharedHeads = Float[Tensor, "batch _ position d_head"]
 Rows = Float[Tensor, "batch head query key"]
 # Gets some query rows, the keys that they see, and A and dL/dA there, in float32 or wider.
 UseRowsOfLayer = Callable[[slice, slice, Rows, Rows], None]
@@ -29,73 +28,6 @@ UseRowsOfLayer = Callable[[slice, slice, Rows, Rows], None]
 # The fewest query rows of a piece. Each piece reads all keys and values, and adds to their
 # gradients: with 12 heads and 32,768 tokens, 4 rows at a time took 3.5 times as long as 32.
 _ROWS = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Terms:
-    """Which keys a query sees, and how scores are scaled.
-
-    Attributes:
-        mask: True where a query sees a key, or numbers that are added to the scores; None for all.
-        is_causal: Whether no query sees a later key; then there is no mask.
-        scale: Factor of the scores.
-        cuts: Hooks whose edges are cut.
-    """
-
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-    cuts: Sequence[BatchHook] = ()
-
-    def keys_seen(self, rows: slice, length: int) -> slice:
-        """All keys that one of these query rows sees, and some beside them.
-
-        Their number is rounded up, so that most pieces are as large as the piece before them. If
-        each were a little larger, it would not fit where another was freed, and most of the memory
-        would be gaps.
-        """
-        first, end = self._first_and_end(rows, length)
-        step = max(1, length // 32)
-        width = -(-(end - first) // step) * step
-        stop = min(length, first + width)
-        return slice(max(0, stop - width), stop)
-
-    def _first_and_end(self, rows: slice, length: int) -> tuple[int, int]:
-        """The first key that one of these query rows sees, and the one after the last."""
-        if self.is_causal:
-            return 0, rows.stop
-        if self.mask is None:
-            return 0, length
-        mask = self._block(rows, slice(0, length))
-        inside = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        columns = inside.flatten(0, -2).any(0).nonzero().flatten()
-        if not len(columns):  # rows of padding
-            return 0, length
-        return int(columns[0]), int(columns[-1]) + 1
-
-    def mask_of(self, rows: slice, keys: slice, like: Heads) -> Tensor | None:
-        """The mask of some query rows and keys, with the cut edges."""
-        seen = None if self.mask is None else self._block(rows, keys)
-        if self.is_causal:
-            positions = torch.arange(keys.stop, device=like.device)
-            seen = positions[rows, None] >= positions[keys]
-        for cut in self.cuts:
-            assert cut.edges is not None
-            edges = cut.edges(rows)[:, None, :, keys].to(like.device)
-            if cut.heads is not None:
-                chosen = torch.zeros(like.shape[1], dtype=torch.bool, device=like.device)
-                chosen[list(cut.heads)] = True
-                edges = edges & chosen[:, None, None]
-            if seen is None or seen.dtype == torch.bool:
-                seen = ~edges if seen is None else seen & ~edges
-            else:
-                seen = seen.masked_fill(edges, torch.finfo(seen.dtype).min)
-        return seen
-
-    def _block(self, rows: slice, keys: slice) -> Tensor:
-        assert self.mask is not None
-        mask = self.mask[..., rows, :] if self.mask.shape[-2] > 1 else self.mask
-        return mask[..., keys] if mask.shape[-1] > 1 else mask
 
 
 class RowAttention(torch.autograd.Function):
@@ -130,15 +62,17 @@ class RowAttention(torch.autograd.Function):
         length = key.shape[2]
         elements = query.shape[0] * query.shape[1] * length
         for rows in row_slices(query.shape[2], elements, at_least=_ROWS):
-            keys = terms.keys_seen(rows, length)
-            pattern = _pattern(query, key, rows, keys, terms)
+            keys, seen = keys_seen(terms, rows, key)
+            scores = _scores(query[:, :, rows], key[:, :, keys], terms.scale)
+            of_cap = _cap(scores, terms)
+            pattern = _softmax(scores, seen, terms)
             slope = _with_shared_heads(of_output[:, :, rows], value[:, :, keys].mT)
             use(rows, keys, pattern, slope)
             _add_over_queries(of_value[:, :, keys], pattern, of_output[:, :, rows])
             # In place, because new tensors for each step take time and memory.
             of_scores = pattern * slope
             of_scores.addcmul_(pattern, of_scores.sum(-1, keepdim=True), value=-1)
-            of_scores.mul_(terms.scale)
+            of_scores.mul_(terms.scale if of_cap is None else of_cap.mul_(terms.scale))
             of_query[:, :, rows] = _with_shared_heads(of_scores, key[:, :, keys])
             _add_over_queries(of_key[:, :, keys], of_scores, query[:, :, rows])
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
@@ -148,32 +82,72 @@ def output_of(query: Heads, key: SharedHeads, value: SharedHeads, terms: Terms) 
     """z by a fused kernel.
 
     With a mask it is computed a few query rows at a time. A kernel makes numbers of a whole mask,
-    and computes what no row sees: all that is later, or outside of a window.
+    and computes what no row sees: all that is later, or outside of a window. No kernel knows soft
+    caps and sinks.
     """
     how: dict[str, Any] = {"scale": terms.scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if terms.mask is None and not terms.cuts:
-        return scaled_dot_product_attention(query, key, value, is_causal=terms.is_causal, **how)
+    has_kernel = terms.soft_cap is None and terms.sinks is None
+    if has_kernel and terms.mask.is_causal:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **how)
     outputs = []
-    for rows in row_slices(query.shape[2], query.shape[0] * key.shape[2]):
-        keys = terms.keys_seen(rows, key.shape[2])
-        mask = terms.mask_of(rows, keys, query)
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], attn_mask=mask, **how
-            )
-        )
+    heads = 1 if has_kernel else query.shape[1]  # a kernel makes no table of scores
+    for rows in row_slices(query.shape[2], query.shape[0] * heads * key.shape[2]):
+        keys, seen = keys_seen(terms, rows, key)
+        operands = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        if has_kernel:
+            outputs.append(scaled_dot_product_attention(*operands, attn_mask=seen, **how))
+        else:
+            outputs.append(_output_of_rows(*operands, seen, terms))
     return torch.cat(outputs, dim=2)
 
 
-def _pattern(query: Heads, key: SharedHeads, rows: slice, keys: slice, terms: Terms) -> Rows:
-    """A in some query rows, at the keys that they see."""
-    scores = _with_shared_heads(query[:, :, rows], key[:, :, keys].mT).mul_(terms.scale)
-    mask = terms.mask_of(rows, keys, query)
-    if mask is not None and mask.dtype == torch.bool:
-        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores.add_(mask)
-    return scores.softmax(-1)
+def keys_seen(terms: Terms, rows: slice, key: SharedHeads) -> tuple[slice, Seen]:
+    """All keys that one of these query rows sees and some beside them, and which row sees which.
+
+    The number of keys is rounded up, so that most pieces are as large as the piece before them. If
+    each were a little larger, it would not fit where another was freed, and most of the memory
+    would be gaps.
+    """
+    length = key.shape[2]
+    first, end = terms.mask.ends(rows.start, rows.stop)
+    step = max(1, length // 32)
+    width = -(-(end - first) // step) * step
+    stop = min(length, first + width)
+    keys = slice(max(0, stop - width), stop)
+    return keys, terms.mask.seen(rows, keys).to(key.device)
+
+
+def _scores(query: Heads, key: SharedHeads, scale: float) -> Rows:
+    """Scores of some query rows and keys, without a cap."""
+    return _with_shared_heads(query, key.mT).mul_(scale)
+
+
+def _cap(scores: Rows, terms: Terms) -> Rows | None:
+    """Cap scores in place, and return the derivative of the cap; None where there is no cap."""
+    if terms.soft_cap is None:
+        return None
+    scores.div_(terms.soft_cap).tanh_()
+    derivative = 1 - scores.square()
+    scores.mul_(terms.soft_cap)
+    return derivative
+
+
+def _softmax(scores: Rows, seen: Seen, terms: Terms) -> Rows:
+    """A of some query rows, from scores that are changed."""
+    scores.masked_fill_(~seen, torch.finfo(scores.dtype).min)
+    if terms.sinks is None:
+        return scores.softmax(-1)
+    sinks = terms.sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+
+
+def _output_of_rows(
+    query: Heads, key: SharedHeads, value: SharedHeads, seen: Seen, terms: Terms
+) -> Heads:
+    """z of some query rows, by their pattern."""
+    scores = _scores(query, key, terms.scale)
+    _cap(scores, terms)
+    return _with_shared_heads(_softmax(scores, seen, terms), value).to(query.dtype)
 
 
 def _with_shared_heads(

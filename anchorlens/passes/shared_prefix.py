@@ -160,7 +160,7 @@ class Passes:
             yield hooks, observers
             return
         with fused_attention(self.model, hooks=hooks, observers=observers):
-            yield outside_attention(hooks), outside_attention(observers)
+            yield outside_attention(self.model, hooks), outside_attention(self.model, observers)
 
 
 def act_alike(hooks: Sequence[Hook], in_prefix: Sequence[Hook], length: int) -> bool:

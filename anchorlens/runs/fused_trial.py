@@ -152,7 +152,7 @@ def _can_act(model: HookedModel, hook: Hook) -> bool:
     point, act = hook
     cuts = isinstance(act, BatchHook) and act.edges is not None
     at_scores = point in names_of_layers(model, scores_name)
-    return bool(outside_attention([hook])) or (cuts and at_scores)
+    return bool(outside_attention(model, [hook])) or (cuts and at_scores)
 
 
 def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
@@ -168,7 +168,9 @@ def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
     in_prefix = metric.observe_prefix(passes.model, passes.shared_tokens(after))
     operands = verified_operands[passes.model]
     read = {point for each in operands if each for point in (each.query, each.key)}
-    return all(outside_attention([hook]) or hook[0] in read for hook in in_prefix.hooks)
+    return all(
+        outside_attention(passes.model, [hook]) or hook[0] in read for hook in in_prefix.hooks
+    )
 
 
 def _why_no_prefix(

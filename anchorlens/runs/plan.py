@@ -159,7 +159,7 @@ class Plan:
             logits = run_pass(
                 self.passes.model,
                 batch,
-                hooks=outside_attention(acting),
+                hooks=outside_attention(self.passes.model, acting),
                 loss=self.loss,
                 gradient_checkpointing=self.gradient_checkpointing,
             )

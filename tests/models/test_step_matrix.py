@@ -14,24 +14,15 @@ from measures import difference
 from test_matrix import KINDS, LINE, hooked
 
 import anchorlens as al
-from anchorlens.errors import ModelError
 from anchorlens.models.hooked import z_name
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes.forward import leaf_hook, run_pass
-from anchorlens.passes.fused_attention import fused_attention
+from anchorlens.passes.forward import leaf_hook
 from anchorlens.passes.step_gradients import step_gradients
 
 pytestmark = pytest.mark.without_jaxtyping
 # What these weigh is no output of a head that a hook point holds, or no value: a norm or another
 # projection is in between.
 FROM_PATTERNS = {"Gemma 4", "DeepSeek V2", "DeepSeek V3", "BitNet", "JetMoe"}
-# Attention that is not computed by the fused function of PyTorch: it is written in the code of
-# the model (the first eight), has a soft cap or a sink, or is of TransformerLens's own models.
-NOT_FUSED = {
-    *("GPT-J", "GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "CodeGen", "XGLM"),
-    *("Gemma 2", "VaultGemma", "GPT-OSS"),
-    *(row.name for row in ALL if row.name.startswith("Toy")),
-}
 CASES = [
     pytest.param(row.name, marks=pytest.mark.xdist_group(row.name))
     for row in ALL
@@ -64,29 +55,6 @@ def test_gradients_of_a_step_equal_those_of_its_loss(name: str) -> None:
     sums = output_products(model, prompt, 40)
     for layer, expected in enumerate(sums):
         assert difference(products[1, layer].sum(-1), expected) <= 10 * limit
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_fused_attention_gives_the_same_products_or_a_reason(name: str) -> None:
-    model, batch = hooked(name, torch.float32, "bridge"), batch_of("right")
-    length = batch.tokens.shape[1]
-    ours = torch.zeros(len(batch), model.cfg.n_layers, model.cfg.n_heads, length, length)
-
-    def store(layer: int, rows: slice, keys: slice, pattern: Any, gradient: Any) -> None:
-        ours[:, layer, :, rows, keys] = pattern * gradient
-
-    def run() -> None:
-        with fused_attention(model, store):
-            run_pass(model, batch, loss=al.label_cross_entropy)
-
-    with frozen_in_eval_mode(model):
-        if name in NOT_FUSED:
-            with pytest.raises(ModelError, match=r"its attention|no fused attention"):
-                run()
-            return
-        run()
-    expected = al.head_saliency(model, batch)
-    assert difference(ours, expected) <= KINDS["bridge"].limits[torch.float32]
 
 
 def output_products(model: Any, prompt: al.PromptBatch, position: int) -> list[torch.Tensor]:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from anchorlens.passes.row_attention import RowAttention, Terms
+from anchorlens.models.attention_mask import Mask, causal_mask, mask_of
+from anchorlens.models.handed_attention import Terms
+from anchorlens.passes.row_attention import RowAttention, keys_seen
 from anchorlens.system import row_pieces
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -15,16 +17,36 @@ LENGTH = 130  # several pieces of at least 32 rows
 POSITIONS = torch.arange(LENGTH)
 CAUSAL = POSITIONS[:, None] >= POSITIONS
 WINDOW = CAUSAL & (POSITIONS[:, None] - POSITIONS < 20)
-ADDED = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(
-    ~WINDOW, torch.finfo(torch.float64).min
-)
+# The second prompt has padding, which no row sees; its first rows see nothing.
+PADDED = CAUSAL & (torch.tensor([0, 40])[:, None, None, None] <= POSITIONS)
+SINKS = torch.tensor([-1.0, 0.0, 2.0, 0.5], dtype=torch.float64)
 
+
+def table(seen: Tensor) -> Mask:
+    return mask_of(lambda rows, keys: seen.expand(-1, 1, -1, -1)[:, :, rows, keys], LENGTH)
+
+
+ALL = causal_mask(torch.device("cpu"))
 CASES = {
-    "causal": (Terms(None, is_causal=True, scale=0.3), CAUSAL),
-    "window": (Terms(WINDOW[None, None], is_causal=False, scale=0.3), WINDOW),
-    "added": (Terms(ADDED[None, None], is_causal=False, scale=0.3), WINDOW),
-    "all": (Terms(None, is_causal=False, scale=0.3), torch.ones_like(CAUSAL)),
+    "causal": (Terms(0.3, ALL), CAUSAL),
+    "window": (Terms(0.3, table(WINDOW[None, None])), WINDOW),
+    "padding": (Terms(0.3, table(PADDED)), PADDED),
+    "cut": (Terms(0.3, ALL.without(lambda rows: ~WINDOW[None, None, rows])), WINDOW),
+    "soft cap": (Terms(0.3, ALL, soft_cap=0.5), CAUSAL),
+    "soft cap and window": (Terms(0.3, table(WINDOW[None, None]), soft_cap=0.5), WINDOW),
+    "sinks": (Terms(0.3, ALL, sinks=SINKS), CAUSAL),
+    "sinks and padding": (Terms(0.3, table(PADDED), sinks=SINKS), PADDED),
 }
+
+
+def whole_pattern(query: Tensor, key: Tensor, terms: Terms, seen: Tensor) -> Tensor:
+    scores = query @ key.repeat_interleave(2, dim=1).mT * terms.scale
+    if terms.soft_cap is not None:
+        scores = terms.soft_cap * (scores / terms.soft_cap).tanh()
+    # As PyTorch and transformers do: rows that see nothing are no NaN.
+    weights = scores.exp() * seen
+    sink = 0 if terms.sinks is None else terms.sinks.exp()[:, None, None]
+    return weights / (weights.sum(-1, keepdim=True) + sink).clamp(min=1e-300)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,6 +60,8 @@ def test_gradients_and_rows_equal_those_of_a_softmax(
         torch.randn(2, heads, LENGTH, 8, generator=generator, dtype=torch.float64)
         for heads in (4, 2, 2, 4)
     )
+    # No loss comes from rows that see nothing.
+    weights = weights * seen.any(-1, keepdim=True)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     ours_a, ours_slope = torch.zeros(2, 2, 4, LENGTH, LENGTH, dtype=torch.float64)
 
@@ -47,13 +71,14 @@ def test_gradients_and_rows_equal_those_of_a_softmax(
     output: Any = RowAttention.apply(query, key, value, terms, use)
     ours = torch.autograd.grad((output * weights).sum(), inputs)
 
-    scores = query @ key.repeat_interleave(2, dim=1).mT * terms.scale
-    a = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    a = whole_pattern(query, key, terms, seen)
     expected_output = a @ value.repeat_interleave(2, dim=1)
     *expected, slope = torch.autograd.grad((expected_output * weights).sum(), [*inputs, a])
-    for mine, other in [(output, expected_output), (ours_a, a), *zip(ours, expected, strict=True)]:
+    inside = seen.expand_as(a)
+    pairs = [(output * weights, expected_output * weights), (ours_a * inside, a * inside)]
+    for mine, other in [*pairs, *zip(ours, expected, strict=True)]:
         assert mine.sub(other).abs().max() < 1e-12
-    assert (ours_slope - slope)[..., seen].abs().max() < 1e-12
+    assert (ours_slope - slope)[inside].abs().max() < 1e-12
 
 
 def test_a_piece_has_at_least_32_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +89,32 @@ def test_a_piece_has_at_least_32_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(rows.stop - rows.start)
 
     heads = torch.randn(1, 1, LENGTH, 8, requires_grad=True)
-    terms, _ = CASES["causal"]
-    RowAttention.apply(heads, heads, heads, terms, use).sum().backward()
+    RowAttention.apply(heads, heads, heads, Terms(0.3, ALL), use).sum().backward()
     assert counts == [32, 32, 32, 32, 2]
 
 
 def test_pieces_have_few_sizes() -> None:
     """Sizes that grow from piece to piece would leave gaps in the memory."""
-    terms = Terms(None, is_causal=True, scale=1.0)
-    ends = [terms.keys_seen(slice(end - 5, end), 4096).stop for end in range(5, 4097)]
+    key = torch.zeros(1, 1, 4096, 1)
+    ends = [keys_seen(Terms(1.0, ALL), slice(end - 5, end), key)[0].stop for end in range(5, 4097)]
     assert len(set(ends)) == 32
     assert all(0 <= end - needed < 128 for needed, end in enumerate(ends, start=5))
+
+
+def test_layers_share_the_ends_of_a_mask() -> None:
+    calls = []
+
+    def seen(rows: slice, keys: slice) -> Tensor:
+        calls.append((rows.start, keys.stop - keys.start))
+        return WINDOW[None, None, rows, keys]
+
+    mask, key = mask_of(seen, LENGTH), torch.zeros(1, 1, LENGTH, 1)
+    for terms in (
+        Terms(1.0, mask),
+        Terms(0.5, mask.without(lambda rows: ~CAUSAL[None, None, rows])),
+    ):
+        keys, block = keys_seen(terms, slice(64, 96), key)
+        # From the first key of row 64 on; the number is rounded up to a multiple of 130 // 32.
+        assert (keys.start, keys.stop) == (45, 97)
+        assert block.equal(WINDOW[None, None, 64:96, 45:97])
+    assert calls == [(64, LENGTH), (64, 52), (64, 52)]

@@ -1,0 +1,66 @@
+"""Which query sees which key, for some query rows at a time: a whole table is never made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+Seen = Bool[Tensor, "batch _ query key"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which query sees which key.
+
+    Attributes:
+        seen: From some query rows and keys to True where a row sees a key.
+        ends: From the first of some query rows and the one after the last to the first key that one
+            of these rows sees, and the one after the last.
+        is_causal: Whether each query sees all keys up to its own position.
+    """
+
+    seen: Callable[[slice, slice], Seen]
+    ends: Callable[[int, int], tuple[int, int]]
+    is_causal: bool = False
+
+    def without(self, edges: Callable[[slice], Bool[Tensor, "batch _ query key"]]) -> "Mask":
+        """The mask without some edges, which are a function of some query rows."""
+
+        def seen(rows: slice, keys: slice) -> Seen:
+            before = self.seen(rows, keys)
+            return before & ~edges(rows)[..., keys].to(before.device)
+
+        return replace(self, seen=seen, is_causal=False)
+
+
+def causal_mask(device: torch.device) -> Mask:
+    """The mask with which each query sees all keys up to its own position."""
+
+    def seen(rows: slice, keys: slice) -> Seen:
+        positions = torch.arange(max(rows.stop, keys.stop), device=device)
+        return (positions[rows, None] >= positions[keys])[None, None]
+
+    return Mask(seen, lambda start, stop: (0, stop), is_causal=True)
+
+
+def mask_of(seen: Callable[[slice, slice], Seen], length: int) -> Mask:
+    """The mask of a function of some query rows and keys.
+
+    Layers that share a mask share its ends, which are computed once.
+
+    Args:
+        seen: See ``Mask``.
+        length: How many keys there are.
+    """
+
+    @cache
+    def ends(start: int, stop: int) -> tuple[int, int]:
+        columns = seen(slice(start, stop), slice(0, length)).flatten(0, -2).any(0)
+        indices = columns.nonzero().flatten()
+        # Rows of padding see no key.
+        return (int(indices[0]), int(indices[-1]) + 1) if len(indices) else (0, length)
+
+    return Mask(seen, ends)

@@ -1,0 +1,283 @@
+"""The attention of all layers by one function, which gets queries, keys, values and terms.
+
+What an architecture does before (projections, norms, rotations, caches) and after stays its own.
+
+- Around a bridge, transformers hands all of these to a function of its attention interface, and
+  asks another function for masks. Both are registered under a new name, and removed afterwards.
+- In a HookedTransformer the steps from the scores to the heads' outputs are replaced.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import ModelError
+from .attention_mask import Mask, Seen, causal_mask, mask_of
+from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
+from .replaced import replaced_methods
+
+Heads = Float[Tensor, "batch head position d_head"]
+SharedHeads = Float[Tensor, "batch _ position d_head"]
+_numbers = count()
+_STEPS = ("calculate_attention_scores", "apply_causal_mask", "calculate_z_scores")
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """How scores follow from queries and keys, and which keys a query sees.
+
+    Attributes:
+        scale: Factor of the scores.
+        mask: Which query sees which key.
+        soft_cap: Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
+        sinks: For each head a score that takes part in the softmax and has no key.
+    """
+
+    scale: float
+    mask: Mask
+    soft_cap: float | None = None
+    sinks: Float[Tensor, " head"] | None = None
+
+
+# Gets the layer, queries, keys, values and terms, and returns the outputs of heads before W_O.
+Attend = Callable[[int, Heads, SharedHeads, SharedHeads, Terms], Heads]
+
+
+@contextmanager
+def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
+    """Inside, ``attend`` computes the attention of every layer.
+
+    Args:
+        model: A prepared model.
+        attend: The function.
+
+    Raises:
+        ModelError: The attention of this model cannot be handed to a function.
+    """
+    is_bridge = hasattr(model, "original_model")
+    with (_through_interface if is_bridge else _by_steps)(model, attend):
+        yield
+
+
+def is_skipped(model: HookedModel, point: Any) -> bool:
+    """Whether a hook point gets nothing inside ``attention_by``."""
+    if hasattr(model, "original_model"):
+        return isinstance(point, str) and ".attn." in point
+    return any(point in names_of_layers(model, name) for name in (scores_name, pattern_name))
+
+
+@dataclass
+class _Interface:
+    """What transformers calls instead of its own functions.
+
+    Attributes:
+        attend: Computes the attention.
+        layer: The layer whose attention runs; None between layers.
+        calls: How often it has called ``attention``.
+    """
+
+    attend: Attend
+    layer: int | None = None
+    calls: int = 0
+
+    def run(self, layer: int, attention: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the module of transformers that a bridge wraps, without hook points inside."""
+        self.layer, self.calls = layer, 0
+        try:
+            output = attention.original_component(*args, **kwargs)
+        finally:
+            self.layer = None
+        if self.calls != 1:
+            raise ModelError(
+                f"its attention calls the attention interface of transformers {self.calls} times "
+                "instead of once"
+            )
+        return output
+
+    def attention(
+        self,
+        module: Any,
+        query: Heads,
+        key: SharedHeads,
+        value: SharedHeads,
+        attention_mask: Any,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Any = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention of a layer; parameters have the names of transformers."""
+        if self.layer is None:
+            raise ModelError("an attention runs outside of the attention of its layers")
+        if dropout or position_bias is not None:
+            raise ModelError("its attention has dropout, or adds a bias to the scores")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is None and not (causal and query.shape[2] == key.shape[2]):
+            raise ModelError("its attention has no mask, and is not causal")
+        self.calls += 1
+        if isinstance(attention_mask, Tensor):
+            mask = _mask_of_table(attention_mask, key.shape[2])
+        else:
+            mask = attention_mask or causal_mask(query.device)
+        terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
+        return self.attend(self.layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+
+
+def _mask_of_table(table: Tensor, length: int) -> Mask:
+    """A mask that a model makes as a table by itself."""
+    if table.dtype != torch.bool:
+        raise ModelError("its mask has numbers that are added to the scores")
+    return mask_of(lambda rows, keys: table[:, :, rows, keys], length)
+
+
+def _mask_of_interface(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Bool[Tensor, "batch key"] | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Mask | None:
+    """The mask of a batch, as ``Terms`` has it; parameters have the names of transformers.
+
+    transformers makes a table of queries and keys from the same arguments.
+    """
+    if use_vmap:
+        raise ModelError("its mask cannot be computed for some rows alone")
+    padding = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+    sees_all = q_length == kv_length and (local_size is None or kv_length <= local_size)
+    if allow_is_causal_skip and padding is None and sees_all:
+        return None
+    batches = torch.arange(batch_size, device=device)[:, None, None, None]
+    every_query, every_key = (
+        torch.arange(length, device=device) + offset
+        for length, offset in ((q_length, q_offset), (kv_length, kv_offset))
+    )
+
+    def seen(rows: slice, keys: slice) -> Seen:
+        queries, columns = every_query[rows, None], every_key[keys]
+        table = mask_function(batches, torch.zeros_like(batches), queries, columns)
+        table = table if padding is None else table & padding[:, None, None, columns]
+        return table.expand(batch_size, 1, len(queries), len(columns))
+
+    return mask_of(seen, kv_length)
+
+
+@contextmanager
+def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    original = model.original_model
+    if getattr(original, "config", None) is None:
+        raise ModelError("transformers does not compute its attention")
+    name, interface = f"anchorlens {next(_numbers)}", _Interface(attend)
+    attentions = [block.attn for block in model.blocks]
+    try:
+        AttentionInterface.register(name, interface.attention)
+        AttentionMaskInterface.register(name, _mask_of_interface)
+        original.set_attn_implementation(name)
+        run_of = partial(partial, interface.run)  # of the number of a layer and its attention
+        with replaced_methods(attentions, "forward", run_of):
+            yield
+    finally:
+        original.set_attn_implementation("eager")  # as prepare_model made it
+        for registry in (AttentionInterface, AttentionMaskInterface):
+            # Private in transformers, which has no public way to undo a registration.
+            registry._global_mapping.pop(name, None)
+
+
+@dataclass
+class _Steps:
+    """What a layer of a HookedTransformer calls instead of its own methods of the same names."""
+
+    layer: int
+    module: Any
+    attend: Attend
+    operands: tuple[Heads, SharedHeads] | None = None
+    mask: Mask | None = None
+
+    def calculate_attention_scores(
+        self,
+        query: Float[Tensor, "batch query head d_head"],
+        key: Float[Tensor, "batch key _ d_head"],
+    ) -> Float[Tensor, "batch head query 0"]:
+        """Scores without keys, which pass through the next steps of the layer."""
+        self.operands = query.transpose(1, 2), key.transpose(1, 2)
+        return self.operands[0][..., :0]
+
+    def apply_causal_mask(
+        self,
+        scores: Float[Tensor, "batch head query 0"],
+        offset: int = 0,
+        attention_mask: Int[Tensor, "batch key"] | None = None,
+    ) -> Float[Tensor, "batch head query 0"]:
+        """Make the mask of the layer."""
+        assert self.operands is not None
+        length, device = self.operands[1].shape[2], scores.device
+        padding = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+        is_local = self.module.attn_type == "local"
+        window = self.module.cfg.window_size if is_local else length
+        if offset == 0 and padding is None and window >= length:
+            self.mask = causal_mask(device)
+            return scores
+        positions = torch.arange(length, device=device)
+
+        def seen(rows: slice, keys: slice) -> Seen:
+            queries, columns = positions[offset:][rows, None], positions[keys]
+            table = ((columns <= queries) & (columns > queries - window))[None, None]
+            return table if padding is None else table & padding[:, None, None, keys].to(device)
+
+        self.mask = mask_of(seen, length)
+        return scores
+
+    def calculate_z_scores(
+        self, value: Float[Tensor, "batch key _ d_head"], pattern: Tensor
+    ) -> Float[Tensor, "batch query head d_head"]:
+        """The outputs of heads, without a pattern."""
+        assert self.operands is not None and self.mask is not None
+        module, cfg = self.module, self.module.cfg
+        terms = Terms(
+            scale=1 / float(module.attn_scale),
+            mask=self.mask,
+            soft_cap=cfg.attn_scores_soft_cap if cfg.attn_scores_soft_cap > 0 else None,
+            sinks=module.sinks if cfg.use_attention_sinks else None,
+        )
+        z = self.attend(self.layer, *self.operands, value.transpose(1, 2), terms)
+        self.operands = self.mask = None  # otherwise they would stay in memory
+        return module.hook_z(z.transpose(1, 2))
+
+
+@contextmanager
+def _by_steps(model: Any, attend: Attend) -> Iterator[None]:
+    if model.cfg.positional_embedding_type in ("alibi", "relative_positional_bias"):
+        raise ModelError("positions are numbers that are added to its scores")
+    attentions = [block.attn for block in model.blocks]
+    steps = [_Steps(layer, module, attend) for layer, module in enumerate(attentions)]
+    with ExitStack() as replaced:
+        for name in _STEPS:
+            step_of = partial(_step_of, steps, name)
+            replaced.enter_context(replaced_methods(attentions, name, step_of))
+        yield
+
+
+def _step_of(steps: list[_Steps], name: str, layer: int, module: Any) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(steps[layer], name)
+    return method

@@ -1,0 +1,89 @@
+"""A fused attention has the logits and products of whole patterns, on every architecture, or none.
+
+The numbers of whole patterns are those of plain transformers (see test_matrix.py).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL
+from comparison import CUT_HEADS, batch_of, precise
+from measures import difference
+from test_matrix import LINE, hooked, marks_of
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.metrics.products import product_hooks
+from anchorlens.models.hooked import Hook
+from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.fused_attention import fused_attention, outside_attention
+
+pytestmark = pytest.mark.without_jaxtyping
+
+# Their attention is written in the code of the model, or is of TransformerLens's own models.
+NOT_HANDED = {
+    *("GPT-J", "GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "CodeGen", "XGLM"),
+    *(row.name for row in ALL if row.name.startswith("Toy")),
+}
+LIMIT = 1e-12  # in float64
+CASES = [
+    pytest.param(row.name, kind, side, id=f"{row.name}-{kind}-{side}", marks=marks_of(row))
+    for row in ALL
+    for kind in row.kinds
+    if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
+    for side in ("right", "left")
+]
+
+
+def whole(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor, dict[int, Tensor]]:
+    """Logits and products A * dL/dA of each layer, by patterns."""
+    products: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        products[layer] = pattern * gradient
+
+    observers, backward_hooks = product_hooks(model, store)
+    options: dict[str, Any] = {"observers": observers, "backward_hooks": backward_hooks}
+    logits = run_pass(model, batch, hooks=hooks, loss=al.label_cross_entropy, **options)
+    return logits, products
+
+
+def fused(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor, dict[int, Tensor]]:
+    """The same without a pattern."""
+    length, products = batch.tokens.shape[1], dict[int, Tensor]()
+
+    def store(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
+        of_layer = pattern.new_zeros(*pattern.shape[:2], length, length)
+        products.setdefault(layer, of_layer)[:, :, rows, keys] = pattern * gradient
+
+    with fused_attention(model, store, hooks):
+        others = outside_attention(model, hooks)
+        logits = run_pass(model, batch, hooks=others, loss=al.label_cross_entropy)
+    return logits, products
+
+
+@pytest.mark.parametrize(("name", "kind", "side"), CASES)
+def test_a_fused_attention_has_the_numbers_of_whole_patterns(
+    name: str, kind: str, side: str
+) -> None:
+    model, batch = hooked(name, torch.float64, kind), batch_of(side)
+    is_handed = model.cfg.positional_embedding_type != "alibi"
+    if kind == "bridge":
+        is_handed = name not in NOT_HANDED
+    cut = al.isolate_labels(model, batch, range(model.cfg.n_layers), CUT_HEADS)
+    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
+    with frozen_in_eval_mode(model), precise(torch.float64):
+        if not is_handed:
+            with pytest.raises(ModelError, match=r"its attention|its scores"):
+                fused(model, batch, [])
+            return
+        for hooks in ([], cut):
+            expected_logits, expected = whole(model, batch, hooks)
+            logits, products = fused(model, batch, hooks)
+            assert difference(logits, expected_logits) <= LIMIT
+            assert len(products) == model.cfg.n_layers
+            for layer, of_layer in products.items():
+                assert difference(of_layer * inside, expected[layer] * inside) <= LIMIT
