@@ -25,6 +25,7 @@ from .replaced import replaced_methods
 
 Heads = Float[Tensor, "batch head position d_head"]
 SharedHeads = Float[Tensor, "batch _ position d_head"]
+
 _numbers = count()
 _STEPS = ("calculate_attention_scores", "apply_causal_mask", "calculate_z_scores")
 
@@ -61,16 +62,27 @@ def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
     Raises:
         ModelError: The attention of this model cannot be handed to a function.
     """
-    is_bridge = hasattr(model, "original_model")
-    with (_through_interface if is_bridge else _by_steps)(model, attend):
+    hand_over = _through_interface if _is_bridge(model) else _by_steps
+    with hand_over(model, attend):
         yield
 
 
-def is_skipped(model: HookedModel, point: Any) -> bool:
-    """Whether a hook point gets nothing inside ``attention_by``."""
-    if hasattr(model, "original_model"):
-        return isinstance(point, str) and ".attn." in point
+def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
+    """Whether a hook point gets nothing inside ``attention_by``.
+
+    Args:
+        model: A prepared model.
+        point: The name of a hook point, or a function that selects names.
+    """
+    if callable(point):
+        return any(point(name) and is_skipped(model, name) for name in model.hook_dict)
+    if _is_bridge(model):
+        return ".attn." in point
     return any(point in names_of_layers(model, name) for name in (scores_name, pattern_name))
+
+
+def _is_bridge(model: HookedModel) -> bool:
+    return hasattr(model, "original_model")
 
 
 @dataclass
@@ -127,18 +139,19 @@ class _Interface:
             raise ModelError("its attention has no mask, and is not causal")
         self.calls += 1
         if isinstance(attention_mask, Tensor):
-            mask = _mask_of_table(attention_mask, key.shape[2])
+            mask = _mask_of_table(attention_mask, query.shape[2], key.shape[2])
         else:
             mask = attention_mask or causal_mask(query.device)
         terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
         return self.attend(self.layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
-def _mask_of_table(table: Tensor, length: int) -> Mask:
+def _mask_of_table(table: Tensor, queries: int, keys: int) -> Mask:
     """A mask that a model makes as a table by itself."""
     if table.dtype != torch.bool:
         raise ModelError("its mask has numbers that are added to the scores")
-    return mask_of(lambda rows, keys: table[:, :, rows, keys], length)
+    whole = table.expand(*table.shape[:-2], queries, keys)
+    return mask_of(lambda rows, columns: whole[..., rows, columns], keys)
 
 
 def _mask_of_interface(
@@ -198,10 +211,10 @@ def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
         with replaced_methods(attentions, "forward", run_of):
             yield
     finally:
-        original.set_attn_implementation("eager")  # as prepare_model made it
         for registry in (AttentionInterface, AttentionMaskInterface):
             # Private in transformers, which has no public way to undo a registration.
             registry._global_mapping.pop(name, None)
+        original.set_attn_implementation("eager")  # as prepare_model made it
 
 
 @dataclass

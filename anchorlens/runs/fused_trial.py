@@ -42,7 +42,6 @@ from .trial import (
     observes_prefix,
     shared_lengths,
     tokens_of,
-    two_of,
     why_not_after_prefix,
 )
 
@@ -127,17 +126,12 @@ def _tried(
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
     if points := [hook[0] for hook in acting if not _can_act(model, hook)]:
-        return passes, f"hooks act at {points[0]}"
-    short = beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
-    try:
-        with frozen_in_eval_mode(model):
-            reason = _compare_products(model, short, no_hooks)
-            reason = reason or _compare_products(model, short, partial(_some_cuts, model))
-    except Exception as error:
-        reason = reason_of(error)
-    if reason:
-        return passes, reason
-    why_no_prefix = _why_no_prefix(passes, batches, changes, short)
+        named = points[0] if isinstance(points[0], str) else "the points that a function selects"
+        return passes, f"hooks act at {named}"
+    for batch in batches[:: max(1, len(batches) - 1)]:  # the first and the last
+        if reason := _why_not(model, batch):
+            return passes, reason
+    why_no_prefix = _why_no_prefix(passes, batches, changes)
     if why_no_prefix:
         passes = replace(passes, lengths={})
     for metric in metrics:
@@ -145,6 +139,22 @@ def _tried(
             why = f" (no fused prefix: {why_no_prefix})" if why_no_prefix else ""
             return passes, f"{metric.name} needs them{why}"
     return replace(passes, status=_status(passes, metrics, why_no_prefix)), ""
+
+
+def _why_not(model: HookedModel, batch: PromptBatch) -> str:
+    """Why the first prompt of a batch cannot have a fused attention; empty if it can."""
+    short = _beginning(model, batch)
+    try:
+        with frozen_in_eval_mode(model):
+            reason = _compare_products(model, short, no_hooks)
+            return reason or _compare_products(model, short, partial(_some_cuts, model))
+    except Exception as error:
+        return reason_of(error)
+
+
+def _beginning(model: HookedModel, batch: PromptBatch) -> PromptBatch:
+    """The first tokens of a batch's first prompt, on the model's device."""
+    return beginnings(batch.prompt(0), _TRIED).to(device_of(model))
 
 
 def _can_act(model: HookedModel, hook: Hook) -> bool:
@@ -177,7 +187,6 @@ def _why_no_prefix(
     passes: Passes,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
-    short: PromptBatch,
 ) -> str:
     """Why demonstrations cannot run with a fused attention, once for all queries of a set."""
     if any(passes.after_prefix(batch).is_whole for batch in batches):
@@ -189,7 +198,7 @@ def _why_no_prefix(
             return reason
     try:
         with frozen_in_eval_mode(passes.model):
-            return _compare_prefix(passes.model, short.prompt(0))
+            return _compare_prefix(passes.model, _beginning(passes.model, batches[0]))
     except Exception as error:
         return reason_of(error)
 

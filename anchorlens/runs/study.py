@@ -110,6 +110,7 @@ class Study:
                 f"got a {type(settings).__name__}"
             )
         self.model, self._given = model, batches
+        self._padded: list[PromptBatch] = []
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
         self.settings = {str(name): _text(value) for name, value in settings.items()}
@@ -128,7 +129,8 @@ class Study:
         with ExitStack() as stack:
             stack.enter_context(fails_together())
             check_resamples(self.resamples)
-            self._checked = checked_batches(self.model, self._given)
+            self._padded = checked_batches(self.model, self._given)
+            self._checked = _as_run(self.model, self._padded)
             if self.resamples and is_main():
                 warn_if_few_units(torch.cat([batch.demonstrations_id for batch in self.batches]))
             self._check_same_call()
@@ -141,7 +143,7 @@ class Study:
 
     @property
     def batches(self) -> list[PromptBatch]:
-        """The prompts as they are run, padded on the right."""
+        """The prompts as they are run: padded on the right, or long ones one at a time."""
         if self._checked is None:
             raise PromptError(
                 "a study checks its prompts on entering; write: with al.Study(...) as study:"
@@ -176,11 +178,11 @@ class Study:
             AnchorlensError: As ``run``.
         """
         check_metrics(self.model, self.batches, metrics, hooks, loss)
-        refuse_moved_hooks(self._given, self.batches, no_hooks if hooks is None else hooks)
+        refuse_moved_hooks(self._given, self._padded, no_hooks if hooks is None else hooks)
         for change in interventions:
             for batch in self.batches:
                 check_hooks(self.model, change, batch.to(device_of(self.model)))
-            refuse_moved_hooks(self._given, self.batches, change)
+            refuse_moved_hooks(self._given, self._padded, change)
         needs_gradient = any(metric.needs_gradient for metric in metrics)
         if gradient_checkpointing and not needs_gradient:
             raise MetricError(
@@ -215,8 +217,7 @@ class Study:
         """The rows of all prompts in the order of their queries, whatever the order of batches is.
 
         A batch that does not fit into memory is run in smaller parts, and so are the next batches.
-        Where the patterns of a prompt would take more than 2 GiB, prompts run one at a time. Each
-        of several processes computes a part of the batches, and all return all rows.
+        Each of several processes computes a part of the batches, and all return all rows.
 
         Args:
             rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
@@ -237,9 +238,7 @@ class Study:
                 "rows in one call, or open another study with another folder"
             )
         self._has_collected = True
-        # A batch of long prompts saves no time, and its padding needs a mask of tokens squared.
-        size = 1 if patterns_are_large(self.model, self.batches) else None
-        fitting = PartsThatFit(checking(rows_of_batch), size)
+        fitting = PartsThatFit(checking(rows_of_batch))
         if store is not None:
             if is_main():
                 self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
@@ -399,6 +398,17 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     ensure_prepared(model)
     _check_batches(model, batches)
     return [batch.padded_right() for batch in batches]
+
+
+def _as_run(model: HookedModel, batches: list[PromptBatch]) -> list[PromptBatch]:
+    """The same batches, or batches of one prompt where the patterns of a prompt would be large.
+
+    Several long prompts at a time save no time. One at a time, each is stored when it is done, and
+    processes divide them evenly.
+    """
+    if not patterns_are_large(model, batches):
+        return batches
+    return [batch.prompt(number) for batch in batches for number in range(len(batch))]
 
 
 def require_batches(batches: Sequence[PromptBatch]) -> None:

@@ -201,6 +201,11 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
     assert attention([of_values]) == f"{whole}segment_flows needs them"
     after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=0, renormalize=False)}
     assert attention([flows], **after) == f"{whole}hooks act at blocks.0.attn.hook_pattern"
+    outputs = (lambda name: name.endswith("hook_z"), lambda z, hook: z * 0)
+    points = "the points that a function selects"
+    assert (
+        attention([al.Accuracy()], hooks=lambda batch: [outputs]) == f"{whole}hooks act at {points}"
+    )
     with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda resid, hook: None)]):
         assert attention([flows]) == f"{whole}hooks may act on them"
     words = attention([flows], loss=al.word_cross_entropy())
@@ -269,9 +274,12 @@ def largest_tensor(run: Any) -> int:
     return max(sizes)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])  # with windows
 @pytest.mark.parametrize("what", ["segments", "flows", "isolation"])
-def test_no_tensor_is_as_large_as_a_pattern(what: str, gpt2: Any, small: None) -> None:
-    model, length = gpt2, 500
+def test_no_tensor_is_as_large_as_a_pattern(
+    what: str, name: str, request: Any, small: None
+) -> None:
+    model, length = request.getfixturevalue(name), 500
     tokens = torch.arange(length)[None] % 500
     segments = (torch.arange(length)[None] > 400).long()
     own = al.PromptBatch.from_segments(tokens, segments, ["text", "answer"])
@@ -324,6 +332,34 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(gpt2: Any, tmp_path: Path
 
 
 @pytest.mark.usefixtures("small")
+def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -> None:
+    folder, batches = tmp_path / "rows", questions(gpt2, 5, batch_size=5)
+    metrics: list[al.Metric] = [al.SaliencyFlows()]
+    expected = al.run(gpt2, batches, metrics, **QUIET)
+    runs: list[int] = []
+
+    class Stops(al.SaliencyFlows):
+        def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+            observation = super().observe(model, batch)
+
+            def rows(logits: Tensor, clean: Tensor | None) -> Any:
+                runs.append(len(batch))
+                if len(runs) == 3:
+                    raise KeyboardInterrupt
+                return observation.rows(logits, clean)
+
+            return al.Observation(rows, use_rows=observation.use_rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        al.run(gpt2, batches, [Stops()], folder=folder, **QUIET)
+    assert len(list(folder.glob("rows-*"))) == 2
+    again = al.run(gpt2, batches, [Stops()], folder=folder, **QUIET)
+    assert_same(again["saliency_flows"], expected["saliency_flows"], 1e-6)
+    # The first stored prompt was computed again, to compare, and then those that were not stored.
+    assert runs == [1] * (3 + 1 + 3)
+
+
+@pytest.mark.usefixtures("small")
 def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
     class Plain:
         name, needs_gradient = "plain", False
@@ -338,9 +374,9 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
     with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
         plan = study.plan([Plain()])
         assert plan.passes.is_fused
-        largest = plan.rows(study.batches[0])["plain/largest"]
+        rows = [plan.rows(batch)["plain/largest"] for batch in study.batches]
     logits = al.target_logits(gpt2, batches, progress=False)
-    assert largest.allclose(logits.amax(1).to(largest), rtol=0, atol=1e-4)
+    assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
 
 
 def test_all_processes_form_patterns_if_one_does(
