@@ -110,7 +110,6 @@ class Study:
                 f"got a {type(settings).__name__}"
             )
         self.model, self._given = model, batches
-        self._padded: list[PromptBatch] = []
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
         self.settings = {str(name): _text(value) for name, value in settings.items()}
@@ -129,8 +128,7 @@ class Study:
         with ExitStack() as stack:
             stack.enter_context(fails_together())
             check_resamples(self.resamples)
-            self._padded = checked_batches(self.model, self._given)
-            self._checked = _as_run(self.model, self._padded)
+            self._checked = checked_batches(self.model, self._given)
             if self.resamples and is_main():
                 warn_if_few_units(torch.cat([batch.demonstrations_id for batch in self.batches]))
             self._check_same_call()
@@ -143,7 +141,7 @@ class Study:
 
     @property
     def batches(self) -> list[PromptBatch]:
-        """The prompts as they are run: padded on the right, or long ones one at a time."""
+        """The prompts as they are run, padded on the right."""
         if self._checked is None:
             raise PromptError(
                 "a study checks its prompts on entering; write: with al.Study(...) as study:"
@@ -178,11 +176,11 @@ class Study:
             AnchorlensError: As ``run``.
         """
         check_metrics(self.model, self.batches, metrics, hooks, loss)
-        refuse_moved_hooks(self._given, self._padded, no_hooks if hooks is None else hooks)
+        refuse_moved_hooks(self._given, self.batches, no_hooks if hooks is None else hooks)
         for change in interventions:
             for batch in self.batches:
                 check_hooks(self.model, change, batch.to(device_of(self.model)))
-            refuse_moved_hooks(self._given, self._padded, change)
+            refuse_moved_hooks(self._given, self.batches, change)
         needs_gradient = any(metric.needs_gradient for metric in metrics)
         if gradient_checkpointing and not needs_gradient:
             raise MetricError(
@@ -217,7 +215,8 @@ class Study:
         """The rows of all prompts in the order of their queries, whatever the order of batches is.
 
         A batch that does not fit into memory is run in smaller parts, and so are the next batches.
-        Each of several processes computes a part of the batches, and all return all rows.
+        Where the patterns of a prompt would take more than 2 GiB, each prompt is a batch. Each of
+        several processes computes a part of the batches, and all return all rows.
 
         Args:
             rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
@@ -251,7 +250,7 @@ class Study:
                     continue
                 if not is_single and failed_elsewhere():
                     break
-                rows = fitting.rows(self.batches[number].to(device), bar.update)
+                rows = fitting.rows(self._parts[number].to(device), bar.update)
                 if store is not None:
                     store.write(number, rows)
                 collected[number] = rows
@@ -305,11 +304,21 @@ class Study:
         return describe(self.model, self.batches)
 
     @cached_property
+    def _parts(self) -> list[PromptBatch]:
+        """What is computed, stored and given to a process as one: batches, or long prompts.
+
+        Several long prompts at a time save no time, and their padding takes memory.
+        """
+        if not patterns_are_large(self.model, self.batches):
+            return self.batches
+        return [batch.prompt(number) for batch in self.batches for number in range(len(batch))]
+
+    @cached_property
     def _store(self) -> Store | None:
         """The folder of rows, which is opened after the arguments were checked."""
         if self.folder is None:
             return None
-        folder, expected = self.folder, fingerprint(self.model, self.batches, self.settings)
+        folder, expected = self.folder, fingerprint(self.model, self._parts, self.settings)
         return main_first(lambda: Store.open(folder, expected))
 
     def _check_same_call(self) -> None:
@@ -324,14 +333,14 @@ class Study:
         """Numbers of this process's batches; what is stored is as the main process sees it."""
         costs = [
             0 if store and store.has(number) else batch.tokens.numel()
-            for number, batch in enumerate(self.batches)
+            for number, batch in enumerate(self._parts)
         ]
         return batches_of_process(gather_from_processes("batches", costs)[0])
 
     def _bar(self, numbers: Iterable[int], stored: Iterable[int]) -> "tqdm[Any]":
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
         total, initial = (
-            sum(len(self.batches[number]) for number in each) for each in (numbers, stored)
+            sum(len(self._parts[number]) for number in each) for each in (numbers, stored)
         )
         quiet = not (self.progress and is_main())
         return tqdm(total=total, initial=initial, disable=quiet, desc=self.title, unit=" prompts")
@@ -343,7 +352,7 @@ class Study:
         compute: Callable[[PromptBatch], dict[str, Tensor]],
     ) -> None:
         """Compute the first stored batch again: a fingerprint does not tell what functions do."""
-        for number, batch in enumerate(self.batches):
+        for number, batch in enumerate(self._parts):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the loop warns of a damaged file
                 stored = store.complete(number, needed)
@@ -398,17 +407,6 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     ensure_prepared(model)
     _check_batches(model, batches)
     return [batch.padded_right() for batch in batches]
-
-
-def _as_run(model: HookedModel, batches: list[PromptBatch]) -> list[PromptBatch]:
-    """The same batches, or batches of one prompt where the patterns of a prompt would be large.
-
-    Several long prompts at a time save no time. One at a time, each is stored when it is done, and
-    processes divide them evenly.
-    """
-    if not patterns_are_large(model, batches):
-        return batches
-    return [batch.prompt(number) for batch in batches for number in range(len(batch))]
 
 
 def require_batches(batches: Sequence[PromptBatch]) -> None:

@@ -3,6 +3,7 @@
 The numbers of whole patterns are those of plain transformers (see test_matrix.py).
 """
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -31,10 +32,9 @@ NOT_HANDED = {
 LIMIT = 1e-12  # in float64
 CASES = [
     pytest.param(row.name, kind, side, id=f"{row.name}-{kind}-{side}", marks=marks_of(row))
-    for row in ALL
+    for row, side in zip(ALL, cycle(("left", "right")), strict=False)
     for kind in row.kinds
     if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
-    for side in ("right", "left")
 ]
 
 
