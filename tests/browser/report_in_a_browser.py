@@ -73,6 +73,23 @@ def test_the_page_of_one_prompt_is_accessible(
         assert not serious_violations(page)
 
 
+def test_a_long_prompt_scrolls_and_is_whole_on_paper(
+    gpt2: Any, browser: Any, screen: Any, tmp_path: Path
+) -> None:
+    flows = al.plot_prompt(gpt2, questions(gpt2, count=1)[0])
+    with Visit(browser, flows.save(tmp_path / "prompt.html"), *screen) as page:
+        # As high as hundreds of demonstrations.
+        page.add_style_tag(content=".rows li, .al-tokens span { display: block; height: 300px }")
+        hidden = "part => [part.clientHeight, part.scrollHeight - part.clientHeight]"
+        for part in (page.locator(".al-tokens"), page.locator(".arcs")):
+            height, below = part.evaluate(hidden)
+            assert height == 60 * 16 and below > 0
+        assert not serious_violations(page)
+        page.emulate_media(media="print")
+        for part in (page.locator(".al-tokens"), page.locator(".arcs")):
+            assert part.evaluate(hidden)[1] == 0
+
+
 def test_a_chosen_token_of_an_answer_shows_what_it_reads(
     gpt2: Any, browser: Any, screen: Any, tmp_path: Path
 ) -> None:
