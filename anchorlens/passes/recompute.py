@@ -19,6 +19,11 @@ from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
 from ..models.replaced import replaced_methods
 
+_CURE = (
+    "leave gradient_checkpointing out; if it was chosen because memory is short, use fewer "
+    "demonstrations or a device with more memory"
+)
+
 
 @dataclass
 class Checkpoints:
@@ -56,7 +61,7 @@ class Checkpoints:
             raise HookError(
                 "with checkpoints each block must run again exactly once for the gradient, but "
                 f"layers {list(wrong)} did {list(wrong.values())} times: no gradient goes through "
-                "them, or the loss computes another gradient; leave gradient_checkpointing out"
+                f"them, or the loss computes another gradient; {_CURE}"
             )
 
 
@@ -117,6 +122,5 @@ def _require_same(layer: int, expected: Tensor, output: Tensor) -> None:
         raise HookError(
             f"layer {layer} gave another output when it ran again for its gradient; a hook there "
             "draws numbers that torch.manual_seed does not fix, counts its calls, or edits the "
-            "residual stream in place. Make it the same at every call, or leave "
-            "gradient_checkpointing out"
+            f"residual stream in place. Make it the same at every call, or {_CURE}"
         )
