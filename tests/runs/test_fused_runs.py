@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, hooks_on
+from measures import assert_same, difference, hooks_on
 from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -330,6 +330,34 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(gpt2: Any, tmp_path: Path
     again = al.run(gpt2, batches, metrics, folder=tmp_path / "rows", **QUIET)
     for name, record in again.items():
         assert_same(record, expected[name], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(tiny_gemma3, torch.bfloat16), (tiny_llama, torch.float16)]
+)
+def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
+    make: Any, dtype: torch.dtype, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mean over several sets of demonstrations: rounding differs from set to set."""
+    weights = make(len(byte_level))
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    options: dict[str, Any] = {"tokenizer": byte_level, "device": "cpu"}
+    exact = al.load_model(weights, dtype=torch.float32, **options)
+    low = al.load_model(weights, dtype=dtype, **options)
+    sets = [questions(exact, 4, seed=seed) for seed in range(1, 7)]
+
+    def records(model: Any) -> list[Any]:
+        return [al.run(model, batches, metrics, **QUIET)["saliency_flows"] for batches in sets]
+
+    def distance(ours: list[Any]) -> float:
+        pairs = zip(ours, expected, strict=True)
+        return sum(difference(mine.flows, other.flows) for mine, other in pairs) / len(sets)
+
+    expected, whole = records(exact), records(low)
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    ours = records(low)
+    assert all(record.info["attention"].startswith("fused: ") for record in ours)
+    assert distance(ours) <= 1.2 * distance(whole)
 
 
 @pytest.mark.usefixtures("small")
