@@ -17,8 +17,8 @@ class Mask:
 
     Attributes:
         seen: From some query rows and keys to True where a row sees a key.
-        ends: From the first of some query rows and the one after the last to the first key that one
-            of these rows sees, and the one after the last.
+        ends: Function of ``start`` and ``stop`` to the keys that the query rows from ``start`` up
+            to ``stop`` see: the first key, and the one after the last.
         is_causal: Whether each query sees all keys up to its own position.
     """
 

@@ -2,8 +2,8 @@
 
 What an architecture does before (projections, norms, rotations, caches) and after stays its own.
 
-- Around a bridge, transformers hands all of these to a function of its attention interface, and
-  asks another function for masks. Both are registered under a new name, and removed afterwards.
+- Inside a bridge, transformers hands them to a function of its attention interface, and asks
+  another function for masks. Both are registered under a new name, and removed afterwards.
 - In a HookedTransformer the steps from the scores to the heads' outputs are replaced.
 """
 
@@ -203,11 +203,14 @@ def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
         raise ModelError("transformers does not compute its attention")
     name, interface = f"anchorlens {next(_numbers)}", _Interface(attend)
     attentions = [block.attn for block in model.blocks]
+
+    def run_of(layer: int, attention: Any) -> Callable[..., Any]:
+        return partial(interface.run, layer, attention)
+
     try:
         AttentionInterface.register(name, interface.attention)
         AttentionMaskInterface.register(name, _mask_of_interface)
         original.set_attn_implementation(name)
-        run_of = partial(partial, interface.run)  # of the number of a layer and its attention
         with replaced_methods(attentions, "forward", run_of):
             yield
     finally:

@@ -139,11 +139,16 @@ def _layer(
 def _edges_in_heads(
     cut: BatchHook, count: int
 ) -> Callable[[slice], Bool[Tensor, "batch _ query key"]]:
-    """From some query rows to the edges that a hook cuts, in each head if it acts in some alone."""
+    """From some query rows to the edges that a hook cuts, in each of ``count`` heads."""
     edges_of = cut.edges
     assert edges_of is not None
     if cut.heads is None:
-        return lambda rows: edges_of(rows)[:, None]
+        return lambda rows: edges_of(rows)[:, None]  # the same in all heads
     heads = torch.zeros(count, 1, 1, dtype=torch.bool)
     heads[list(cut.heads)] = True
-    return lambda rows: (edges := edges_of(rows)[:, None]) & heads.to(edges.device)
+
+    def edges_in_heads(rows: slice) -> Bool[Tensor, "batch head query key"]:
+        edges = edges_of(rows)[:, None]
+        return edges & heads.to(edges.device)
+
+    return edges_in_heads

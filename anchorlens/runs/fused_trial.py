@@ -42,6 +42,7 @@ from .trial import (
     observes_prefix,
     shared_lengths,
     tokens_of,
+    two_of,
     why_not_after_prefix,
 )
 
@@ -131,10 +132,16 @@ def _tried(
     if points := [hook[0] for hook in acting if not _can_act(model, hook)]:
         named = points[0] if isinstance(points[0], str) else "the points that a function selects"
         return passes, f"hooks act at {named}"
-    for batch in batches[:: max(1, len(batches) - 1)]:  # the first and the last
-        if reason := _why_not(model, batch):
-            return passes, reason
-    why_no_prefix = _why_no_prefix(passes, batches, changes)
+    short = beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
+    try:
+        with frozen_in_eval_mode(model):
+            reason = _compare_products(model, short, no_hooks)
+            reason = reason or _compare_products(model, short, partial(_some_cuts, model))
+    except Exception as error:
+        reason = reason_of(error)
+    if reason:
+        return passes, reason
+    why_no_prefix = _why_no_prefix(passes, batches, changes, short)
     if why_no_prefix:
         passes = replace(passes, lengths={})
     for metric in metrics:
@@ -142,22 +149,6 @@ def _tried(
             why = f" (no fused prefix: {why_no_prefix})" if why_no_prefix else ""
             return passes, f"{metric.name} needs them{why}"
     return replace(passes, status=_status(passes, metrics, why_no_prefix)), ""
-
-
-def _why_not(model: HookedModel, batch: PromptBatch) -> str:
-    """Why the first prompt of a batch cannot have a fused attention; empty if it can."""
-    short = _beginning(model, batch)
-    try:
-        with frozen_in_eval_mode(model):
-            reason = _compare_products(model, short, no_hooks)
-            return reason or _compare_products(model, short, partial(_some_cuts, model))
-    except Exception as error:
-        return reason_of(error)
-
-
-def _beginning(model: HookedModel, batch: PromptBatch) -> PromptBatch:
-    """The first tokens of a batch's first prompt, on the model's device."""
-    return beginnings(batch.prompt(0), _TRIED).to(device_of(model))
 
 
 def _can_act(model: HookedModel, hook: Hook) -> bool:
@@ -190,6 +181,7 @@ def _why_no_prefix(
     passes: Passes,
     batches: Sequence[PromptBatch],
     changes: Sequence[HooksOfBatch],
+    short: PromptBatch,
 ) -> str:
     """Why demonstrations cannot run with a fused attention, once for all queries of a set."""
     if any(passes.after_prefix(batch).is_whole for batch in batches):
@@ -201,7 +193,7 @@ def _why_no_prefix(
             return reason
     try:
         with frozen_in_eval_mode(passes.model):
-            return _compare_prefix(passes.model, _beginning(passes.model, batches[0]))
+            return _compare_prefix(passes.model, short.prompt(0))
     except Exception as error:
         return reason_of(error)
 

@@ -215,8 +215,8 @@ class Study:
         """The rows of all prompts in the order of their queries, whatever the order of batches is.
 
         A batch that does not fit into memory is run in smaller parts, and so are the next batches.
-        Where the patterns of a prompt would take more than 2 GiB, each prompt is a batch. Each of
-        several processes computes a part of the batches, and all return all rows.
+        Where the patterns of a prompt would take more than 2 GiB, each prompt is a batch by
+        itself. Each of several processes computes a part of the batches, and all return all rows.
 
         Args:
             rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
