@@ -16,13 +16,13 @@ from ..hooks import block_edges
 from ..models.hooked import Hook, HookedModel, device_of, hooks_by_layer, scores_name
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
+from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode, without_user_hooks
 from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
 from ..results.html_tables import table, titled
 from ..results.record import kind_of_file
-from ..runs.fingerprint import identity
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from .query_pass import QueryPass

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,6 @@ from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
-from ..system.checksum import digest_of
 from ..system.processes import gather_from_processes
 from .context import CompressedContext, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens
@@ -99,12 +99,15 @@ def train_prefix(
         )
     length = 10 if length is None else length
     check_length(length)
-    about = (
-        f"prefix of {length} positions from random tokens"
-        if start is None
-        else f"prefix from {_in_words(start)}"
+    if start is None:
+        about = f"prefix of {length} positions from random tokens"
+    else:
+        _require_context(start)
+        about = f"prefix from {start!r}"
+    made_of = () if start is None else (start.prefix,)
+    settings = Settings(
+        steps, optimizer, clip, check_every, seed, loss, folder, progress, about, made_of
     )
-    settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         bos = bos_of(training[0]).to(device_of(model))
@@ -209,15 +212,12 @@ def _split(prefix: Prefix, count: int) -> tuple[list[Tensor], list[Tensor]]:
     return fixed, leaves
 
 
-def _in_words(start: CompressedContext | PrefixContext) -> str:
+def _require_context(start: Any) -> None:
     if not isinstance(start, CompressedContext | PrefixContext):
         raise PromptError(
             "start must be a context of al.compress, or one that was trained; got a "
             f"{type(start).__name__}"
         )
-    tensors = (*start.prefix.keys, *start.prefix.values)
-    digest = digest_of((str(number), tensor) for number, tensor in enumerate(tensors))
-    return f"{start!r}, digest {digest[:16]}"
 
 
 def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, bos: Tensor) -> None:

@@ -99,15 +99,24 @@ def train_hard_prompt(
         (2, True)
     """
     check_length(length)
-    chosen = "not given" if allowed is None else str(allowed.nonzero()[:, 0].tolist())
+    tokenizer = tokenizer_of(model, tokenizer)
+    chosen = "all plain tokens" if allowed is None else "given tokens"
     begin = "label words" if start is None else f"tokens {list(start)}"
     about = f"hard prompt of {length} tokens from {begin} by {method}; allowed: {chosen}"
     settings = Settings(
-        steps, method.optimizer, clip, check_every, seed, loss, folder, progress, about
+        steps,
+        method.optimizer,
+        clip,
+        check_every,
+        seed,
+        loss,
+        folder,
+        progress,
+        about,
+        (method, start, allowed, tokenizer),
     )
     with prepared_study(model, batches, held_out, settings) as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        tokenizer = tokenizer_of(model, tokenizer)
         ids = start_tokens(model, class_words(training) if start is None else start, length)
         nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))
         _check_start(nearest, ids)

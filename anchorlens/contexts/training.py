@@ -5,7 +5,6 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -24,10 +23,9 @@ from ..passes.losses import Loss, check_loss, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
 from ..results import captions, figures
 from ..results.record import Record, require_gold
-from ..runs.fingerprint import fingerprint
+from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
 from ..system.files import write_atomically
-from ..system.names import name_of
 from ..system.processes import is_main
 from .compression import cache_of_demonstrations
 from .context import model_identity
@@ -124,7 +122,8 @@ class Settings:
         loss: Function of (logits, batch) to one number a prompt.
         folder: Where the state is stored at every check, so that the same call continues; or None.
         progress: Show a progress bar.
-        context: What is trained, and from which start: the rest of what decides the result.
+        context: What is trained, and from which start, in words.
+        made_of: The rest of what decides the result: the start, a method, a tokenizer.
     """
 
     steps: int
@@ -136,6 +135,7 @@ class Settings:
     folder: str | Path | None
     progress: bool
     context: str = ""
+    made_of: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("check_every", 1), ("seed", -inf)):
@@ -147,11 +147,17 @@ class Settings:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
         _check_optimizer(self.optimizer)
 
+    def decides(self) -> dict[str, Any]:
+        """What decides the result, apart from the model and the prompts."""
+        names = ("steps", "clip", "check_every", "seed", "optimizer", "loss")
+        values = {name: getattr(self, name) for name in names}
+        return values | {"context": [self.context, *self.made_of] if self.made_of else self.context}
+
     def describe(self) -> dict[str, str]:
-        """What decides the result, as text."""
-        names = ("steps", "clip", "check_every", "seed", "context")
-        functions = {"optimizer": _text(self.optimizer), "loss": _text(self.loss)}
-        return {name: str(getattr(self, name)) for name in names} | functions
+        """The same in words."""
+        return {name: in_words(value) for name, value in self.decides().items()} | {
+            "context": self.context
+        }
 
 
 def _check_optimizer(make: MakeOptimizer) -> None:
@@ -167,14 +173,6 @@ def _check_optimizer(make: MakeOptimizer) -> None:
                 "step needs no arguments, such as functools.partial(torch.optim.Adam, lr=0.01); "
                 f"got {make!r}, which raises {type(error).__name__}: {error}"
             ) from error
-
-
-def _text(function: Callable[..., Any]) -> str:
-    """A function as it is stored: its name, or what its repr says of its settings."""
-    if not isinstance(function, partial):
-        return str(getattr(function, "__name__", repr(function)))
-    arguments = [*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())]
-    return f"{name_of(function.func)}({', '.join(arguments)})"
 
 
 @dataclass
@@ -215,7 +213,7 @@ def prepared_study(
                 "held-out ones (held_out=...) unlike those of training"
             )
     return Study(
-        model, [*batches, *held_out], settings.describe(), resamples=0, progress=settings.progress
+        model, [*batches, *held_out], settings.decides(), resamples=0, progress=settings.progress
     )
 
 
@@ -389,10 +387,17 @@ def _warn_of_divergence(state: _State) -> None:
 
 @dataclass(frozen=True)
 class _StateFile:
-    """A file that holds the state of one training, or none without a folder."""
+    """A file that holds the state of one training, or none without a folder.
+
+    Attributes:
+        path: The file; None without a folder.
+        run: What decides the result of the training.
+        unknown: What of it cannot be seen, so that a stored state is not believed.
+    """
 
     path: Path | None
     run: dict[str, str]
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -410,12 +415,13 @@ class _StateFile:
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
-        decides = settings.describe() | {
+        decides = settings.decides() | {
             "number of training batches": str(len(batches)),
             "shape": str([tuple(parameter.shape) for parameter in trainable.parameters]),
         }
-        run = fingerprint(model, [*batches, *held_out], decides)
-        return cls(folder / "training.pt", run)
+        run, unknown = fingerprint(model, [*batches, *held_out], decides)
+        warn_of_unknown(folder, unknown)
+        return cls(folder / "training.pt", run, unknown)
 
     def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
         """The stored state, which is put into the parameters and the optimizer; or a new one.
@@ -423,26 +429,55 @@ class _StateFile:
         Raises:
             StoreError: The file is of another training, or cannot be read.
         """
-        if self.path is None or not self.path.exists():
+        stored = self._stored()
+        if stored is None:
             return _State()
-        written = self.path.read_bytes()
-        digest, data = written[:_DIGEST], written[_DIGEST:]
-        if hashlib.sha256(data).digest() != digest:
-            warnings.warn(f"{self.path} is damaged; training begins again", stacklevel=4)
-            return _State()
-        stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        run = stored["run"]
-        different = [name for name in self.run if run.get(name) != self.run[name]]
+        try:
+            run, state = stored["run"], _State(**stored["state"])
+            different = [name for name in self.run if run.get(name) != self.run[name]]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise self._not_ours(error) from error
         if different:
             raise StoreError(
                 f"{self.path} is of a training with another {', '.join(different)}; use another "
                 "folder, or start over in this one (--fresh, in Python delete the file)"
             )
-        with torch.no_grad():
-            for parameter, value in zip(trainable.parameters, stored["parameters"], strict=True):
-                parameter.copy_(value)
-        optimizer.load_state_dict(stored["optimizer"])
-        return _State(**stored["state"])
+        try:
+            with torch.no_grad():
+                values = zip(trainable.parameters, stored["parameters"], strict=True)
+                for parameter, value in values:
+                    parameter.copy_(value)
+            optimizer.load_state_dict(stored["optimizer"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise self._not_ours(error) from error
+        return state
+
+    def _not_ours(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"{self.path} does not hold a training of this version ({type(error).__name__}: "
+            f"{error}); delete it, or use another folder"
+        )
+
+    def _stored(self) -> Any:
+        """What the file holds; None if there is none, or if it cannot be believed."""
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            written = self.path.read_bytes()
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be read: {error.strerror}; use another folder"
+            ) from error
+        digest, data = written[:_DIGEST], written[_DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            warnings.warn(f"{self.path} is damaged; training begins again", stacklevel=5)
+            return None
+        if self.unknown:
+            return None
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # pickles raise errors of any kind
+            raise self._not_ours(error) from error
 
     def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:
         if self.path is None or not is_main():

@@ -76,6 +76,22 @@ def has_user_hooks(model: Any) -> bool:
     return bool(_hooks_with_users(model))
 
 
+def user_hooks(model: Any) -> list[tuple[int, str, Callable[..., Any]]]:
+    """The hooks that the user put on the model: the number of the module, the kind, the hook."""
+    tables = [
+        (number, name, hooks, _needed(module, hooks))
+        for number, module in enumerate(modules_of(model))
+        for name in _HOOKS
+        if (hooks := getattr(module, name))
+    ]
+    return [
+        (number, name, hook)
+        for number, name, hooks, needed in tables
+        for key, hook in hooks.items()
+        if key not in needed
+    ]
+
+
 def _hooks_with_users(model: Any) -> list[tuple[Hooks, Hooks]]:
     """Each dictionary that holds hooks of the user, with its other hooks, which stay active."""
     tables = [(module, getattr(module, name)) for module in modules_of(model) for name in _HOOKS]

@@ -1,10 +1,10 @@
 """``paper``: the paper's figures and tables for a model, as one long table of numbers."""
 
-import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ from ..errors import AnchorlensError, DataError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
+from ..models.model_identity import tokenizer_identity
 from ..prompts.checks import demonstrations_by_query
 from ..prompts.examples import BUNDLED, Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import TASKS, Task
-from ..runs.fingerprint import fingerprint, tokenizer_identity
+from ..runs.fingerprint import fingerprint, warn_of_unknown
+from ..runs.identity import identity_of
 from ..runs.run import target_logits
 from ..runs.store import Store, same_rows
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
@@ -95,7 +97,9 @@ def paper(
     store = None
     if folder is not None:
         expected = fingerprint(model, (), _description(todo))
-        store = main_first(lambda: Store.open(folder, expected))
+        warn_of_unknown(folder, expected.unknown)
+        opened = main_first(lambda: Store.open(folder, expected.facts))
+        store = replace(opened, is_believed=not expected.unknown)
         _check_logits(store, len(todo), settings[0][1])
     stored = gather_from_processes(
         "stored parts", [None if store is None else store.read(k) for k in range(len(todo))]
@@ -185,23 +189,18 @@ def _outcome(part: Part, setting: Setting) -> _Outcome:
     return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
 
 
-def _description(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, str]:
+def _description(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, Any]:
     """What was computed, so that a folder with the numbers of something else is not continued."""
-    digest = hashlib.sha256()
-    for name, setting, _ in todo:
-        fields = {key: value for key, value in vars(setting).items() if key != "model"}
-        # The depth under its name in the folders of earlier versions.
-        fields = {"layers" if key == "depth" else key: value for key, value in fields.items()}
-        digest.update(f"{name} {fields}".encode())
     _, first, _ = todo[0]
+    known = {id(first.model): "the model"}
+    examples = identity_of([(name, vars(setting)) for name, setting, _ in todo], known)
     return {
         "tasks": ", ".join(dict.fromkeys(name for name, _, _ in todo)),
         "seeds": ", ".join(dict.fromkeys(str(setting.seed) for _, setting, _ in todo)),
-        # The repr of a part includes its options, its name does not.
-        "parts": ", ".join(dict.fromkeys(repr(part) for _, _, part in todo)),
+        "parts": [part for _, setting, part in todo if setting is first],
         "isolated": f"{first.depth} layers, {first.draws} draws",
         "queries": str(len(first.queries)),
-        "examples": digest.hexdigest(),
+        "examples": examples.digest,
         "tokenizer": tokenizer_identity(first.tokenizer),
     }
 

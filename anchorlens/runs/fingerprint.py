@@ -1,28 +1,39 @@
 """A fingerprint of a run: its model, prompts, settings and versions, by which rows are stored."""
 
-import hashlib
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from importlib.metadata import version
-from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..errors import StoreError
+from ..models.model_identity import ADDRESS, identity
+from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
-from ..system.checksum import digest_of
+from ..system.names import name_of
+from ..system.process_state import is_main
+from .identity import identity_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
+_LONGEST = 2000  # characters of a setting in words
 _version_of = cache(version)  # it reads files of the installed package
 
-# The address in an object's default repr tells nothing about the object.
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Fields of a configuration that do not decide the numbers, or have their own entry.
-_ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
+
+class Fingerprint(NamedTuple):
+    """What must be equal if stored numbers belong to a run.
+
+    Attributes:
+        facts: Each by its name.
+        unknown: What they do not cover, in words. If this is not empty, stored numbers are computed
+            again.
+    """
+
+    facts: dict[str, str]
+    unknown: tuple[str, ...]
 
 
 def versions() -> dict[str, str]:
@@ -31,32 +42,32 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(
-    model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, str]
-) -> dict[str, str]:
-    """What must be equal if stored rows belong to this run.
+    model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, Any]
+) -> Fingerprint:
+    """The fingerprint of a run.
 
-    Functions, for example hooks, cannot be compared, so that a resumed run also computes the first
-    stored batch again (see ``Study.collect``).
+    Args:
+        model: A hooked model.
+        batches: All prompts of the run.
+        settings: Everything else that decides its numbers, by name: values, functions, objects.
+
+    Raises:
+        StoreError: A setting has a name of a fact about the model or the prompts.
     """
-    prompts = hashlib.sha256()
-    for batch in batches:
-        for name, value in vars(batch).items():
-            if name == "verbalizer" and value is None:
-                continue  # so that folders of earlier versions, without this field, go on
-            if isinstance(value, Tensor):
-                prompts.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                prompts.update(value.cpu().numpy().tobytes())
-            else:
-                prompts.update(f"{name} {value!r}".encode())
     parameters = list(model.parameters())
     devices = {weights.device.type for weights in parameters}
+    known, on_model = {id(model): "the model"}, user_hooks(model)
+    hooks = identity_of(on_model, known)
     facts = {
         **identity(model),
+        "hooks on the model": hooks.digest if on_model else "none",
         "attention": _attention(model),
         "dtype": ", ".join(sorted({str(weights.dtype) for weights in parameters})),
         "device": ", ".join(sorted(devices)),
         "precision": _precision(devices),
-        "prompts": prompts.hexdigest(),
+        "prompts": identity_of([vars(batch) for batch in batches], known).digest,
+        # The code of a function is that of a version of Python.
+        "python": ".".join(platform.python_version_tuple()[:2]),
         **versions(),
     }
     if both := facts.keys() & settings.keys():
@@ -64,76 +75,45 @@ def fingerprint(
             f"settings cannot be named {', '.join(sorted(both))}: the model and the prompts are "
             "stored under these names; rename them"
         )
-    return facts | {name: _ADDRESS.sub("", value) for name, value in settings.items()}
+    unknown = [f"hooks on the model: {what}" for what in hooks.unknown]
+    for name, value in settings.items():
+        of_setting = identity_of(value, known)
+        digest = "" if _is_told(value) else f" ({of_setting.digest[:16]})"
+        facts[name] = f"{in_words(value)}{digest}"
+        unknown += [f"{name}: {what}" for what in of_setting.unknown]
+    return Fingerprint(facts, tuple(unknown))
 
 
-def identity(model: Any) -> dict[str, str]:
-    """What identifies a model: its name, configuration, weights and buffers."""
-    # A HookedTransformer has no model of transformers inside.
-    original = getattr(getattr(model, "original_model", None), "config", None)
-    config = vars(model.cfg) if original is None else original.to_dict()
-    deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
-    return {
-        "model": str(model.cfg.model_name),
-        "configuration": hashlib.sha256(
-            _ADDRESS.sub("", json.dumps(deciding, sort_keys=True, default=str)).encode()
-        ).hexdigest(),
-        "weights": digest_of(_contents(model)),
-    }
+def warn_of_unknown(folder: str | Path, unknown: Sequence[str]) -> None:
+    """Warn, in the main process, that what is stored is computed again, and why."""
+    if unknown and is_main():
+        warnings.warn(
+            f"what {folder} holds is computed again at each call, because something that decides "
+            f"the numbers cannot be compared: {'; '.join(unknown[:3])}. Give what was read as a "
+            "value, such as a tensor",
+            stacklevel=4,
+        )
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
-    """A digest of everything that decides how a tokenizer turns a text into tokens."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # A call stores its options there, and every call sets them again.
-    rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
-    options = {
-        name: str(getattr(tokenizer, name, None))
-        for name in ("special_tokens_map", "model_max_length", "pad_token_id", "padding_side")
-    }
-    everything = json.dumps([type(tokenizer).__name__, options, rules], sort_keys=True)
-    return hashlib.sha256(everything.encode()).hexdigest()
+def in_words(value: Any) -> str:
+    """A short text of a setting, by which a person recognises it."""
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, Sequence):
+        text = ", ".join(map(in_words, value))
+    elif isinstance(value, partial):
+        options = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
+        text = f"{name_of(value.func)}({', '.join(options)})"
+    else:
+        text = str(getattr(value, "__name__", repr(value)))
+    return ADDRESS.sub("", text)[:_LONGEST]
 
 
-def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight and buffer, each once, of the hooked model and of the one inside it.
-
-    A bridge does not register all modules of the transformers model that it holds.
-    """
-    counted: set[int] = set()
-    original = getattr(model, "original_model", None)
-    for root in (model,) if original is None else (model, original):
-        for path, module in root.named_modules():
-            tensors = chain(
-                module.named_parameters(path, recurse=False),
-                module.named_buffers(path, recurse=False),
-            )
-            for name, tensor in tensors:
-                if id(tensor) in counted or _follows_the_prompts(module, name):
-                    continue
-                counted.add(id(tensor))
-                yield name, tensor
-                yield from _beside(name, tensor)
-
-
-def _follows_the_prompts(module: Any, name: str) -> bool:
-    """Whether each pass computes the buffer again from the length of its prompts.
-
-    Such a buffer depends on the last pass. The values from which it is computed are in another
-    buffer (``original_inv_freq``) and in the configuration.
-    """
-    kinds = str(getattr(module, "rope_type", ""))
-    changing = "longrope" in kinds or "dynamic" in kinds
-    return changing and name.endswith("inv_freq") and not name.endswith("original_inv_freq")
-
-
-def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Scales that bitsandbytes holds as attributes of a quantised weight."""
-    state = getattr(tensor, "quant_state", None)
-    scales = {} if state is None else state.as_dict(packed=True)
-    for key, value in {**scales, "SCB": getattr(tensor, "SCB", None)}.items():
-        if isinstance(value, Tensor):
-            yield f"{name}.{key}", value
+def _is_told(value: Any) -> bool:
+    """Whether the words of a setting tell all of it."""
+    if isinstance(value, list | tuple):
+        return len(value) < 20 and all(map(_is_told, value))
+    return isinstance(value, str | int | float | None) and len(str(value)) < _LONGEST / 20
 
 
 def _attention(model: Any) -> str:

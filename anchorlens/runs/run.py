@@ -85,8 +85,8 @@ def run(
     """
     settings = {
         "metrics": metrics,
-        "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
-        "hooks": "none" if hooks is None else "some",
+        "loss": loss,
+        "hooks": hooks,
         "gradient_checkpointing": gradient_checkpointing,
     }
     study = Study(
@@ -138,7 +138,7 @@ def target_logits(
         >>> float(al.loyalty(logits, logits, batches[0].label_token_ids).label_loyalty)
         1.0
     """
-    settings = {"hooks": "none" if hooks is None else "some"}
+    settings = {"hooks": hooks}
     change = no_hooks if hooks is None else hooks
     with Study(model, batches, settings, resamples=0, progress=progress, title="logits") as study:
         plan = study.plan(hooks=change)

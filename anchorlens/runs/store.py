@@ -20,11 +20,14 @@ from ..system.files import remove_temporary_files, write_atomically
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
+_CURE = "use another folder, or start over in this one (--fresh, in Python al.forget_rows)"
+
 
 class _StoredRows(NamedTuple):
-    """The rows of a file, with their run and the number of their batch."""
+    """The rows of a file, with their run, what computed them, and the number of their batch."""
 
     run: dict[str, str]
+    function: str
     number: int
     rows: dict[str, Tensor]
 
@@ -39,10 +42,14 @@ class Store:
     Attributes:
         folder: The folder of the files.
         run: The fingerprint of the run to which the rows belong.
+        function: The identity of the function that computes them.
+        is_believed: False if what is stored may be of another run, so that it is not read.
     """
 
     folder: Path
     run: Mapping[str, str]
+    function: str = ""
+    is_believed: bool = True
 
     @classmethod
     def open(cls, folder: str | Path, expected: Mapping[str, str]) -> "Store":
@@ -79,8 +86,8 @@ class Store:
         return store
 
     def has(self, number: int) -> bool:
-        """Whether there are rows of a batch, whole or not."""
-        return self._path(number).exists()
+        """Whether there are rows of a batch, whole or not, that may be used."""
+        return self.is_believed and self._path(number).exists()
 
     def read(self, number: int) -> dict[str, Tensor] | None:
         """The rows of a batch, or None where there are none or the file is damaged, with a warning.
@@ -89,11 +96,16 @@ class Store:
             StoreError: The file is whole, but belongs to another run.
         """
         path = self._path(number)
-        if not os.path.exists(path):
+        if not self.is_believed or not os.path.exists(path):
             return None
         stored = _read(path)
         if stored is not None:
             self._require_same(stored.run, path)
+            if stored.function != self.function:
+                raise StoreError(
+                    f"{path} was computed by another function than that of this call: its code, or "
+                    f"a value that it uses, is not the same; {_CURE}"
+                )
             if stored.number == number:
                 return stored.rows
         reason = "is damaged" if stored is None else f"holds the rows of batch {stored.number}"
@@ -125,7 +137,8 @@ class Store:
         if path.is_dir():
             with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
-        write_atomically(path, to_bytes_with_digest({"run": dict(self.run), "batch": number}, rows))
+        header = {"run": dict(self.run), "function": self.function, "batch": number}
+        write_atomically(path, to_bytes_with_digest(header, rows))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -138,8 +151,7 @@ class Store:
         ]
         if different:
             raise StoreError(
-                f"{path} holds the rows of another run; use another folder, or start over in this "
-                "one (--fresh, in Python al.forget_rows). " + "; ".join(different)
+                f"{path} holds the rows of another run; {_CURE}. " + "; ".join(different)
             )
 
 
@@ -190,7 +202,7 @@ def _read(path: Path) -> _StoredRows | None:
     """What a file of rows holds; None if it is not byte for byte what was written."""
     try:
         header, rows = read_with_digest(path)
-        return _StoredRows(dict(header["run"]), int(header["batch"]), rows)
+        return _StoredRows(dict(header["run"]), header["function"], int(header["batch"]), rows)
     except (StoreError, KeyError, TypeError, ValueError):
         return None
 

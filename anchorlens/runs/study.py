@@ -42,8 +42,9 @@ from ..system.processes import (
 )
 from .checkpoint_choice import why_checkpointed
 from .checks import check_hooks, check_metrics, refuse_moved_hooks
-from .fingerprint import fingerprint, versions
+from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
 from .fused_trial import fused_passes, patterns_are_large
+from .identity import identity_of
 from .order import order_of_queries, sets_of
 from .plan import Plan, checking
 from .store import Store, same_rows
@@ -112,13 +113,14 @@ class Study:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
-        self.settings = {str(name): _text(value) for name, value in settings.items()}
+        self._plans: list[tuple[Plan, list[Any]]] = []  # each with what it was made of
+        self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
         self.title = title
 
     def __repr__(self) -> str:
         """One line: the model, the number of batches, the settings and the folder."""
-        settings = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
+        settings = ", ".join(f"{name}: {in_words(value)}" for name, value in self.settings.items())
         # Only checked batches and models have all attributes.
         model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
         parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
@@ -204,7 +206,9 @@ class Study:
         else:
             passes = shared_passes(self.model, self.batches, changes, metrics, loss)
         passes = replace(passes, attention=reason)
-        return Plan(passes, metrics, hooks, loss, gradient_checkpointing)
+        plan = Plan(passes, metrics, hooks, loss, gradient_checkpointing)
+        self._plans.append((plan, [metrics, hooks, interventions, loss]))
+        return plan
 
     def collect(
         self,
@@ -230,7 +234,7 @@ class Study:
                 this study already: one with a folder collects once.
             MemoryLimitError: A prompt alone does not fit into memory.
         """
-        store, device = self._store, device_of(self.model)
+        store, device = self._store_of(rows_of_batch), device_of(self.model)
         if store is not None and self._has_collected:
             raise StoreError(
                 f"{store.folder} holds the rows that this study has collected already; collect all "
@@ -313,12 +317,30 @@ class Study:
             return self.batches
         return [batch.prompt(number) for batch in self.batches for number in range(len(batch))]
 
+    def _store_of(self, rows_of_batch: Callable[..., Any]) -> Store | None:
+        """The folder of the rows that this function computes."""
+        if self._store is None and is_single_process():
+            return None
+        known = {id(self): "the study", id(self.model): "the model"}
+        known |= {id(plan): f"plan {number}" for number, (plan, _) in enumerate(self._plans)}
+        computed = identity_of([rows_of_batch, *(made_of for _, made_of in self._plans)], known)
+        require_equal_settings({"what the function of each batch does": computed.digest})
+        if self._store is None:
+            return None
+        unknown = tuple(dict.fromkeys((*self._fingerprint.unknown, *computed.unknown)))
+        warn_of_unknown(self._store.folder, unknown)
+        return replace(self._store, function=computed.digest, is_believed=not unknown)
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint(self.model, self._parts, self.settings)
+
     @cached_property
     def _store(self) -> Store | None:
         """The folder of rows, which is opened after the arguments were checked."""
         if self.folder is None:
             return None
-        folder, expected = self.folder, fingerprint(self.model, self._parts, self.settings)
+        folder, expected = self.folder, self._fingerprint.facts
         return main_first(lambda: Store.open(folder, expected))
 
     def _check_same_call(self) -> None:
@@ -326,8 +348,7 @@ class Study:
         if is_single_process():
             return
         require_whole_model(self.model)
-        described = fingerprint(self.model, self.batches, self.settings)
-        require_equal_settings(described | {"folder": str(self.folder)})
+        require_equal_settings(self._fingerprint.facts | {"folder": str(self.folder)})
 
     def _numbers(self, store: Store | None) -> list[int]:
         """Numbers of this process's batches; what is stored is as the main process sees it."""
@@ -448,10 +469,3 @@ def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tens
     # Copies, because a view would be sent with its whole storage.
     rows_of_part = [{name: values.clone() for name, values in rows.items()} for rows in collected]
     return [rows for part in gather_from_processes("rows", rows_of_part) for rows in part]
-
-
-def _text(value: Any) -> str:
-    """A setting as it is stored and compared."""
-    if isinstance(value, str):
-        return value
-    return ", ".join(map(repr, value)) if isinstance(value, Sequence) else repr(value)

@@ -154,7 +154,7 @@ def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
 
 def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: Any) -> None:
     prints = [
-        fingerprint(gpt2, batches, {})["prompts"]
+        fingerprint(gpt2, batches, {}).facts["prompts"]
         for batches in (
             prompts(gpt2, ONE),
             prompts(gpt2, SEVERAL),
@@ -163,7 +163,8 @@ def test_stored_rows_of_other_words_or_scores_are_not_those_of_this_run(gpt2: An
         )
     ]
     assert len(set(prints)) == 4
-    assert prints[0] == fingerprint(gpt2, prompts(gpt2, [[word] for word in ONE]), {})["prompts"]
+    of_lists = prompts(gpt2, [[word] for word in ONE])
+    assert prints[0] == fingerprint(gpt2, of_lists, {}).facts["prompts"]
 
 
 def test_batches_of_other_words_are_not_run_together(gpt2: Any) -> None:

@@ -67,7 +67,7 @@ class Scaled:
 def test_parts_with_different_options_are_a_different_run(model: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"seeds": [1], "folder": tmp_path, **QUICK}
     al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
-    with pytest.raises(StoreError, match=r"parts: stored 'Scaled\(factor=2.0\)'"):
+    with pytest.raises(StoreError, match=r"parts: stored 'Scaled\(factor=2.0\) "):
         al.paper(model, EMOTIONS, parts=[Scaled(3.0)], **options)
     numbers = al.paper(model, EMOTIONS, parts=[Scaled(2.0)], **options)
     assert numbers.value.tolist() == [2.0]

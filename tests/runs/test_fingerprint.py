@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 import anchorlens as al
 from anchorlens.contexts import context
 from anchorlens.errors import StoreError
-from anchorlens.runs.fingerprint import fingerprint, identity, tokenizer_identity
+from anchorlens.models.model_identity import identity, tokenizer_identity
+from anchorlens.runs.fingerprint import fingerprint
 from anchorlens.system import checksum
 from anchorlens.system.checksum import digest_of, row_sums
 
@@ -276,15 +277,15 @@ def test_rotary_frequencies_that_depend_on_prompts_do_not_count(
 
 
 def test_settings_of_the_process_are_in_the_fingerprint(gpt2: Any) -> None:
-    before = fingerprint(gpt2, (), {})
-    assert fingerprint(gpt2, (), {}) == before
+    before = fingerprint(gpt2, (), {}).facts
+    assert fingerprint(gpt2, (), {}).facts == before
     with torch.autocast("cpu", torch.bfloat16):
-        inside = fingerprint(gpt2, (), {})
+        inside = fingerprint(gpt2, (), {}).facts
     assert {name for name in before if before[name] != inside[name]} == {"precision"}
     precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        inside = fingerprint(gpt2, (), {})
+        inside = fingerprint(gpt2, (), {}).facts
     finally:
         torch.set_float32_matmul_precision(precision)
     assert {name for name in before if before[name] != inside[name]} == {"precision"}
@@ -332,7 +333,10 @@ def test_a_hook_left_on_the_model_is_detected_when_the_paper_resumes(
     data = {"questions": (EXAMPLES, EXAMPLES)}
     first = list(al.paper(model, data, **options).value)
     halve = [("blocks.0.hook_resid_post", lambda tensor, hook: tensor * 0.5)]
-    with model.hooks(fwd_hooks=halve), pytest.raises(StoreError, match="gives other logits"):
+    with (
+        model.hooks(fwd_hooks=halve),
+        pytest.raises(StoreError, match="hooks on the model: stored"),
+    ):
         al.paper(model, data, **options)
     assert list(al.paper(model, data, **options).value) == first
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.runs.store import Store
+from anchorlens.system.digest_file import read_with_digest
 
 
 class Killed(BaseException):
@@ -27,8 +28,8 @@ class LogitsRecord(al.Record):
 class Logits:
     """A user's metric: the label words' logits. It counts its batches and may be killed in one."""
 
-    seen: list[int] = field(default_factory=list, repr=False)
-    dies_in: int | None = field(default=None, repr=False)
+    seen: list[int] = field(default_factory=list, repr=False, compare=False)
+    dies_in: int | None = field(default=None, repr=False, compare=False)
     scale: float = 1.0
     name: ClassVar[str] = "logits"
     needs_gradient: ClassVar[bool] = False
@@ -73,6 +74,7 @@ def same(results: dict[str, Any], expected: dict[str, Any]) -> bool:
 def stored_run(folder: Path, **changes: str) -> Store:
     """The store of a folder as its run opens it, with changes to the fingerprint."""
     fingerprint = json.loads((folder / "run.json").read_text())
-    return Store(
-        folder, {name: fingerprint[name] for name in fingerprint if name != "digest"} | changes
-    )
+    facts = {name: fingerprint[name] for name in fingerprint if name != "digest"}
+    rows = next(folder.glob("rows-*.safetensors"), None)
+    function = "" if rows is None else read_with_digest(rows).header["function"]
+    return Store(folder, facts | changes, function)

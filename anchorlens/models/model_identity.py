@@ -1,0 +1,86 @@
+"""What identifies a model and a tokenizer: the contents that decide their numbers and tokens."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from ..system.checksum import digest_of
+
+# The address in an object's default repr tells nothing about the object.
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# Fields of a configuration that do not decide the numbers, or have their own entry.
+_ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch_dtype", "seed")
+
+
+def identity(model: Any) -> dict[str, str]:
+    """What identifies a model: its name, configuration, weights and buffers."""
+    # A HookedTransformer has no model of transformers inside.
+    original = getattr(getattr(model, "original_model", None), "config", None)
+    config = vars(model.cfg) if original is None else original.to_dict()
+    deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+    return {
+        "model": str(model.cfg.model_name),
+        "configuration": hashlib.sha256(
+            ADDRESS.sub("", json.dumps(deciding, sort_keys=True, default=str)).encode()
+        ).hexdigest(),
+        "weights": digest_of(_contents(model)),
+    }
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A digest of everything that decides how a tokenizer turns a text into tokens."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # A call stores its options there, and every call sets them again.
+    rules = {name: backend[name] for name in backend if name not in ("truncation", "padding")}
+    options = {
+        name: str(getattr(tokenizer, name, None))
+        for name in ("special_tokens_map", "model_max_length", "pad_token_id", "padding_side")
+    }
+    everything = json.dumps([type(tokenizer).__name__, options, rules], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()
+
+
+def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight and buffer, each once, of the hooked model and of the one inside it.
+
+    A bridge does not register all modules of the transformers model that it holds.
+    """
+    counted: set[int] = set()
+    original = getattr(model, "original_model", None)
+    for root in (model,) if original is None else (model, original):
+        for path, module in root.named_modules():
+            tensors = chain(
+                module.named_parameters(path, recurse=False),
+                module.named_buffers(path, recurse=False),
+            )
+            for name, tensor in tensors:
+                if id(tensor) in counted or _follows_the_prompts(module, name):
+                    continue
+                counted.add(id(tensor))
+                yield name, tensor
+                yield from _beside(name, tensor)
+
+
+def _follows_the_prompts(module: Any, name: str) -> bool:
+    """Whether each pass computes the buffer again from the length of its prompts.
+
+    Such a buffer depends on the last pass. The values from which it is computed are in another
+    buffer (``original_inv_freq``) and in the configuration.
+    """
+    kinds = str(getattr(module, "rope_type", ""))
+    changing = "longrope" in kinds or "dynamic" in kinds
+    return changing and name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+
+
+def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Scales that bitsandbytes holds as attributes of a quantised weight."""
+    state = getattr(tensor, "quant_state", None)
+    scales = {} if state is None else state.as_dict(packed=True)
+    for key, value in {**scales, "SCB": getattr(tensor, "SCB", None)}.items():
+        if isinstance(value, Tensor):
+            yield f"{name}.{key}", value

@@ -1,0 +1,468 @@
+"""The identity of a value changes with everything that decides a number, and with nothing else."""
+
+import copy
+import hashlib
+import io
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float
+from stored_runs import Logits
+from tiny_models import questions
+from torch import Tensor
+from trained_contexts import same, split, trained
+
+import anchorlens as al
+from anchorlens.errors import ProcessError, StoreError
+from anchorlens.runs import study
+from anchorlens.runs.identity import identity_of
+from anchorlens.system import processes
+
+pytestmark = pytest.mark.without_jaxtyping
+
+EXAMPLES = al.load_examples("questions")
+QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+
+
+def module_of(source: str) -> ModuleType:
+    """A module of a user with this source, under the same name each time."""
+    module = ModuleType("notebook")
+    exec(textwrap.dedent(source), vars(module))
+    return module
+
+
+def value_of(source: str) -> Any:
+    """What a user's module calls ``value``."""
+    return module_of(source).value
+
+
+# In each pair one character, name or value decides another number.
+DIFFERENT = {
+    "a constant": ("value = lambda x: x * 1.0", "value = lambda x: x * 0.2"),
+    "a constant of an inner function": (
+        "def value(x):\n return (lambda y: y * 1.0)(x)",
+        "def value(x):\n return (lambda y: y * 2.0)(x)",
+    ),
+    "an operation": ("value = lambda x, y: x + y", "value = lambda x, y: x - y"),
+    "an attribute": ("value = lambda x: x.sum()", "value = lambda x: x.mean()"),
+    "a default": ("def value(x, k=5): pass", "def value(x, k=120): pass"),
+    "a default by keyword": ("def value(x, *, k=5): pass", "def value(x, *, k=6): pass"),
+    "a closure": (
+        "def make(c):\n return lambda x: x * c\nvalue = make(1)",
+        "def make(c):\n return lambda x: x * c\nvalue = make(2)",
+    ),
+    "a global": ("c = 1\nvalue = lambda x: x * c", "c = 2\nvalue = lambda x: x * c"),
+    "a global of a function that it calls": (
+        "c = 1\ndef f(x): return x * c\nvalue = lambda x: f(x)",
+        "c = 2\ndef f(x): return x * c\nvalue = lambda x: f(x)",
+    ),
+    "a global of an inner function": (
+        "c = 1\ndef value(x):\n def inner(): return c\n return inner()",
+        "c = 2\ndef value(x):\n def inner(): return c\n return inner()",
+    ),
+    "a global that does not exist yet": (
+        "value = lambda x: x * c",
+        "c = 1\nvalue = lambda x: x * c",
+    ),
+    "an option of a partial": (
+        "from functools import partial\ndef f(x, k): pass\nvalue = partial(f, k=1)",
+        "from functools import partial\ndef f(x, k): pass\nvalue = partial(f, k=2)",
+    ),
+    "the function in a partial": (
+        "from functools import partial\nvalue = partial(lambda x, k: x, k=1)",
+        "from functools import partial\nvalue = partial(lambda x, k: -x, k=1)",
+    ),
+    "a function behind functools.cache": (
+        "import functools\n@functools.cache\ndef value(x): return x * 1.0",
+        "import functools\n@functools.cache\ndef value(x): return x * 2.0",
+    ),
+    "a function behind a decorator of a library": (
+        "import torch\n@torch.no_grad()\ndef value(x): return x * 1.0",
+        "import torch\n@torch.no_grad()\ndef value(x): return x * 2.0",
+    ),
+    "a field of an object": (
+        "class A:\n def __init__(self, k): self.k = k\nvalue = A(5)",
+        "class A:\n def __init__(self, k): self.k = k\nvalue = A(120)",
+    ),
+    "a method": (
+        "class A:\n def observe(self): return 1\nvalue = A()",
+        "class A:\n def observe(self): return 2\nvalue = A()",
+    ),
+    "a method of the parent": (
+        "class P:\n def observe(self): return 1\nclass A(P): pass\nvalue = A()",
+        "class P:\n def observe(self): return 2\nclass A(P): pass\nvalue = A()",
+    ),
+    "a subclass with the name of its parent": (
+        "import anchorlens as al\nvalue = al.SaliencyFlows()",
+        "import anchorlens as al\nclass SaliencyFlows(al.SaliencyFlows): pass\n"
+        "value = SaliencyFlows()",
+    ),
+    "a bound method of an object": (
+        "class A:\n def __init__(self, k): self.k = k\n def f(self): pass\nvalue = A(1).f",
+        "class A:\n def __init__(self, k): self.k = k\n def f(self): pass\nvalue = A(2).f",
+    ),
+    "a slot": (
+        "class A:\n __slots__ = ('k',)\nvalue = A()\nvalue.k = 1",
+        "class A:\n __slots__ = ('k',)\nvalue = A()\nvalue.k = 2",
+    ),
+    "a property": (
+        "class A:\n @property\n def k(self): return 1\nvalue = A()",
+        "class A:\n @property\n def k(self): return 2\nvalue = A()",
+    ),
+    "the optimizer in a lambda": (
+        "import torch\nvalue = lambda p: torch.optim.SGD(p, lr=1)",
+        "import torch\nvalue = lambda p: torch.optim.Adam(p, lr=1)",
+    ),
+    "a tensor": (
+        "import torch\nt = torch.arange(3.)\nvalue = lambda x: x * t",
+        "import torch\nt = torch.arange(3.) + 1e-6\nvalue = lambda x: x * t",
+    ),
+    "the type of a number": ("value = 1", "value = 1.0"),
+    "a flag for a number": ("value = 1", "value = True"),
+    "a text for a number": ("value = 1", "value = '1'"),
+    "the order of a list": ("value = [1, 2]", "value = [2, 1]"),
+    "a list for a tuple": ("value = [1, 2]", "value = (1, 2)"),
+    "a weight of a module": (
+        "import torch\ntorch.manual_seed(0)\nvalue = torch.nn.Linear(2, 2)",
+        "import torch\ntorch.manual_seed(1)\nvalue = torch.nn.Linear(2, 2)",
+    ),
+    "a number of an array": (
+        "import numpy as np\nvalue = np.arange(3.)",
+        "import numpy as np\nvalue = np.arange(3.) * 2",
+    ),
+    "a cell of a table": (
+        "import pandas as pd\nvalue = pd.DataFrame({'a': [1]})",
+        "import pandas as pd\nvalue = pd.DataFrame({'a': [2]})",
+    ),
+    "the handler of an error": (
+        "def value(x):\n try:\n  x()\n  x()\n except KeyError: pass",
+        "def value(x):\n x()\n try:\n  x()\n except KeyError: pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
+def test_what_decides_a_number_changes_the_identity(
+    pair: tuple[str, str],
+) -> None:
+    with torch.random.fork_rng():
+        first, second = map(value_of, pair)
+        again = value_of(pair[0])
+    assert identity_of(first).digest != identity_of(second).digest
+    # The same source in another module is the same value, although each object is another one.
+    assert identity_of(again) == identity_of(first)
+    assert identity_of(first).unknown == ()
+
+
+def test_a_helper_in_a_file_of_the_user_counts(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = []
+    for constant in (1, 2, 1):
+        (tmp_path / "my_helpers.py").write_text(
+            f"def scale(x): return x * {constant}\nother = {constant}"
+        )
+        sys.modules.pop("my_helpers", None)
+        for source in (
+            "import my_helpers\nvalue = lambda x: my_helpers.scale(x)",
+            "from my_helpers import scale\nvalue = lambda x: scale(x)",
+            "def value(x):\n from my_helpers import scale\n return scale(x)",
+        ):
+            digests.append(identity_of(value_of(source)).digest)
+    assert digests[:3] == digests[6:]
+    assert not set(digests[:3]) & set(digests[3:6])
+
+
+CACHED = "import functools\nclass A:\n @functools.cached_property\n def k(self): return 1\n"
+NOT_COMPARED = (
+    "from dataclasses import dataclass, field\n@dataclass\nclass A:\n"
+    " k: int = field(compare=False)\n"
+)
+SAME = {
+    "another line": ("value = lambda x: x", "\n\n# why\nvalue = lambda x: x"),
+    "another name of a module": (
+        "import torch\nvalue = lambda x: torch.mean(x)",
+        "import torch\ny = 3\nvalue = lambda x: torch.mean(x)",
+    ),
+    "what a cached property stored": (
+        f"{CACHED}value = A()",
+        f"{CACHED}value = A()\nvalue.k",
+    ),
+    "the order of a set": ("value = {'a', 'b', 'c'}", "value = {'c', 'b', 'a'}"),
+    "a field that is not compared": (
+        f"{NOT_COMPARED}value = A(1)",
+        f"{NOT_COMPARED}value = A(2)",
+    ),
+    "a value that holds itself": ("value = []\nvalue.append(value)",) * 2,
+    "functions that call each other": ("def f(x): return g(x)\ndef g(x): return f(x)\nvalue = f",)
+    * 2,
+}
+
+
+@pytest.mark.parametrize("pair", SAME.values(), ids=SAME)
+def test_what_decides_nothing_does_not_change_the_identity(pair: tuple[str, str]) -> None:
+    first, second = map(value_of, pair)
+    assert identity_of(first) == identity_of(second)
+
+
+UNKNOWN = {
+    "a file": "value = lambda x: open('factor.txt')",
+    "a file by a path": "from pathlib import Path\nvalue = lambda x: Path('f').read_text()",
+    "stored tensors": "import torch\nvalue = lambda x: x * torch.load('f')",
+    "a table on disk": "import pandas as pd\nvalue = lambda x: pd.read_csv('f')",
+    "the environment": "import os\nvalue = lambda x: os.environ['K']",
+    "a lock": "import threading\nl = threading.Lock()\nvalue = lambda x: l",
+    "a generator": "value = (x for x in 'ab')",
+    "a module that does not exist": "def value(x):\n import no_such_module",
+}
+
+
+@pytest.mark.parametrize("source", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_cannot_be_seen_is_unknown(source: str) -> None:
+    assert identity_of(value_of(source)).unknown
+
+
+def test_every_process_gives_the_same_identity() -> None:
+    """Also with another order of the hashes of texts."""
+    source = (
+        "import anchorlens as al, torch\n"
+        "from anchorlens.runs.identity import identity_of\n"
+        "f = lambda b: (al.edges.pq(b), {'x', 'y', 'z'}, frozenset('abc'))\n"
+        "print(identity_of([f, al.SaliencyFlows(), al.hard_prompts.PEZ, al.TASKS]).digest)"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", source],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+# What follows are the cases of an attack: each gave the numbers of the first call again.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HitRecord(al.Record):
+    hit: Float[Tensor, ""]
+
+
+class TopHit:
+    """A metric as a plain class, whose repr has no k, and whose rows of 0 and 1 often agree."""
+
+    needs_gradient = False
+    name = "top_hit"
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        def rows(logits: Tensor, clean: Tensor | None) -> dict[str, Tensor]:
+            gold = batch.label_token_ids[batch.gold][:, None]
+            return {"hit": (logits.topk(self.k).indices == gold).any(1).float()}
+
+        return al.Observation(rows, [])
+
+    def result(self, rows: Any) -> HitRecord:
+        return HitRecord(hit=rows["hit"].mean())
+
+
+def late(factor: float) -> Callable[[al.PromptBatch], Any]:
+    """Hooks whose factor changes numbers from the second batch on."""
+
+    def hooks(batch: al.PromptBatch) -> Any:
+        acts = int(batch.index.min()) >= 2
+        return [("blocks.0.hook_resid_post", lambda x, hook: x * factor if acts else x)]
+
+    return hooks
+
+
+def test_other_metrics_and_hooks_are_refused_also_where_the_first_batch_agrees(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    batches = questions(gpt2, count=4, batch_size=2)
+
+    def hit(k: int) -> float:
+        options = QUIET | {"folder": tmp_path / "metric"}
+        return float(al.run(gpt2, batches, [TopHit(k)], **options)["top_hit"].hit)
+
+    first = hit(5)
+    assert hit(5) == first
+    with pytest.raises(StoreError, match=r"another run.* metrics: stored"):
+        hit(120)
+
+    def accuracy(factor: float) -> Tensor:
+        options = QUIET | {"folder": tmp_path / "hooks", "hooks": late(factor)}
+        return al.run(gpt2, batches, [Logits()], **options)["logits"].logits
+
+    stored = accuracy(1.0)
+    assert torch.equal(accuracy(1.0), stored)
+    with pytest.raises(StoreError, match=r"another run.* hooks: stored"):
+        accuracy(0.2)
+
+
+def test_an_experiment_of_the_user_whose_code_changed_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    """Its settings are the same, and so are the rows of the first batch."""
+    batches = questions(gpt2, count=4, batch_size=2)
+
+    def rows(factor: float) -> Tensor:
+        with al.Study(gpt2, batches, {"experiment": "x"}, folder=tmp_path, **QUIET) as study:
+            plan = study.plan()
+
+            def of_batch(batch: al.PromptBatch) -> dict[str, Tensor]:
+                scale = factor if int(batch.index.min()) >= 2 else 1.0
+                return {"x": scale * plan.logits(batch).amax(1).cpu()}
+
+            return study.collect(of_batch)["x"]
+
+    first = rows(1.0)
+    assert torch.equal(rows(1.0), first)
+    with pytest.raises(StoreError, match="was computed by another function"):
+        rows(2.0)
+
+
+def test_rows_of_hooks_that_read_a_file_are_computed_again(gpt2: Any, tmp_path: Path) -> None:
+    """The file changes what the second batch gives, so that the first tells nothing."""
+    batches, file = questions(gpt2, count=4, batch_size=2), tmp_path / "factor.txt"
+
+    def hooks(batch: al.PromptBatch) -> Any:
+        factor = float(file.read_text()) if int(batch.index.min()) >= 2 else 1.0
+        return [("blocks.0.hook_resid_post", lambda x, hook: x * factor)]
+
+    def logits(folder: Path | None) -> Tensor:
+        options = QUIET | {"folder": folder, "hooks": hooks}
+        return al.run(gpt2, batches, [Logits()], **options)["logits"].logits
+
+    for factor in ("1.0", "0.2"):
+        file.write_text(factor)
+        with pytest.warns(UserWarning, match="computed again .*hooks reads with 'read_text'"):
+            stored = logits(tmp_path / "rows")
+        assert torch.equal(stored, logits(None))
+
+
+def test_processes_with_other_hooks_are_refused(
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes get hooks that differ by a constant; their settings are exchanged here."""
+    sent: list[dict[str, str]] = []
+    monkeypatch.setattr(study, "is_single_process", lambda: False)
+    monkeypatch.setattr(study, "require_equal_settings", sent.append)
+    for factor in (1.0, 1.0, 0.2):
+        with al.Study(gpt2, questions(gpt2, 2), {"hooks": late(factor)}, **QUIET):
+            pass
+    assert sent[0] == sent[1] and sent[0]["hooks"] != sent[2]["hooks"]
+    monkeypatch.setattr(processes, "gather_from_processes", lambda *_: [sent[0], sent[2]])
+    with pytest.raises(ProcessError, match="hooks: process 0"):
+        processes.require_equal_settings(sent[0])
+
+
+def optimizer_of(lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def loss_of(sign: float) -> Callable[[Tensor, al.PromptBatch], Tensor]:
+    return lambda logits, batch: sign * al.label_cross_entropy(logits, batch)
+
+
+@pytest.mark.changes_model
+def test_a_training_with_another_function_of_the_same_name_is_refused(
+    gpt2: Any, tmp_path: Path
+) -> None:
+    changes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "optimizer": ({"optimizer": optimizer_of(0.01)}, {"optimizer": optimizer_of(50.0)}),
+        "loss": ({"loss": loss_of(1.0)}, {"loss": loss_of(-1.0)}),
+    }
+    for name, (first, second) in changes.items():
+        folder = tmp_path / name
+        expected = trained(gpt2, folder=folder, **first)
+        assert same(trained(gpt2, folder=folder, **first), expected)
+        with pytest.raises(StoreError, match=f"of a training with another {name}"):
+            trained(gpt2, folder=folder, **second)
+    with (
+        gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: x * 0.5)]),
+        pytest.raises(StoreError, match="another hooks on the model"),
+    ):
+        trained(gpt2, folder=tmp_path / "loss", **changes["loss"][0])
+
+
+def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    batches, held_out = split(gpt2)
+
+    def search(noise: float, tokenizer: Any = None) -> Any:
+        method = replace(al.hard_prompts.PEZ, noise=lambda step, steps: noise)
+        options: dict[str, Any] = {"start": [300], "length": 2, "steps": 1, "progress": False}
+        return al.train_hard_prompt(
+            gpt2,
+            batches,
+            held_out=held_out,
+            method=method,
+            tokenizer=tokenizer,
+            folder=tmp_path,
+            **options,
+        )
+
+    first = search(0.1)
+    assert torch.equal(
+        search(0.1).ids_tensor if hasattr(first, "ids_tensor") else search(0.1).tokens, first.tokens
+    )
+    with pytest.raises(StoreError, match="another context"):
+        search(0.2)
+    other = copy.deepcopy(gpt2.tokenizer)
+    other.add_tokens(["another"])
+    with pytest.raises(StoreError, match="another context"):
+        search(0.1, other)
+
+
+@pytest.mark.parametrize("contents", ["folder", "text", "list", "numbers"])
+def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, contents: str) -> None:
+    trained(gpt2, folder=tmp_path)
+    path = tmp_path / "training.pt"
+    if contents == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        data = io.BytesIO()
+        stored = torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True)
+        if contents == "text":
+            data.write(b"no pickle")
+        elif contents == "list":
+            torch.save([1, 2], data)
+        else:
+            torch.save(stored | {"parameters": [torch.zeros(1)]}, data)
+        path.write_bytes(hashlib.sha256(data.getvalue()).digest() + data.getvalue())
+    with pytest.raises(StoreError, match=r"training\.pt"):
+        trained(gpt2, folder=tmp_path)
+
+
+def test_parts_of_the_paper_whose_code_changed_are_refused(gpt2: Any, tmp_path: Path) -> None:
+    def part(value: float) -> Any:
+        def my_part(setting: Any) -> Any:
+            yield next(iter(al.PAPER_PARTS[1](setting)))._replace(value=value)
+
+        return my_part
+
+    def values(value: float) -> list[float]:
+        options: dict[str, Any] = {"queries": 12, "seeds": (1,), "depth": 1, "draws": 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            examples = {"trec": (EXAMPLES, EXAMPLES)}
+            numbers = al.paper(
+                gpt2, examples, parts=[part(value)], folder=tmp_path, progress=False, **options
+            )
+        return list(numbers.value)
+
+    assert values(1.0) == values(1.0) == [1.0]
+    with pytest.raises(StoreError, match=r"another run.* parts: stored"):
+        values(2.0)
