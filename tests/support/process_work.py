@@ -41,7 +41,7 @@ class OutOfMemory(RuntimeError):
 class Failing(Logits):
     """Fails in one process at its second batch, where the others wait until they learn of it."""
 
-    process: int = field(default=0, repr=False)
+    process: int = field(default=0, repr=False, compare=False)
     name: ClassVar[str] = "failing"
 
     def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
