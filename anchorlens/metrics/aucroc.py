@@ -1,7 +1,7 @@
 """How well the attention from target to label words predicts the model's prediction."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
@@ -45,6 +45,7 @@ class AttentionAUCROCRecord(Record):
     per_head: Float[Tensor, "layer head"]
 
     caption: ClassVar[str] = captions.ATTENTION
+    stored_by_set: ClassVar[Collection[str]] = ("deep_aucroc",)
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "aucroc": interval_of_independent_sets,
         "deep_aucroc": interval_of_independent_sets,
