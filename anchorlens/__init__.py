@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .experiments.edge_sweep import edge_sweep as edge_sweep
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.generation import trace_generation as trace_generation
+    from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.integrated_flows import integrated_flows as integrated_flows
     from .experiments.isolation import IsolationRecord as IsolationRecord
     from .experiments.isolation import isolation_loyalty as isolation_loyalty

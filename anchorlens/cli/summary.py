@@ -71,6 +71,7 @@ def _claim(claim: Claim) -> Values:
         "value": number.value,
         "interval": [number.low, number.high],
         "limit": claim.limit,
+        "scope": claim.scope,
         "verdict": claim.verdict.value,
         "reason": claim.reason,
     }

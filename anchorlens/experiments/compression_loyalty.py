@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from statistics import median
 from typing import Any, ClassVar
 
@@ -87,6 +88,13 @@ class CompressionRecord(Record):
     caption: ClassVar[str] = captions.COMPRESSION
 
     differences: ClassVar[Collection[str]] = ("label_gap",)
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **dict.fromkeys(("word_loyalty", "random_word_loyalty", "top_word_loyalty"), (0.0, 1.0)),
+        "word_gap": (-1.0, 1.0),
+        **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
+    }
+    # The best of the draws is no mean over them: its interval is for these draws.
+    means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -73,6 +74,10 @@ class ContextsRecord(Record):
 
     caption: ClassVar[str] = captions.CONTEXTS
     differences: ClassVar[Collection[str]] = ("gain_over_first", "gain_over_demonstrations")
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "word_loyalty": (0.0, 1.0),
+        "kl": (0.0, inf),
+    }
     without_intervals: ClassVar[Collection[str]] = ("seconds",)
 
     def proportions(self) -> Mapping[str, int]:

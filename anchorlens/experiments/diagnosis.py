@@ -165,8 +165,10 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     n_layers = len(distances.anchor_distance)
     requested = int(distances.default_layer) if layer is None else layer
     [chosen] = indices_of("layer", requested, n_layers)
-    orders = _orders(len(distances.pair_auc))
-    correlation, p_value = _permutation_test(distances.anchor_distance, distances.pair_auc, orders)
+    orders = class_orders(len(distances.pair_auc))
+    correlation, p_value, _ = permutation_test(
+        distances.anchor_distance, distances.pair_auc, orders
+    )
     return DiagnosisRecord(
         predicted=distances.anchor_distance[chosen],
         actual=distances.pair_auc,
@@ -179,12 +181,16 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     )
 
 
-def _permutation_test(
+def permutation_test(
     predicted: Float[Tensor, "layer class class"],
     actual: Float[Tensor, "class class"],
     orders: Int[Tensor, "order class"],
-) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"]]:
-    """Correlation in each layer, and the share of class orders whose correlation reaches it."""
+) -> tuple[Float[Tensor, " layer"], Float[Tensor, " layer"], Float[Tensor, " layer"]]:
+    """Correlation in each layer, and the p-values of a correlation as high, and of one as low.
+
+    They are the shares of class orders whose correlation is at least, or at most, that of the
+    identity, which is the first order.
+    """
     first, second = _pairs_of(actual)
     # The distances are permuted, not the confusions: so every order leaves out the same pairs
     # without a confusion, and all orders are compared over the same confusions.
@@ -197,11 +203,14 @@ def _permutation_test(
     observed = by_order[:, 0]  # the identity
     # An order without a correlation counts as reaching it, so that p is never too small. Equal
     # correlations are bitwise equal: ranks are multiples of 1/2, whose products sum exactly.
-    reached = ~(by_order < observed[:, None])
-    return observed, reached.double().mean(1).masked_fill(observed.isnan(), torch.nan)
+    reached = (~(by_order < observed[:, None]), ~(by_order > observed[:, None]))
+    above, below = (
+        side.double().mean(1).masked_fill(observed.isnan(), torch.nan) for side in reached
+    )
+    return observed, above, below
 
 
-def _orders(n_classes: int) -> Int[Tensor, "order class"]:
+def class_orders(n_classes: int) -> Int[Tensor, "order class"]:
     """Permutations of the classes, the identity first: all of them, or a sample."""
     if n_classes <= ALL_UP_TO:
         return torch.tensor(list(permutations(range(n_classes))))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,6 +82,18 @@ class CutEdgesRecord(Record):
 
     caption: ClassVar[str] = captions.CUT_EDGES
     differences: ClassVar[Collection[str]] = ("label_gap",)
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **dict.fromkeys(
+            ("word_loyalty", "random_word_loyalty", "control_word_loyalty"), (0.0, 1.0)
+        ),
+        "word_gap": (-1.0, 1.0),
+        **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
+    }
+    means_over_draws: ClassVar[Collection[str]] = (
+        *("control_label_loyalty", "control_word_loyalty"),
+        *("label_gap", "word_gap"),
+    )
+    stored_by_set: ClassVar[Collection[str]] = ("label_gap",)
     # The title of the figure, and the names of its bars.
     title: ClassVar[str] = "What stays as it was when edges are cut"
     bars: ClassVar[tuple[str, str]] = ("edges cut", "random edges cut (range of draws)")

@@ -1,9 +1,11 @@
 """Flows with the integrated gradient: attention attribution, one layer at a time."""
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -20,18 +22,44 @@ from ..models.hooked import (
     pattern_name,
     refuse_folded_value_biases,
 )
-from ..passes.forward import run_pass
-from ..passes.late_start import Start, started, stored_starts
+from ..models.norm_after import FrozenNorms
+from ..passes.forward import losses_of, run_pass
+from ..passes.late_start import started, stored_starts
 from ..passes.losses import Loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..results.record import Rows, rows_by_set
 from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.names import name_of
 from ..system.processes import fails_together
 
 Pattern = Float[Tensor, "batch head query key"]
+# The sum of all attributions may differ from F(A) - F(0) by this part of it, and also by this part
+# of F, before it is called incomplete.
+INCOMPLETE, SMALL = 0.1, 1e-3
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IntegratedFlowsRecord(SegmentFlowsRecord):
+    """Flows between segments of the integrated gradient, with what they should sum to.
+
+    Attributes:
+        change: F(A) - F(0), what the output loses without the attention of a layer, in the unit of
+            F; mean over prompts, then over sets. Above 0 where the attention raises F.
+        attributed: The sum of the attributions of all edges of a layer, those of tokens to
+            themselves too, in the unit of F. It is ``change`` but for an error that falls as
+            1 / m^2; where it is not, the flows of the layer say nothing.
+    """
+
+    change: Float[Tensor, " layer"]
+    attributed: Float[Tensor, " layer"]
+
+    caption: ClassVar[str] = (
+        "Flow from one segment (read) to another (reading) by the integrated gradient, in each "
+        "layer alone: above 0 where the attention raises the output."
+    )
 
 
 @fails_together()
@@ -46,7 +74,7 @@ def integrated_flows(
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
-) -> SegmentFlowsRecord:
+) -> IntegratedFlowsRecord:
     """Flows between segments with the integrated gradient instead of the gradient.
 
     Attention attribution (Hao et al., 2021): in each layer alone the pattern A grows from 0 to what
@@ -56,10 +84,14 @@ def integrated_flows(
 
     So it also sees an edge whose gradient has become 0 because the model is certain. The sum of
     Attr over all edges of a layer, those of tokens to themselves too, is F(A) - F(0), but for an
-    error that falls as 1 / m^2.
+    error that falls as 1 / m^2. The record has both, and a warning names layers where they differ.
 
-    Each layer needs m passes forward and backward, from this layer on where a trial finds the same
-    logits.
+    Where a norm follows the attention (Gemma 2 and 3, OLMo 2, GLM-4, EXAONE 4), it would undo every
+    alpha. On the path it divides by what it divides by in the clean run, so that its output grows
+    from 0 to what it is, as in models without such a norm.
+
+    Each layer needs m passes forward and backward and one forward, from this layer on where a trial
+    finds the same logits.
 
     Args:
         model: A hooked model.
@@ -77,8 +109,12 @@ def integrated_flows(
         progress: Show a progress bar.
 
     Returns:
-        A record as that of ``SegmentFlows``, in the unit of F. ``info`` has the output, the number
-        of steps, and the layers that could not be started late, with the reason.
+        A record as that of ``SegmentFlows``, in the unit of F, with F(A) - F(0) of each layer.
+        ``info`` has the output, the number of steps, and the layers that could not be started
+        late, with the reason. A warning names layers whose attributions do not sum to
+        F(A) - F(0). More steps cure it where the path bends. Nothing cures it where F jumps, as
+        other experts are chosen on the path (Mixtral, GPT-OSS), and where the model divides by the
+        size of what the heads give out before the output projection (BitNet).
 
     Raises:
         MetricError: ``steps`` is no whole number from 1, ``output`` is no function or does not give
@@ -89,8 +125,10 @@ def integrated_flows(
 
     Examples:
         >>> record = al.integrated_flows(
-        ...     model, batches[:1], ["text", "label", "target"], steps=2, progress=False)
+        ...     model, batches[:1], ["text", "label", "target"], steps=10, progress=False)
         >>> record.total.shape == (model.cfg.n_layers, 3, 3)
+        True
+        >>> bool((record.attributed - record.change).abs().max() < 0.1)
         True
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -128,59 +166,103 @@ def integrated_flows(
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             sums = SegmentSums(metric.segments_of(batch), weight, 0)
             patterns: dict[int, Tensor] = {}
+            norms = FrozenNorms(model)
+            store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
             with stored_starts(model, layers - reasons.keys()) as starts:
-                clean = run_pass(
-                    model,
-                    batch,
-                    observers=hooks_by_layer(model, pattern_name, patterns.__setitem__),
-                )
+                clean = run_pass(model, batch, observers=[*store, *norms.observers()])
             of_prompts = probability_of_prediction(clean, batch) if output is None else output
+            whole = losses_of(model, batch, of_prompts)
+            changes, attributed = [], []
             # The last layer first: the first has the largest graph, when few patterns are left.
             for layer in reversed(layers):
-                pattern = patterns.pop(layer)
-                gradient = mean_gradient(
-                    model, batch, layer, pattern, of_prompts, steps, starts.get(layer)
-                )
-                sums.add(layer, pattern.to(gradient.dtype), gradient)
-            return rows_of_sums(sums, batch)
+                path = ScaledPattern(model, batch, layer, patterns.pop(layer), norms.hooks(layer))
+                with started(model, starts.get(layer)):
+                    gradient = path.mean_gradient(of_prompts, steps)
+                    changes.append(whole - path.output(of_prompts, 0.0))
+                pattern = path.pattern.to(gradient.dtype)
+                attributed.append((pattern * gradient).sum((1, 2, 3), dtype=torch.double))
+                sums.add(layer, pattern, gradient)
+            by_layer = {"change": changes[::-1], "attributed": attributed[::-1]}
+            stacked = {name: torch.stack(values, 1) for name, values in by_layer.items()}
+            totals = {name: values.double().cpu() for name, values in stacked.items()}
+            return rows_of_sums(sums, batch) | totals | {"output": whole.double().cpu()}
 
         rows = study.collect(rows_of_batch)
         info: dict[str, Any] = {"integrated gradient": name, "steps": steps}
         if reasons:
             info["whole passes"] = reasons
-        return study.record(metric.result, rows, info)
+        _warn_if_incomplete(rows, steps)
+        return study.record(partial(_record, metric), rows, info)
 
 
-def mean_gradient(
-    model: HookedModel,
-    batch: PromptBatch,
-    layer: int,
-    pattern: Pattern,
-    output: Loss,
-    steps: int,
-    start: Start | None = None,
-) -> Pattern:
-    """``1/m sum_s dF / d(alpha_s A)`` of a layer, in float32 or wider.
+@dataclass(frozen=True, eq=False)
+class ScaledPattern:
+    """The path of a layer's pattern from 0 to what it is in the clean run.
 
-    Args:
+    Attributes:
         model: A frozen model.
         batch: Whole prompts on the model's device.
         layer: The number of the layer.
         pattern: A, that of the clean run.
-        output: F.
-        steps: m.
-        start: Where the passes begin; at the first layer by default.
+        hooks: Other hooks that act in its passes: those of a norm after the attention.
     """
-    wide = torch.promote_types(pattern.dtype, torch.float32)
-    total = torch.zeros_like(pattern, dtype=wide)
-    with started(model, start):
+
+    model: HookedModel
+    batch: PromptBatch
+    layer: int
+    pattern: Pattern
+    hooks: Sequence[Hook] = ()
+
+    def mean_gradient(self, output: Loss, steps: int) -> Pattern:
+        """``1/m sum_s dF / d(alpha_s A)``, in float32 or wider, with F the output."""
+        total = torch.zeros_like(self.pattern, dtype=_wide(self.pattern))
         for step in range(steps):
-            leaf = (pattern * ((step + 0.5) / steps)).requires_grad_()
-            hook: Hook = (pattern_name(layer), partial(_replace, leaf))
-            run_pass(model, batch, hooks=[hook], loss=output, into=[leaf])
+            leaf = self._leaf((step + 0.5) / steps)
+            self._output(output, leaf)
             assert leaf.grad is not None
             total += leaf.grad
-    return total / steps
+        return total / steps
+
+    def output(self, output: Loss, alpha: float) -> Float[Tensor, " batch"]:
+        """F(alpha A) of each prompt."""
+        return self._output(output, self._leaf(alpha))
+
+    def _leaf(self, alpha: float) -> Pattern:
+        return (self.pattern * alpha).requires_grad_()
+
+    def _output(self, output: Loss, leaf: Pattern) -> Float[Tensor, " batch"]:
+        replace: Hook = (pattern_name(self.layer), partial(_replace, leaf))
+        hooks = [replace, *self.hooks]
+        return losses_of(self.model, self.batch, output, hooks=hooks, into=[leaf])
+
+
+def _record(metric: SegmentFlows, rows: Rows) -> IntegratedFlowsRecord:
+    """The flows, and the means of what their edges sum to and should sum to."""
+    flows, sets = metric.result(rows), rows_by_set(rows)
+    values: dict[str, Any] = {
+        name: torch.stack([of_set[name].mean(0) for of_set in sets]).mean(0)
+        for name in ("change", "attributed")
+    }
+    return IntegratedFlowsRecord(**flows.tensors() | values, info=flows.info)
+
+
+def _warn_if_incomplete(rows: Rows, steps: int) -> None:
+    """Warn of layers where the attributions of prompts do not sum to F(A) - F(0)."""
+    change, attributed = rows["change"], rows["attributed"]
+    error = (attributed - change).abs().mean(0)
+    sizes = torch.maximum(change.abs().mean(0), attributed.abs().mean(0))
+    limit = INCOMPLETE * sizes + SMALL * rows["output"].abs().mean()
+    if wrong := (error > limit).nonzero().flatten().tolist():
+        worst = max(wrong, key=lambda layer: float(error[layer] / sizes[layer]))
+        warnings.warn(
+            f"in layers {wrong} the attributions do not sum to F(A) - F(0): in layer {worst} they "
+            f"sum to {float(attributed[:, worst].mean()):.3g}, and F(A) - F(0) is "
+            f"{float(change[:, worst].mean()):.3g} (means over prompts). The flows of these layers "
+            f"say nothing as they are; take more steps than {steps}. If the difference does not "
+            "fall, F jumps on the path (other experts are chosen), or the model divides by the "
+            "size of what the heads give out, and these layers have no integrated gradient",
+            stacklevel=4,
+        )
 
 
 def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: PromptBatch) -> Loss:
@@ -195,6 +277,11 @@ def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: Prompt
 
     predicted = log_probs(clean, batch).argmax(-1, keepdim=True)
     return lambda logits, batch: log_probs(logits, batch).gather(1, predicted)[:, 0].exp()
+
+
+def _wide(pattern: Tensor) -> torch.dtype:
+    """float32, or the type of the pattern if it is wider."""
+    return torch.promote_types(pattern.dtype, torch.float32)
 
 
 def _replace(leaf: Tensor, pattern: Tensor, hook: Any) -> Tensor:

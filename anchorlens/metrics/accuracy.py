@@ -121,8 +121,11 @@ class Accuracy:
         gold = require_gold(batch.gold, "accuracy")
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            correct = predicted_class(batch.label_scores(logits)) == gold
-            return {"correct": correct.cpu().double()}
+            scores = batch.label_scores(logits)
+            correct = (predicted_class(scores) == gold).cpu().double()
+            # The class of each prompt as a row of zeros and a one.
+            classes = torch.nn.functional.one_hot(gold.cpu(), scores.shape[1])
+            return {"correct": correct, "classes": classes}
 
         return Observation(rows)
 
@@ -131,8 +134,12 @@ class Accuracy:
         return observes_nothing()
 
     def result(self, rows: Rows) -> AccuracyRecord:
-        """The mean over prompts."""
-        return AccuracyRecord(accuracy=rows["correct"].mean(), correct=rows["correct"])
+        """The mean over prompts, and in ``info`` the number of queries of each class."""
+        return AccuracyRecord(
+            accuracy=rows["correct"].mean(),
+            correct=rows["correct"],
+            info={"queries_per_class": rows["classes"].sum(0).tolist()},
+        )
 
 
 def compare_accuracies(

@@ -1,7 +1,7 @@
 """How well the attention from target to label words predicts the model's prediction."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
@@ -20,6 +20,8 @@ from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from .metric import Observation, observes_nothing
 
+# Attention that is mathematically equal differs by this share in float32, and between batches.
+_ROUNDING = 1e-5
 _CUMULATIVE = "reached up to this layer (R_l)"
 
 
@@ -43,6 +45,7 @@ class AttentionAUCROCRecord(Record):
     per_head: Float[Tensor, "layer head"]
 
     caption: ClassVar[str] = captions.ATTENTION
+    stored_by_set: ClassVar[Collection[str]] = ("deep_aucroc",)
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "aucroc": interval_of_independent_sets,
         "deep_aucroc": interval_of_independent_sets,
@@ -79,7 +82,8 @@ class AttentionAUCROC:
     Where two remain, the raw score of the second is used; else scores are divided by their sum, and
     the AUCROC is one-vs-one, macro. Prompts of one set of demonstrations are pooled. AUCROC is
     averaged over sets before R_l is computed. With fewer than two predicted classes it is NaN, with
-    a warning.
+    a warning. Scores that differ by less than a rounding count as equal, so that a head that gives
+    every prompt the same shares, as in a first layer, has 0.5.
 
     Examples:
         >>> results = al.run(model, batches, [al.AttentionAUCROC()], progress=False)
@@ -94,6 +98,7 @@ class AttentionAUCROC:
         """Observe the target's row of every pattern, at the label words."""
         require_label_words([batch])
         scores: dict[int, Tensor] = {}
+        roundings = [_ROUNDING]
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
@@ -101,6 +106,7 @@ class AttentionAUCROC:
         def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             queries = batch.target_rows[:, None]
             attention = pattern.detach()[prompts, :, queries, batch.label_positions]
+            roundings.append(torch.finfo(pattern.dtype).eps)
             by_anchor = attention.cpu().double()  # [batch, anchor, head]
             scores[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
 
@@ -109,6 +115,7 @@ class AttentionAUCROC:
             return {
                 "attention": attention,
                 "predicted": predicted_class(batch.label_scores(logits)).cpu(),
+                "rounding": torch.full((len(batch),), max(roundings)).double(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
@@ -126,7 +133,8 @@ class AttentionAUCROC:
             # The sum over heads is one more series beside the heads: all are sorted at once.
             series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
             scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
-            values = aucroc(scores, set_rows["predicted"])
+            rounding = float(set_rows["rounding"].max())
+            values = aucroc(scores, set_rows["predicted"], rounding)
             layers = attention.shape[1]
             of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
         empty = sum(bool(values.isnan().any()) for values in of_sets)
@@ -154,13 +162,16 @@ def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch
 
 
 def aucroc(
-    scores: Float[Tensor, "series prompt class"], predicted: Int[Tensor, " prompt"]
+    scores: Float[Tensor, "series prompt class"],
+    predicted: Int[Tensor, " prompt"],
+    rounding: float = 0.0,
 ) -> Float[Tensor, " series"]:
     """AUCROC of class scores against predicted classes, for several series of scores at once.
 
     Args:
         scores: Score of each class, from 0 up; a row of zeros counts as uniform.
         predicted: The model's prediction.
+        rounding: Scores that differ by at most this share count as equal.
 
     Returns:
         From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
@@ -174,20 +185,22 @@ def aucroc(
         return scores.new_full(scores.shape[:1], torch.nan)
     chosen = scores[..., present].double()
     if len(present) == 2:
-        return auc(chosen[..., 1], predicted == present[1])
+        return auc(chosen[..., 1], predicted == present[1], rounding)
     total = chosen.sum(-1, keepdim=True)
     shares = torch.where(total > 0, chosen / total, 1 / len(present))
     of_class = [shares[:, predicted == k].movedim(-1, 1) for k in present]
     values = []
     for a, b in combinations(range(len(present)), 2):
         # The shares of both classes at once: b's share should be larger where b is predicted.
-        above = chance_above(of_class[a][:, [a, b]], of_class[b][:, [a, b]])
+        above = chance_above(of_class[a][:, [a, b]], of_class[b][:, [a, b]], rounding)
         values += [above[:, 0], 1 - above[:, 1]]
     return torch.stack(values).mean(0)
 
 
 def auc(
-    scores: Float[Tensor, "series prompt"], positive: Bool[Tensor, " prompt"]
+    scores: Float[Tensor, "series prompt"],
+    positive: Bool[Tensor, " prompt"],
+    rounding: float = 0.0,
 ) -> Float[Tensor, " series"]:
     """Chance that a positive prompt scores above a negative one; equal scores count half.
 
@@ -195,16 +208,22 @@ def auc(
     """
     if positive.all() or not positive.any():
         return scores.new_full(scores.shape[:1], torch.nan)
-    return chance_above(scores[:, positive], scores[:, ~positive])
+    return chance_above(scores[:, positive], scores[:, ~positive], rounding)
 
 
 def chance_above(
-    positives: Float[Tensor, "*series positive"], negatives: Float[Tensor, "*series negative"]
+    positives: Float[Tensor, "*series positive"],
+    negatives: Float[Tensor, "*series negative"],
+    rounding: float = 0.0,
 ) -> Float[Tensor, " *series"]:
-    """Chance that a positive value is above a negative one; equal values count half."""
+    """Chance that a positive value is above a negative one; equal values count half.
+
+    Values count as equal if they differ by at most the share ``rounding`` of the positive one.
+    """
     ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
-    below = torch.searchsorted(ordered, values, side="left")
-    not_above = torch.searchsorted(ordered, values, side="right")
+    margin = rounding * values.abs()
+    below = torch.searchsorted(ordered, values - margin, side="left")
+    not_above = torch.searchsorted(ordered, values + margin, side="right")
     return (below + not_above).double().mean(-1) / (2 * negatives.shape[-1])
 
 

@@ -1,6 +1,6 @@
 """Heads that read label words from the target, and heads that copy demonstrations into them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar
@@ -61,6 +61,11 @@ class LabelHeadsRecord(Record):
 
     caption: ClassVar[str] = captions.LABEL_HEADS
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"random_share": (0.0, 1.0)}
+    means_over_draws: ClassVar[Collection[str]] = (
+        *("random_scores", "random_share", "random_heads"),
+        "gap",
+    )
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
@@ -183,9 +188,9 @@ class LabelHeads:
             by_anchor = _by_layer(attention)  # [batch, choice, layer, head, anchor]
             predicted = predicted_class(batch.label_scores(logits))
             values = {
-                "read": by_anchor.sum(-1),
-                "correct": (by_anchor * _signs(batch, gold)).sum(-1),
-                "predicted": (by_anchor * _signs(batch, predicted)).sum(-1),
+                **_first_and_rest("read", by_anchor.sum(-1)),
+                **_first_and_rest("correct", (by_anchor * _signs(batch, gold)).sum(-1)),
+                **_first_and_rest("predicted", (by_anchor * _signs(batch, predicted)).sum(-1)),
                 "tokens": tokens.cpu(),
                 "classes": torch.full((len(batch),), len(batch.label_token_ids)),
             }
@@ -206,22 +211,26 @@ class LabelHeads:
             attention[layer] = _by_choice(of_queries, len(positions[0]))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"copy": _by_layer(attention).mean(-1)}
+            return _first_and_rest("copy", _by_layer(attention).mean(-1))
 
         return Observation(rows, hooks_by_layer(model, pattern_name, store_copy))
 
     def result(self, rows: Rows) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
-        means, shares = [], []
+        means: dict[str, list[Tensor]] = {"": [], "random_": []}
+        shares: dict[str, list[Tensor]] = {"": [], "random_": []}
         for name in SCORES:
             classes = rows["classes"] if name in _OF_CLASSES else 1
             threshold = self.times / (rows["tokens"].double() * classes)
-            above = rows[name] > threshold[:, None, None, None]
-            means.append(rows[name].double().mean(0))
-            shares.append(above.double().mean(0))
-        # The label words are the first choice of positions, the random draws are the others.
-        scores, random_scores = _first_and_rest(torch.stack(means, dim=-1))
-        share, random_share = _first_and_rest(torch.stack(shares, dim=-1))
+            of_words = threshold[:, None, None]  # [prompt, layer, head]
+            for kind, limit in (("", of_words), ("random_", of_words[:, None])):
+                values = rows[f"{kind}{name}"]
+                # The mean over prompts, and over draws where there are.
+                over = list(range(values.ndim - 2))
+                means[kind].append(values.double().mean(over))
+                shares[kind].append((values > limit).double().mean(over))
+        scores, random_scores = (torch.stack(values, dim=-1) for values in means.values())
+        share, random_share = (torch.stack(values, dim=-1) for values in shares.values())
         heads, random_heads = share.sum(1), random_share.sum(1)
         return LabelHeadsRecord(
             scores=scores,
@@ -287,7 +296,7 @@ def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "b
 
 
 def _first_and_rest(
-    values: Float[Tensor, "choice layer head score"],
-) -> tuple[Float[Tensor, "layer head score"], Float[Tensor, "layer head score"]]:
-    """The first entry, and the mean of all others."""
-    return values[0], values[1:].mean(0)
+    name: str, values: Float[Tensor, "batch choice layer head"]
+) -> dict[str, Tensor]:
+    """The rows of label words, the first choice of positions, and those of the random draws."""
+    return {name: values[:, 0], f"random_{name}": values[:, 1:]}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -45,6 +46,10 @@ class LoyaltyRecord(Record):
     kl_per_prompt: Float[Tensor, " prompt"]
 
     caption: ClassVar[str] = captions.LOYALTY
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "word_loyalty": (0.0, 1.0),
+        "kl": (0.0, inf),
+    }
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""

@@ -92,6 +92,9 @@ class PrefixEffectRecord(Record):
     invariance: Float[Tensor, " layer"]
 
     caption: ClassVar[str] = captions.PREFIX_EFFECT
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
+        ("stolen", "stolen_by_group", "bos"), (0.0, 1.0)
+    )
     without_intervals: ClassVar[Sequence[str]] = (
         "concentration",
         "effective_rank",

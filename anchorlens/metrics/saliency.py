@@ -1,6 +1,6 @@
 """Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -73,6 +73,7 @@ class SaliencyFlowsRecord(Record):
     caption: ClassVar[str] = (
         f"Each flow's share of the sum of the three mean saliencies in a layer. {captions.FLOWS}"
     )
+    stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
 
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The flows by name."""
@@ -280,7 +281,10 @@ def head_saliency(
 
     The first-order change of the loss, in nats, if the attention from query to key became zero,
     with the opposite sign: below 0 means that this attention lowers the loss, so that it helps the
-    answer. The absolute value of the sum over heads is ``saliency``.
+    answer. The absolute value of the sum over heads is ``saliency``. Where a norm follows the
+    attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), a row times any number gives the same
+    output, so that the sum over heads and keys is 0 for each query: there, below 0 means that it
+    helps more than other keys of the same query.
 
     Args:
         model: A prepared model.

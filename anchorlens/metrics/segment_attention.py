@@ -7,7 +7,6 @@ from typing import ClassVar
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from scipy.stats import kurtosis
 from torch import Tensor
 
 from ..errors import MetricError
@@ -31,8 +30,9 @@ class SegmentAttentionRecord(Record):
         scores: The vertical score of a segment, from 0 to 1: mean attention that it gets from the
             segments far after it. High means that much of the later text reads it. NaN for the
             last segments, which have none far after them.
-        kurtosis: Fisher kurtosis of a head's scores over segments, from -2 up. High means that the
-            head gathers on few segments: a receiver head. NaN where all scores are equal.
+        kurtosis: Fisher kurtosis of a head's scores over the segments of a prompt, from -2 up; mean
+            over prompts, then over sets. High means that the head gathers on few segments of each
+            text, which need not be the same ones: a receiver head. NaN where all scores are equal.
     """
 
     attention: Float[Tensor, "layer head segment segment"]
@@ -69,7 +69,9 @@ class SegmentAttention:
         score(b) = mean of M(a, b) over a >= b + apart
 
     Segments are counted in their order in the batch, so give them in the order of the text. The
-    kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head.
+    kurtosis is that of ``scipy.stats.kurtosis`` (Fisher, biased) over the scores of a head in one
+    prompt. It is averaged over prompts, as in the published code: sentence 3 of one text has
+    nothing to do with sentence 3 of another, so a mean over texts would hide receiver heads.
 
     Args:
         segments: As in ``SegmentFlows``.
@@ -134,19 +136,23 @@ class SegmentAttention:
         return self._sums(model, batch, 0)
 
     def result(self, rows: Rows) -> SegmentAttentionRecord:
-        """Means over prompts, then over sets; then scores and their kurtosis."""
-        of_prompts = {
-            "attention": rows["sums"].double() / rows["counts"].double()[:, None, None],
+        """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
+        of_prompts = rows["sums"].double() / rows["counts"].double()[:, None, None]
+        values = {
+            "attention": of_prompts,
+            "kurtosis": kurtosis_of_heads(vertical_scores(of_prompts, self.apart)),
             "demonstrations_id": rows["demonstrations_id"],
         }
-        sets = [of_set["attention"].nanmean(0) for of_set in rows_by_set(of_prompts)]
-        attention = torch.stack(sets).nanmean(0)
-        scores = vertical_scores(attention, self.apart)
+        sets = rows_by_set(values)
+        attention, kurtosis = (
+            torch.stack([of_set[name].nanmean(0) for of_set in sets]).nanmean(0)
+            for name in ("attention", "kurtosis")
+        )
         names = () if self.segments is None else tuple(self.segments)
         return SegmentAttentionRecord(
             attention=attention,
-            scores=scores,
-            kurtosis=kurtosis_of_heads(scores),
+            scores=vertical_scores(attention, self.apart),
+            kurtosis=kurtosis,
             info={"apart": self.apart} | ({"segment_names": names} if names else {}),
         )
 
@@ -190,12 +196,12 @@ def vertical_scores(
 
 
 def kurtosis_of_heads(
-    scores: Float[Tensor, "layer head segment"],
-) -> Float[Tensor, "layer head"]:
+    scores: Float[Tensor, "*batch layer head segment"],
+) -> Float[Tensor, "*batch layer head"]:
     """Fisher kurtosis over the segments that have a score; NaN where all scores are equal."""
-    known = scores[..., ~scores.isnan().all(0).all(0)]
+    deviations = scores - scores.nanmean(-1, keepdim=True)
+    variance = deviations.square().nanmean(-1)
     # Equal up to rounding: only noise would have a kurtosis.
-    differ = known.std(-1, correction=0) > 1e-6 * known.abs().mean(-1)
-    values = torch.full(scores.shape[:2], torch.nan, dtype=torch.double)
-    values[differ] = torch.from_numpy(kurtosis(known[differ].numpy(), axis=-1, bias=True))
-    return values
+    differ = variance.sqrt() > 1e-6 * scores.abs().nanmean(-1)
+    kurtosis = deviations.pow(4).nanmean(-1) / variance.square() - 3
+    return kurtosis.masked_fill(~differ, torch.nan)

@@ -45,6 +45,10 @@ def signed(pattern: Pattern, gradient: Pattern) -> Edges:
     """``sum_h A_h dL/dA_h``: in nats; below 0 where the attention lowers the loss.
 
     It adds up: over edges, and over the targets of a loss that is a sum.
+
+    Where a norm follows the attention (Gemma 2 and 3, OLMo 2 and 3, GLM-4, EXAONE 4), the sum over
+    all keys of a query is 0: its row times any number gives the same output. There a value says how
+    an edge compares with the others of its query, not what the loss would be without all of them.
     """
     return (pattern * gradient).sum(1)
 
@@ -53,7 +57,8 @@ def positive(pattern: Pattern, gradient: Pattern) -> Edges:
     """``mean_h relu(- A_h dL/dA_h)``: what helps the answer (after Chefer et al., 2021).
 
     From 0 up, in nats. The paper differentiates the score of a class, which is high where a loss is
-    low: hence the sign.
+    low: hence the sign. Where a norm follows the attention, see ``signed``: what helps is what
+    helps more than the other keys of its query.
     """
     return (-pattern * gradient).relu().mean(1)
 

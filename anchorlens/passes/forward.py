@@ -148,6 +148,25 @@ def run_pass(
         prefix,
         gradient_checkpointing,
     )
+    return _finite(described)[0]
+
+
+def losses_of(
+    model: HookedModel,
+    batch: PromptBatch,
+    loss: Loss,
+    *,
+    hooks: Sequence[Hook] = (),
+    into: Sequence[Tensor] = (),
+) -> Float[Tensor, " batch"]:
+    """The loss of each prompt, of a pass as that of ``run_pass``."""
+    losses = _finite(Pass(model, batch, hooks, loss=loss, into=into))[1]
+    assert losses is not None
+    return losses.detach()
+
+
+def _finite(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
+    """The logits and the losses of a pass, or an error if they are not finite."""
     logits, losses = _run(described)
     _require_finite(described, logits, "at the target position")
     if losses is not None and not losses.isfinite().all():
@@ -156,7 +175,7 @@ def run_pass(
             "gradients of it say nothing"
         )
     _after_pass.get()()
-    return logits
+    return logits, losses
 
 
 def logits_at(

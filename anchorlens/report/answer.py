@@ -17,6 +17,7 @@ from .claims import (
     estimate,
     first_layers,
     first_layers_isolation,
+    judge_distances,
     reason_against_ability,
 )
 
@@ -63,11 +64,11 @@ def surprises(records: Collection[Record]) -> list[str]:
             found += _layers_against_the_pattern(record)
         if isinstance(record, AnchorDistancesRecord):
             layer = int(record.default_layer)
-            correlation = estimate(record, "correlation", layer)
-            if correlation.high < 0:
+            correlation = float(record.correlation[layer])
+            if correlation < 0 and judge_distances(record)[0] == Verdict.DOES_NOT_AGREE:
                 found.append(
                     f"In layer {layer} the rank correlation of key distances with confusions is "
-                    f"below 0: {correlation.text()}."
+                    f"below 0: {correlation:.2f}."
                 )
     return found
 
@@ -89,10 +90,12 @@ def _on_isolation(records: Collection[Record]) -> Iterator[str]:
             estimate(record, f"{name}_loyalty").percent()
             for name in ("label", "control_label", "word", "control_word")
         )
+        words = f"by {word} and by {random_word}"
+        bos = ", but for their edges to BOS," * bool(record.info.get("keep_bos"))
         yield (
-            f"Isolating the label words in {first_layers(record)} keeps {label} of the predicted "
-            f"labels; isolating as many random words keeps {random_label}. The five likeliest next "
-            f"words overlap with those of the clean run by {word} and by {random_word}."
+            f"Isolating the label words in {first_layers(record)}{bos} keeps {label} of the "
+            f"predicted labels; isolating as many random words keeps {random_label}. The five "
+            f"likeliest next words overlap with those of the clean run {words}."
         )
 
 
@@ -127,18 +130,21 @@ def _has_flows_of_the_paper(record: SaliencyFlowsRecord) -> bool:
 def _layers_against_the_pattern(record: SaliencyFlowsRecord) -> Iterator[str]:
     """Shallow layers with more flow out of the label words than into them, and deep ones with less.
 
-    A model of one layer has neither.
+    The intervals of both must not meet. A model of one layer has neither.
     """
     if not _has_flows_of_the_paper(record) or len(record.share) == 1:
         return
     shallow, deep = shallow_and_deep(len(record.share))
-    into, out_of = record.share[:, 0], record.share[:, 1]
-    if layers := _layers_in(shallow, out_of > into):
+    if "share" not in record.intervals:
+        return
+    # Many layers are looked at: only intervals that do not meet count.
+    (into_low, out_low), (into_high, out_high) = record.intervals["share"][..., :2].movedim(-1, 1)
+    if layers := _layers_in(shallow, out_low > into_high):
         yield (
             f"In the shallow {layers} more flows from the label words to the target than into "
             "them, against the pattern of the paper."
         )
-    if layers := _layers_in(deep, into > out_of):
+    if layers := _layers_in(deep, into_low > out_high):
         yield (
             f"In the deep {layers} more flows into the label words than from them to the target, "
             "against the pattern of the paper."

@@ -3,10 +3,15 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isnan, nan
+from math import inf, isnan, nan, sqrt
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy.special import stdtrit
+
+from ..experiments.diagnosis import class_orders, permutation_test
 from ..experiments.isolation import IsolationRecord
+from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
@@ -14,14 +19,20 @@ from ..results.record import Record
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
+CERTAIN = 0.05  # a p-value below it decides
 
 HOW_VERDICTS_ARE_REACHED = (
     "A claim agrees if the whole 95 % interval of its number is above a limit, and does not agree "
     "if the whole interval is below it. The limit is the number that speaks neither for nor "
-    f"against the claim: 0 for a difference or a correlation, {CHANCE:g} for an AUCROC, "
-    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for the ratio of two flows. In all "
-    "other cases one cannot tell. One also cannot tell if the model does not do the task, that is, "
-    "if its accuracy is not clearly above that of naming the commonest class: then there is no "
+    f"against the claim: 0 for a difference, {CHANCE:g} for an AUCROC, "
+    f"{SHARE_LIMIT:g} for a change of a share, {RATIO_LIMIT:g} for the ratio of two flows. With "
+    "one set of demonstrations the interval is over queries, and does not speak of other sets. "
+    "With several sets, each of at least ten queries, it is over sets. The claim about key "
+    "distances is about classes, of which more queries do not give more: there a permutation test "
+    f"over classes decides, with p below {CERTAIN:g}. In the claim about isolation, label words "
+    "must differ from random words by more than one draw of random words differs from another. In "
+    "all other cases one cannot tell. One also cannot tell if the model does not do the task, that "
+    "is, if its accuracy is not clearly above that of naming the commonest class: then there is no "
     "answer to explain, and even the numbers of a model with random weights can be far from chance."
 )
 
@@ -76,6 +87,7 @@ class Claim:
         estimate: The number and its interval.
         limit: The claim agrees where the whole interval is above this number.
         paper: What the paper found.
+        scope: Of what the verdict speaks: other queries, other sets of demonstrations, or classes.
         verdict: Whether the number agrees with the claim.
         reason: Why it is this verdict.
     """
@@ -85,11 +97,13 @@ class Claim:
     estimate: Estimate
     limit: float
     paper: str
+    scope: str
     verdict: Verdict
     reason: str
 
     def __repr__(self) -> str:
-        return f"Claim({self.verdict}: {self.statement[:-1]}: {self.estimate.text()})"
+        number, scope = self.estimate.text(), f"; for {self.scope}" if self.scope else ""
+        return f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})"
 
 
 def claims(results: Mapping[str, Any]) -> list[Claim]:
@@ -97,7 +111,15 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
 
     A claim *agrees* if the whole 95 % interval of its number is above a limit, and *does not agree*
     if the whole interval is below it. In every other case one *cannot tell*: the interval includes
-    the limit, or there is no number or no interval.
+    the limit, or there is no number or no interval. If the claim is false by as little as can be,
+    that is, if the number is the limit, at most 5 of 100 verdicts agree and at most 5 do not.
+
+    The interval is over what the claim is about, as far as the run can say: over sets of
+    demonstrations where it has several of at least ten queries, else over queries, and ``scope``
+    says so. The claim about key distances is about classes, and the permutation test of
+    ``diagnose`` decides. In the claim about isolation the label words must differ from random words
+    by more than one draw of random words from another. It uses the run in which the edges to BOS
+    stay, where it is given, because cutting these edges alone may change the answers.
 
     One also cannot tell, whatever the numbers are, if the model does not do the task: if the 95 %
     interval of its accuracy is not above the share of the commonest class. There is then no answer
@@ -132,19 +154,52 @@ def estimate(record: Record, name: str, *index: int) -> Estimate:
     return Estimate(float(getattr(record, name)[index]), low, high)
 
 
+def estimate_over_sets(
+    record: Record, name: str, *index: int, ends: tuple[float, float] = (-inf, inf)
+) -> Estimate:
+    """A number with its 95 % interval over sets of demonstrations, or over queries of a single set.
+
+    Of several sets with at least ten queries each, it is the t interval of the sets' numbers.
+    """
+    number = estimate(record, name, *index)
+    of_sets = record.info.get("of_sets", {}).get(name)
+    if of_sets is None:
+        return number
+    values = np.array([np.array(of_set, dtype=float)[index] for of_set in of_sets])
+    values = values[~np.isnan(values)]
+    if len(values) < 2:
+        return Estimate(number.value, nan, nan)
+    half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / sqrt(len(values))
+    low, high = np.clip([number.value - half, number.value + half], *ends).tolist()
+    return Estimate(number.value, low, high)
+
+
+def scope_of(record: Record) -> str:
+    """Of what an interval of ``estimate_over_sets`` speaks."""
+    if "of_sets" in record.info:
+        return f"other sets of demonstrations, by these {record.info.get('demonstration_sets', '')}"
+    scope = str(record.info.get("intervals_for", ""))
+    return f"{scope}, not for other sets" if "this one set" in scope else scope
+
+
 def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     """The accuracy, and that of a model which always names the commonest class; None if unknown."""
     for record in records:
+        counts: Any = None
         if isinstance(record, AnchorDistancesRecord):
-            counts = record.queries_per_class
-            return estimate(record, "accuracy"), float(counts.max() / counts.sum())
+            counts = record.queries_per_class.tolist()
+        elif isinstance(record, AccuracyRecord):
+            counts = record.info.get("queries_per_class")
+        if counts:
+            return estimate(record, "accuracy"), max(counts) / sum(counts)
     return None
 
 
 def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
-    """The isolation of the first layers, in all heads and with the edge to BOS cut.
+    """The isolation of the first layers in all heads, with the edges to BOS left where it is given.
 
-    Of several, the first that is shallow counts, otherwise the first.
+    Cutting the edges to BOS alone may do much of the damage. Of several, one that is shallow counts
+    before others, and then the first.
     """
     found = [
         record
@@ -152,9 +207,9 @@ def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
         if isinstance(record, IsolationRecord)
         and record.info.get("layers") == list(range(len(record.info.get("layers", ()))))
         and record.info.get("heads") is None
-        and not record.info.get("keep_bos")
     ]
-    return next(filter(is_shallow, found), found[0] if found else None)
+    order = [(not is_shallow(record), not record.info.get("keep_bos")) for record in found]
+    return found[order.index(min(order))] if found else None
 
 
 def is_shallow(record: IsolationRecord) -> bool:
@@ -173,8 +228,8 @@ def reason_against_ability(records: Iterable[Record]) -> str:
     known = accuracy_of(records)
     if known is None:
         return (
-            "whether the model does the task is not known: run AnchorDistances, which also gives "
-            "the accuracy"
+            "whether the model does the task is not known: run Accuracy, or AnchorDistances, which "
+            "also gives the accuracy"
         )
     accuracy, commonest = known
     if isnan(accuracy.low):
@@ -196,7 +251,9 @@ class _Measured(NamedTuple):
     estimate: Estimate
     limit: float
     paper: str
+    scope: str
     no_number: str = "there is no number"
+    test: tuple[Verdict, str] | None = None  # decides in place of the interval
 
 
 def _judged(measured: _Measured, ability: str) -> Claim:
@@ -206,6 +263,8 @@ def _judged(measured: _Measured, ability: str) -> Claim:
         verdict, reason = Verdict.CANNOT_TELL, measured.no_number
     elif ability:
         verdict, reason = Verdict.CANNOT_TELL, ability
+    elif measured.test is not None:
+        verdict, reason = measured.test
     elif isnan(number.low) or isnan(number.high):
         verdict, reason = Verdict.CANNOT_TELL, "the number has no interval"
     elif number.low > limit:
@@ -214,7 +273,7 @@ def _judged(measured: _Measured, ability: str) -> Claim:
         verdict, reason = Verdict.DOES_NOT_AGREE, f"the whole interval is below {limit:g}"
     else:
         verdict, reason = Verdict.CANNOT_TELL, f"the interval includes {limit:g}"
-    return Claim(*measured[:-1], verdict, reason)
+    return Claim(*measured[:6], verdict, reason)
 
 
 def _numbers_of(records: Collection[Record]) -> Iterator[_Measured]:
@@ -234,7 +293,8 @@ def _numbers_of(records: Collection[Record]) -> Iterator[_Measured]:
 def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
     flows = tuple(record.axis_names("flow") or ())
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
-        change = estimate(record, "share_change", flows.index("wp"))
+        ends = (-1.0, 1.0)
+        change = estimate_over_sets(record, "share_change", flows.index("wp"), ends=ends)
         several = len(record.share) > 1
         yield _Measured(
             "Label words gather the information of their demonstrations in shallow layers.",
@@ -243,28 +303,52 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
             Estimate(-change.value, -change.high, -change.low) if several else NO_NUMBER,
             limit=SHARE_LIMIT,
             paper="S_wp is large in shallow layers and small in deep ones (Figure 3)",
+            scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
         )
     yield _Measured(
         "In deep layers the answer is read off the label words.",
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
         "over the last third of the layers",
-        estimate(record, "deep_pq_over_tq"),
+        estimate_over_sets(record, "deep_pq_over_tq", ends=(0.0, inf)),
         limit=RATIO_LIMIT,
         paper="S_pq is the largest flow in deep layers (Figure 3)",
+        scope=scope_of(record),
     )
 
 
 def _of_isolation(record: IsolationRecord) -> _Measured:
+    number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
+    if "of_sets" not in record.info:
+        number = _as_one_more_draw(number, record)
+    bos = "left" if record.info.get("keep_bos") else "cut too"
     return _Measured(
         "Predictions need what label words gather in shallow layers.",
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
-        ", minus the share that stays with the label words isolated",
-        estimate(record, "label_gap") if is_shallow(record) else NO_NUMBER,
+        f", minus the share that stays with the label words isolated; edges to BOS are {bos}",
+        number if is_shallow(record) else NO_NUMBER,
         limit=0.0,
         paper="far fewer labels stay than with random words (Figure 4)",
+        scope=scope_of(record),
         no_number=f"{first_layers(record)} are more than half of the layers: isolate fewer",
     )
+
+
+def _as_one_more_draw(number: Estimate, record: IsolationRecord) -> Estimate:
+    """The gap with an interval that also holds if the label words are one more random draw.
+
+    After one set of demonstrations the label words are one group of words, and a single draw of
+    random words differs from the mean of the draws, too: by as much as the draws differ.
+    """
+    draws = record.random_label_loyalty.double()
+    if len(draws) < 2:
+        return Estimate(number.value, nan, nan)
+    half = float(stdtrit(len(draws) - 1, 0.975) * draws.std())
+    low, high = (
+        number.value + side * sqrt((end - number.value) ** 2 + half**2)
+        for side, end in ((-1, number.low), (1, number.high))
+    )
+    return Estimate(number.value, max(low, -1.0), min(high, 1.0))
 
 
 def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
@@ -272,22 +356,56 @@ def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
         "In deep layers the attention to the label words tells which label is predicted.",
         "AUCROC of the attention from the target to the label words: mean over the last third of "
         "the layers",
-        estimate(record, "deep_aucroc"),
+        estimate_over_sets(record, "deep_aucroc", ends=(0.0, 1.0)),
         limit=CHANCE,
         paper="about 0.8 (Figure 5)",
+        scope=scope_of(record),
         no_number="the model predicts fewer than two classes",
     )
 
 
 def _of_distances(record: AnchorDistancesRecord) -> _Measured:
-    layer = int(record.default_layer)
+    layer, count = int(record.default_layer), len(record.pair_auc)
+    number = float(record.correlation[layer])
     return _Measured(
         "Classes whose label words have similar keys are confused.",
         "rank correlation, over pairs of classes, of the distance of keys with how well the model "
         f"tells the two classes apart, in layer {layer}",
-        estimate(record, "correlation", layer),
+        # Its interval over queries does not speak of other classes.
+        Estimate(number, nan, nan),
         limit=0.0,
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
+        scope=f"other keys of these {count} classes",
         no_number="there is no rank correlation: there are fewer than three pairs of classes, all "
         "pairs are equal, or this layer has no distances",
+        test=None if isnan(number) else judge_distances(record),
     )
+
+
+def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:
+    """The verdict on key distances by the permutation test of ``diagnose``, and its reason."""
+    layer = int(record.default_layer)
+    orders = class_orders(len(record.pair_auc))
+    one = record.anchor_distance[layer : layer + 1]
+    _, above, below = (float(each) for each in permutation_test(one, record.pair_auc, orders))
+    number, position = (
+        float(each[layer]) for each in (record.correlation, record.position_correlation)
+    )
+    if 1 / len(orders) >= CERTAIN:
+        return Verdict.CANNOT_TELL, (
+            f"{len(record.pair_auc)} classes have only {len(orders)} orders, so that no p-value "
+            f"can be below {CERTAIN:g}: use a task with more classes"
+        )
+    if min(above, below) >= CERTAIN:
+        return Verdict.CANNOT_TELL, (
+            f"p = {min(above, below):.2g}: keys that are assigned to the "
+            f"{len(record.pair_auc)} classes at random often correlate as much"
+        )
+    if abs(number) <= abs(position):
+        return Verdict.CANNOT_TELL, (
+            f"p = {min(above, below):.2g}, but the distance of keys goes with the distance of "
+            f"their positions ({position:.2f}) as much, which may be why: use several orders of "
+            "the demonstrations"
+        )
+    verdict = Verdict.AGREES if above < CERTAIN else Verdict.DOES_NOT_AGREE
+    return verdict, f"p = {min(above, below):.2g} in a permutation test over the classes"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from scipy.special import ndtr, ndtri, stdtrit
@@ -32,12 +33,14 @@ class Population:
         unit: The unit with which each prompt is drawn: the prompt itself, or its set.
         strata: Groups of units; a resample draws each unit from the units of its own group.
         name: What is drawn, in words.
+        scope: Of what an interval speaks, in words.
     """
 
     sets: Int[Tensor, " prompt"]
     unit: Int[Tensor, " prompt"]
     strata: Sequence[Int[Tensor, " _"]]
     name: str
+    scope: str = ""
 
     @property
     def units(self) -> int:
@@ -91,17 +94,22 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
     prompts, pooled = torch.arange(len(sets)), torch.zeros_like(unit)
     n_sets = len(sizes)
     if n_sets == 1:
-        return Population(pooled, prompts, [prompts], "prompts")
+        scope = "other queries after this one set of demonstrations"
+        return Population(pooled, prompts, [prompts], "prompts", scope)
     if n_sets == len(sets):
         name = "prompts, each with a set of its own; all are pooled"
-        return Population(pooled, prompts, [prompts], name)
+        scope = "other queries, each after another set of demonstrations"
+        return Population(pooled, prompts, [prompts], name, scope)
     if sizes.min() >= MANY_PROMPTS:
         strata = [(unit == number).nonzero().flatten() for number in range(n_sets)]
-        return Population(unit, prompts, strata, f"prompts within {n_sets} given sets")
+        scope = f"other queries after these {n_sets} sets of demonstrations"
+        return Population(unit, prompts, strata, f"prompts within {n_sets} given sets", scope)
     if n_sets >= MANY_SETS:
         name = "sets with their prompts; all prompts are pooled"
-        return Population(pooled, unit, [torch.arange(n_sets)], name)
-    return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled")
+        scope = "other sets of demonstrations with other queries"
+        return Population(pooled, unit, [torch.arange(n_sets)], name, scope)
+    scope = f"other queries after a mixture of these {n_sets} sets of demonstrations"
+    return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled", scope)
 
 
 def check_resamples(resamples: int) -> None:
@@ -138,8 +146,10 @@ def with_intervals(
     drawn if there are at least ``MANY_SETS``, else prompts.
 
     Intervals are Wilson's for the record's ``proportions``, Bonett and Price's for its
-    ``differences``, and expanded percentiles for other fields. For the record's
-    ``means_over_sets`` its own function computes them from the intervals of the given sets.
+    ``differences``, those of ``_of_bounded_mean`` for its ``ranges``, and expanded percentiles for
+    other fields. For the record's ``means_over_sets`` its own function computes them from the
+    intervals of the given sets. Intervals of its ``means_over_draws`` are wider by what another
+    choice of random draws would change.
 
     Args:
         result: Function from rows, Tensor["prompt ..."] each, to a record.
@@ -153,8 +163,10 @@ def with_intervals(
     Returns:
         The record with an interval for every tensor field without a prompt axis, but for those in
         its ``without_intervals``. ``info`` also
-        tells what is ``drawn`` and the number of ``units``. An interval is NaN if no resample has
-        a number, and for a single unit in all but ``proportions`` and ``differences``.
+        tells what is ``drawn`` and the number of ``units``, and has the numbers of each given set
+        of the fields ``stored_by_set``. An interval is NaN if no resample has a number, for a
+        single unit in all but ``proportions``, ``differences`` and ``ranges``, and for a mean over
+        a single random draw.
     """
     count = len(next(iter(rows.values())))
     if sets is None:
@@ -163,7 +175,11 @@ def with_intervals(
     if "demonstrations_id" in rows:
         rows = {**rows, "demonstrations_id": population.sets}
     record = result(rows)
-    drawn_info = {"drawn": population.name, "units": population.units}
+    drawn_info = {
+        "drawn": population.name,
+        "units": population.units,
+        "intervals_for": population.scope,
+    }
     record = replace(record, info={**record.info, **info, **drawn_info})
     if not resamples:
         return record
@@ -183,22 +199,41 @@ def with_intervals(
             resampled = result({name: values[chosen] for name, values in rows.items()})
             for name in averaged:
                 drawn[name].append(getattr(resampled, name))
-        if len(population.strata) > 1 and record.means_over_sets:
+        if len(population.strata) > 1 and (record.means_over_sets or record.stored_by_set):
             for prompts in population.strata:
                 rows_of_set = {name: values[prompts] for name, values in rows.items()}
-                options: dict[str, Any] = {"resamples": resamples, "info": {}, "seed": seed}
+                count = resamples if record.means_over_sets else 0  # else only the values count
+                options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
                 records_of_sets.append(with_intervals(result, rows_of_set, **options))
+        of_draws, count_of_draws = _errors_of_draws(result, record, rows)
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
     for name, count in record.proportions().items():
         intervals[name] = _of_proportion(getattr(record, name), stacked[name], population, count)
+    for name, ends in record.ranges.items():
+        intervals[name] = _of_bounded_mean(getattr(record, name), stacked[name], population, ends)
     for name in record.differences:
         intervals[name] = _of_difference(getattr(record, name), stacked[name], population)
     for name, interval_of_mean in record.means_over_sets.items() if records_of_sets else ():
         values = torch.stack([getattr(set_record, name).double() for set_record in records_of_sets])
         bounds = torch.stack([set_record.intervals[name] for set_record in records_of_sets])
         intervals[name] = interval_of_mean(values, bounds)
-    return replace(record, intervals=intervals)
+    bounded = {
+        **dict.fromkeys(record.proportions(), (0.0, 1.0)),
+        **dict.fromkeys(record.differences, (-1.0, 1.0)),
+        **record.ranges,
+    }
+    for name, variance in of_draws.items():
+        value, draws = getattr(record, name).double(), (variance, count_of_draws)
+        wider = _wider(value, intervals[name], stacked[name], population, draws)
+        intervals[name] = wider.clamp(*bounded.get(name, (-torch.inf, torch.inf)))
+    of_sets = {
+        name: [getattr(of_set, name).tolist() for of_set in records_of_sets]
+        for name in record.stored_by_set
+        if records_of_sets
+    }
+    named = {"of_sets": of_sets} if of_sets else {}
+    return replace(record, intervals=intervals, info={**record.info, **named})
 
 
 def _percentiles(
@@ -283,6 +318,89 @@ def _of_difference(
     variance = (units * squares + 2) / (units + 2) - mean**2
     half = float(ndtri(0.975)) * (variance / (units + 2)).sqrt()
     return torch.stack([mean - half, mean + half]).clamp(-1, 1)
+
+
+def _of_bounded_mean(
+    mean: Float[Tensor, "*axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    ends: tuple[float, float],
+) -> Float[Tensor, "end *axes"]:
+    """The interval of a mean of numbers from ``ends[0]`` to ``ends[1]``, which may be infinite.
+
+    *From 0 up*: symmetric in the logarithm, ``mean * exp(+- t s / mean)`` with the standard error
+    s: means of such numbers are skewed. NaN where the mean is 0.
+
+    *With two ends*: numbers may all be equal in a sample, and yet others occur. Scaled to 0 and 1,
+    the variance of such numbers is at most ``m (1 - m)`` for the mean m. The variance of the n
+    units counts as at least that of n + 1 units of which a single one varies so (for differences,
+    from -1 to 1, a quarter of it: one of the two numbers varies). The interval is Wilson's, for as
+    many cases as a share m with this variance has, at least the number of units.
+    """
+    low, high = ends
+    mean, variance = mean.double(), _variance(resampled) * population.inflation
+    if population.units < 2:
+        variance = torch.zeros_like(mean)
+    if high == torch.inf:
+        factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt() / mean).exp()
+        bounds = torch.stack([mean / factor, mean * factor])
+        known = (mean > 0) & torch.tensor(population.units > 1)
+        return bounds.masked_fill(~known, torch.nan)
+    size, units = high - low, population.independent
+    share = ((mean - low) / size).clamp(0, 1)
+    most = share * (1 - share) / units
+    variance = torch.maximum(variance, most / (units + 1)) / size**2
+    effective = (units * most / variance).nan_to_num(units).clamp(min=units)
+    normal = ndtri(0.975) if population.units < 2 else stdtrit(population.freedom, 0.975)
+    return low + size * wilson(share, effective, float(normal))
+
+
+def _errors_of_draws(
+    result: Callable[[Rows], _R], record: _R, rows: Rows
+) -> tuple[dict[str, Float[Tensor, "*axes"]], int]:
+    """The variance of each mean over random draws, for another choice of draws; and their number.
+
+    It is that of the jackknife: the result is computed without each draw in turn, which for a mean
+    over draws gives the variance exactly. NaN for a single draw.
+    """
+    if not record.means_over_draws:
+        return {}, 0
+    random = [name for name in rows if name.startswith("random_")]
+    count = rows[random[0]].shape[1]
+    without: list[_R] = []
+    for draw in range(count if count > 1 else 0):
+        others = [number for number in range(count) if number != draw]
+        without.append(result({**rows, **{name: rows[name][:, others] for name in random}}))
+    variances = {}
+    for name in record.means_over_draws:
+        value = getattr(record, name).double()
+        values = torch.stack([getattr(other, name).double() for other in without] or [value])
+        squares = (values - values.mean(0)).square().sum(0)
+        variances[name] = squares * (count - 1) / count if count > 1 else value * torch.nan
+    return variances, count
+
+
+def _wider(
+    value: Float[Tensor, "*axes"],
+    bounds: Float[Tensor, "end *axes"],
+    resampled: Float[Tensor, "resample *axes"],
+    population: Population,
+    of_draws: tuple[Float[Tensor, "*axes"], int],
+) -> Float[Tensor, "end *axes"]:
+    """The bounds, farther from the value by the error of the random draws.
+
+    As in Zou and Donner's interval of a sum (2008), squared distances are added on each side. The
+    distance of the draws has the degrees of freedom of the sum of both variances (Satterthwaite).
+    """
+    variance, count = of_draws
+    of_prompts = _variance(resampled) * population.inflation
+    freedom = (of_prompts + variance).square() / (
+        of_prompts.square() / population.freedom + variance.square() / (count - 1)
+    )
+    freedom = freedom.nan_to_num(count - 1)  # where both variances are 0
+    normal = torch.from_numpy(np.asarray(stdtrit(freedom.numpy(), 0.975)))
+    below, above = ((bounds - value).square() + normal.square() * variance).sqrt()
+    return torch.stack([value - below, value + above])
 
 
 def _variance(resampled: Float[Tensor, "resample *axes"]) -> Float[Tensor, "*axes"]:

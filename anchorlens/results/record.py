@@ -46,6 +46,13 @@ class Record:
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
     # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.
     differences: ClassVar[Collection[str]] = ()
+    # Fields such as "word_loyalty": means over prompts of numbers that lie in a range.
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    # Fields such as "word_gap" that are means over random draws. The draws are the second axis of
+    # the rows whose names begin with "random_".
+    means_over_draws: ClassVar[Collection[str]] = ()
+    # Fields whose numbers of each given set of demonstrations are stored in info["of_sets"].
+    stored_by_set: ClassVar[Collection[str]] = ()
     # Fields such as "aucroc" that are computed for each given set of demonstrations and then
     # averaged, with the function from the values and intervals of the sets to that of the mean.
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {}

@@ -10,12 +10,12 @@ demonstrations, the second that of the package's intervals.
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ LAYOUTS: dict[str, tuple[list[int], float]] = {
     "20 sets of 5": ([5] * 20, 0.0),
     "20 unlike sets of 5": ([5] * 20, 1.0),
 }
+FOR_CUTS = ("one set of 20", "one set of 50", "one set of 200", "3 unlike sets of 20")
 FOR_DISTANCES = ("one set of 20", "one set of 50", "3 unlike sets of 20")
 
 
@@ -61,6 +62,32 @@ def mean_result(rows: Rows) -> MeanRecord:
     sets = rows["demonstrations_id"]
     means = [rows["value"][sets == number].mean(0) for number in sets.unique()]
     return MeanRecord(mean=torch.stack(means).mean(0))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CutRecord(al.Record):
+    """What ``CutEdgesRecord`` has, for many sites at once."""
+
+    word_loyalty: Float[Tensor, " layer"]
+    kl: Float[Tensor, " layer"]
+    label_gap: Float[Tensor, " layer"]
+    word_gap: Float[Tensor, " layer"]
+
+    differences: ClassVar[Collection[str]] = ("label_gap",)
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        name: al.CutEdgesRecord.ranges[name] for name in ("word_loyalty", "kl", "word_gap")
+    }
+    means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
+
+
+def cut_result(rows: Rows) -> CutRecord:
+    label, word = rows["label_kept"], rows["word_overlap"]
+    return CutRecord(
+        word_loyalty=word.mean(0),
+        kl=rows["kl"].mean(0),
+        label_gap=rows["random_label_kept"].mean((0, 1)) - label.mean(0),
+        word_gap=rows["random_word_overlap"].mean((0, 1)) - word.mean(0),
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +157,8 @@ def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Ten
     spread = 1.0 if prompts.given else 1 + prompts.effect**2
     true = torch.full((TRIALS,), float(ndtr(distance / sqrt(2 * spread))))
     scores = torch.stack([torch.ones_like(second), second + 100], dim=-1)
-    return {"attention": scores[:, :, None], "predicted": predicted}, true
+    rows = {"attention": scores[:, :, None], "predicted": predicted}
+    return rows | {"rounding": torch.zeros(len(sets))}, true
 
 
 def answers(
@@ -199,6 +227,59 @@ def distances(prompts: Prompts, trials: int = TRIALS) -> dict[str, Tensor]:
     }
 
 
+def overlaps(latent: Tensor) -> Tensor:
+    """Jaccard similarities of five words, from normal numbers: none to five in common."""
+    common = (5 * torch.special.ndtr(latent)).round()
+    return common / (10 - common)
+
+
+def cut(prompts: Prompts) -> dict[str, Tensor]:
+    """Words of prompts under a cut and under ten random draws, which differ."""
+    n, draws = len(prompts.sets), 10
+    hard = 0.5 * prompts.normal(n, TRIALS)
+    cut_words = hard + 0.7 * prompts.normal(n, TRIALS) - 0.5
+    of_draws = 0.25 * prompts.normal(draws, TRIALS)
+    random = hard[:, None] + 0.7 * prompts.normal(n, draws, TRIALS) + of_draws + 0.5
+    label, random_label = (
+        (latent + 0.7 * prompts.normal(*latent.shape) > 0).double()
+        for latent in (cut_words, random)
+    )
+    return {
+        "word_overlap": overlaps(cut_words),
+        "kl": -prompts.uniform(n, TRIALS).log() * (prompts.uniform(n, TRIALS) < 0.3),
+        "label_kept": label,
+        "random_word_overlap": overlaps(random),
+        "random_label_kept": random_label,
+    }
+
+
+def nearly_all(share: float) -> Callable[[Prompts], Trial]:
+    """All five words of most prompts, four of the others."""
+
+    def trial(prompts: Prompts) -> Trial:
+        rows = cut(prompts)
+        other = prompts.uniform(len(prompts.sets), TRIALS) >= share
+        rows["word_overlap"] = 1 - other.double() / 3
+        return rows, torch.full((TRIALS,), 1 - (1 - share) / 3)
+
+    return trial
+
+
+@cache
+def true_gaps() -> CutRecord:
+    """The gaps of very many prompts, each with draws of its own."""
+    many = Prompts([1], 0.0, torch.Generator().manual_seed(1))
+    every = [cut_result(cut(many)) for _ in range(40000)]
+    means: dict[str, Any] = {
+        name: torch.stack([getattr(one, name) for one in every]).mean() for name in CUTS
+    }
+    return CutRecord(**means)
+
+
+def cut_trial(name: str) -> Callable[[Prompts], Trial]:
+    return lambda prompts: (cut(prompts), getattr(true_gaps(), name).expand(TRIALS))
+
+
 def auc_of(distance: float) -> Callable[[Prompts], Trial]:
     return lambda prompts: attention(prompts, distance)
 
@@ -240,6 +321,17 @@ SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] =
 }
 
 
+CUTS = ("label_gap", "word_gap", "word_loyalty", "kl")
+OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+    "label gap": (cut_trial("label_gap"), cut_result, "label_gap"),
+    "word gap": (cut_trial("word_gap"), cut_result, "word_gap"),
+    "word loyalty": (cut_trial("word_loyalty"), cut_result, "word_loyalty"),
+    "word loyalty 0.98": (nearly_all(0.95), cut_result, "word_loyalty"),
+    "word loyalty 0.997": (nearly_all(0.99), cut_result, "word_loyalty"),
+    "KL, 0 in 0.7": (cut_trial("kl"), cut_result, "kl"),
+}
+
+
 def plain_interval(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
     """Plain percentiles within sets. Prompts are pooled only if each has a separate set."""
     sets = rows["demonstrations_id"]
@@ -262,7 +354,7 @@ def coverage(
     quantity: str, layout: str, repeats: int, interval: Callable[..., Tensor], resamples: int
 ) -> float:
     """Share of the intervals that hold the true value, over at least ``repeats`` trials."""
-    trial, result, name = (QUANTITIES | SLOW)[quantity]
+    trial, result, name = (QUANTITIES | SLOW | OF_CUTS)[quantity]
     sizes, effect = LAYOUTS[layout]
     covered: list[Tensor] = []
     while sum(map(len, covered)) < repeats:
@@ -347,9 +439,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--cuts", action="store_true", help="the table of cuts alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # about few prompts, and about classes without prompts
+    print_table([*OF_CUTS], FOR_CUTS, args.repeats, args.resamples)
+    if args.cuts:
+        return
     print_methods(args.repeats)
     print_table([*QUANTITIES], [*LAYOUTS], args.repeats, args.resamples)
     print_table([*SLOW], FOR_DISTANCES, args.repeats // 5, args.resamples)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, StoreError
-from anchorlens.experiments.diagnosis import _orders
+from anchorlens.experiments.diagnosis import class_orders
 
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
@@ -122,7 +122,7 @@ def test_the_sample_does_not_use_the_global_random_state() -> None:
 
 @pytest.mark.parametrize(("n_classes", "count"), [(2, 2), (4, 24), (7, 5040), (8, 5001)])
 def test_orders_are_permutations_with_the_identity_first(n_classes: int, count: int) -> None:
-    orders = _orders(n_classes)
+    orders = class_orders(n_classes)
     assert orders.shape == (count, n_classes)
     assert orders[0].tolist() == list(range(n_classes))
     assert torch.equal(orders.sort(1).values, torch.arange(n_classes).expand(count, n_classes))

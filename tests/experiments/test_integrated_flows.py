@@ -16,12 +16,16 @@ from toys import native_bridge
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError, StoreError
 from anchorlens.experiments import integrated_flows as experiment
-from anchorlens.experiments.integrated_flows import mean_gradient, probability_of_prediction
+from anchorlens.experiments.integrated_flows import ScaledPattern, probability_of_prediction
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    # For the sake of time most tests take few steps.
+    pytest.mark.filterwarnings("ignore:in layers .* the attributions do not sum to F"),
+]
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30], [0, 0, 17, 4, 25, 9, 60, 12, 33]])
@@ -61,7 +65,7 @@ def attribution(
         clean = run_pass(model, batch, observers=observers)
         function = probability_of_prediction(clean, batch) if output is None else output
         products = [
-            pattern * mean_gradient(model, batch, layer, pattern, function, steps)
+            pattern * ScaledPattern(model, batch, layer, pattern).mean_gradient(function, steps)
             for layer, pattern in patterns.items()
         ]
     return products, clean
@@ -93,6 +97,9 @@ def test_the_sum_over_all_edges_is_the_change_of_the_output_up_to_one_over_m_squ
     # The output bends more with the pattern of the first layer, where ten steps are few.
     assert (errors[10] / errors[20] - 4)[1:].abs().max() < 0.1
     assert (errors[20] / errors[40] - 4).abs().max() < 0.5
+    record = al.integrated_flows(precise, [prompt], ["question"], steps=10, **QUIET)
+    assert difference(record.change, torch.stack(changes)) <= 1e-9
+    assert difference(record.attributed - record.change, errors[10]) <= 1e-9
 
 
 def plain_attribution(
@@ -206,12 +213,12 @@ def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
             patch.setitem(vars(block.attn), "forward", counting(layer, block.attn.forward))
         with torch.inference_mode():  # autograd would reject its tensors
             record = al.integrated_flows(precise, [batch], steps=4, **QUIET)
-        # A later layer has its own four steps, and one of two passes of its trial, more.
-        assert [calls[1] - calls[0], calls[2] - calls[1]] == [5, 5]
+        # A later layer has its own four steps, F(0), and one of two passes of its trial, more.
+        assert [calls[1] - calls[0], calls[2] - calls[1]] == [6, 6]
         patch.setattr(experiment, "late_starts", lambda *arguments: reasons)
         calls[:] = [0, 0, 0]
         whole = al.integrated_flows(precise, [batch], steps=4, **QUIET)
-        assert calls == [1 + 3 * 4] * 3
+        assert calls == [2 + 3 * 5] * 3
     assert whole.info["whole passes"] == reasons
     assert_same(record, whole, 1e-12)
 
@@ -258,3 +265,12 @@ def test_folded_value_biases_are_refused(byte_level: Any, batch: al.PromptBatch)
     )
     with pytest.raises(ModelError, match="value biases of this model are folded"):
         al.integrated_flows(folded, [batch], **QUIET)
+
+
+def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, llama: Any) -> None:
+    """As the definitions say: a row times any number gives the same output there."""
+    for model, is_zero in ((gemma3, True), (llama, False)):
+        [batch] = questions(model, 2)
+        products = al.head_saliency(model, batch)
+        of_queries = products.sum((2, 4)).abs().max()
+        assert (of_queries < 1e-4 * products.abs().max()) == is_zero

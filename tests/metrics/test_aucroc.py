@@ -106,6 +106,7 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     rows = {
         "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
         "predicted": torch.tensor([1, 1, 1]),
+        "rounding": torch.zeros(3),
         "demonstrations_id": torch.tensor([5, 5, 5]),
     }
     with pytest.warns(UserWarning, match=r"1 of 1 sets .* fewer than two classes.*more or other"):
@@ -131,7 +132,12 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     attention[torch.arange(20), :, :, predicted] += 0.5
     sets = torch.tensor([4, 8]).repeat(10)
     record = al.AttentionAUCROC().result(
-        {"attention": attention, "predicted": predicted, "demonstrations_id": sets}
+        {
+            "attention": attention,
+            "predicted": predicted,
+            "rounding": torch.zeros(20),
+            "demonstrations_id": sets,
+        }
     )
     expected = torch.tensor(
         [
@@ -194,6 +200,44 @@ def test_record_equals_plain_transformers(gpt2: Any, shots: int, side: Any) -> N
     torch.testing.assert_close(record.r, cumulative_excess(record.aucroc), equal_nan=True)
     low, high = record.intervals["aucroc"]
     assert (low <= high).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
+    dtype: torch.dtype, hooked: Any, byte_level: Any
+) -> None:
+    """All prompts have one length, one set of demonstrations and one last token.
+
+    So in layer 0 every head gives each prompt the same shares of its attention to the label words,
+    while the attention itself, divided by a sum that includes the query's text, differs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    queries, words, n = 40, 6, 30
+    model = hooked(tiny_gpt2(len(byte_level)).to(dtype), byte_level)
+    prompts = torch.randint(5, 600, (queries, n), generator=generator)
+    prompts[:, :20], prompts[:, -1] = prompts[0, :20], 7
+    labels = torch.arange(3, 3 + 2 * words, 2)
+    batches = [
+        al.PromptBatch.from_positions(
+            part,
+            label_positions=labels.expand(len(part), -1),
+            label_classes=torch.arange(words).expand(len(part), -1) % 3,
+            target_positions=torch.full((len(part),), n - 1),
+            label_token_ids=torch.tensor([579, 487, 397]),  # the model predicts each
+        )
+        for part in prompts.split([3, 7, 11, 19])  # the order of sums depends on the shape
+    ]
+    options: dict[str, Any] = {"resamples": 0, "progress": False, "share_prefix": False}
+    [record] = al.run(model, batches, [al.AttentionAUCROC()], **options).values()
+    assert (record.per_head[0] == 0.5).all()
+    assert (record.per_head[1:] != 0.5).all()
+
+
+def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:
+    scores = torch.tensor([[1.0, 1.0 + 4e-6, 1.0 + 3e-5]]).double()
+    positive = torch.tensor([False, True, False])
+    assert auc(scores, positive, 1e-5).tolist() == [0.25]
+    assert auc(scores, positive).tolist() == [0.5]
 
 
 def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:

@@ -195,8 +195,9 @@ def test_attention_is_summed_in_a_wide_type(
 
 
 def test_a_score_that_equals_its_threshold_does_not_count() -> None:
-    values = torch.tensor([0.25, 0.125]).expand(4, 2)[..., None, None]  # label words, random
-    rows = dict.fromkeys(SCORES, values) | {
+    rows = {
+        **dict.fromkeys(SCORES, torch.full((4, 1, 1), 0.25)),
+        **dict.fromkeys([f"random_{name}" for name in SCORES], torch.full((4, 1, 1, 1), 0.125)),
         "tokens": torch.tensor([20, 21, 40, 19]),
         "classes": torch.tensor([1, 1, 1, 1]),
     }

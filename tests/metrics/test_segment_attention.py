@@ -3,9 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from measures import assert_same
+from scipy.stats import kurtosis
 from tiny_models import questions
 
 import anchorlens as al
@@ -66,6 +68,33 @@ def test_scores_and_kurtosis_of_a_matrix_made_by_hand() -> None:
             within = [a[i][j] for i in spans[2] for j in spans[2] if j < i]
             assert float(record.attention[layer, head, 2, 2]) == pytest.approx(mean(within))
     assert record.axis_names("segment")[1] == "sentence 1"
+
+
+def test_kurtosis_is_that_of_each_text_and_then_the_mean() -> None:
+    """A receiver head reads one sentence of each text, and in another text another sentence.
+
+    The published code (``get_top_k_receiver_heads`` of Bogdan et al.) takes scipy's kurtosis of
+    each text, and then the mean. The mean over texts would look like a head that reads all alike.
+    """
+    texts, layers, heads, count, apart = 12, 2, 3, 24, 4
+    generator = torch.Generator().manual_seed(0)
+    attention = torch.rand(texts, layers, heads, count, count, generator=generator).double()
+    for text in range(texts):
+        attention[text, 0, 0, :, text] += 20  # the receiver head
+    attention[3, :, :, :, 7] = torch.nan  # a text without this sentence
+    sets = torch.tensor([5] * 8 + [9] * 4)
+    counts = torch.ones(texts, count, count)
+    metric = al.SegmentAttention(apart=apart)
+    record = metric.result({"sums": attention, "counts": counts, "demonstrations_id": sets})
+    of_texts = np.full((texts, layers, heads), np.nan)
+    for text, layer, head in np.ndindex(of_texts.shape):
+        of_head = attention[text, layer, head].numpy()
+        scores = [np.nanmean(of_head[b + apart :, b]) for b in range(count - apart) if b != 7]
+        scores += [] if text == 3 else [of_head[7 + apart :, 7].mean()]
+        of_texts[text, layer, head] = kurtosis(scores, fisher=True, bias=True)
+    expected = torch.from_numpy((of_texts[:8].mean(0) + of_texts[8:].mean(0)) / 2)
+    torch.testing.assert_close(record.kurtosis, expected)
+    assert record.kurtosis.argmax() == 0 and record.kurtosis[0, 0] > 10
 
 
 @pytest.mark.every_kind

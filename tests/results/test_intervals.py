@@ -118,7 +118,7 @@ def test_wilson_intervals_equal_scipy(right: int, count: int) -> None:
     exact = binomtest(right, count).proportion_ci(method="wilson")
     ours = wilson(torch.tensor(right / count), torch.tensor(float(count)), norm.ppf(0.975))
     assert ours.tolist() == pytest.approx([exact.low, exact.high], abs=1e-6)
-    answers = {"correct": (torch.arange(count) < right).double()}
+    answers = {"correct": (torch.arange(count) < right).double(), "classes": torch.ones(count, 1)}
     record = with_intervals(al.Accuracy().result, answers, resamples=10, info={})
     assert record.intervals["accuracy"].tolist() == pytest.approx([exact.low, exact.high])
 
@@ -126,13 +126,14 @@ def test_wilson_intervals_equal_scipy(right: int, count: int) -> None:
 def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     """The cases are labels that all stay the same, and a perfect AUC."""
     ones, words = torch.ones(20).double(), torch.rand(20).double()
-    rows = {"label_kept": ones, "word_overlap": words, "kl": words}
+    rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
     isolated = with_intervals(
         partial(record_of_cut, al.IsolationRecord), rows, resamples=50, info={}
     )
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
+    attention_rows["rounding"] = torch.zeros(20)
     attention_rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
     aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
     assert aucroc.aucroc.tolist() == [1.0]
@@ -141,12 +142,21 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
         (isolated, "label_loyalty"),
         (isolated, "random_label_loyalty"),
         (isolated, "label_gap"),
+        (isolated, "word_loyalty"),
+        (isolated, "random_word_loyalty"),
+        (isolated, "control_word_loyalty"),
+        (isolated, "word_gap"),
         (aucroc, "aucroc"),
         (aucroc, "per_head"),
     ):
         low, high = record.intervals[name].reshape(2, -1)
         assert ((high - low) > 0.1).all() and ((high - low) < 0.4).all(), name
     assert isolated.intervals["label_gap"].tolist() == pytest.approx([-half, half])
+    # All five words of 20 prompts of 20: the interval of 20 right answers of 20, by scipy.
+    exact = binomtest(20, 20).proportion_ci(method="wilson")
+    student = t.ppf(0.975, 19) ** 2
+    assert isolated.intervals["word_loyalty"].tolist() == pytest.approx([20 / (20 + student), 1])
+    assert isolated.intervals["word_loyalty"][0] < exact.low < 0.84
 
 
 def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
@@ -162,13 +172,14 @@ def test_intervals_of_paired_differences_equal_values_by_hand() -> None:
 
 
 def test_a_single_prompt_has_intervals_of_shares_only() -> None:
-    """Its other intervals are NaN. Figures and tables still work."""
-    rows = {"label_kept": torch.ones(1), "word_overlap": torch.ones(1), "kl": torch.zeros(1)}
+    """Shares of prompts, and means of numbers with two bounds. Figures and tables still work."""
+    rows = {"label_kept": torch.ones(1), "word_overlap": torch.ones(1), "kl": torch.ones(1)}
     record = with_intervals(al.Loyalty().result, rows, resamples=10, info={})
-    assert record.intervals["word_loyalty"].isnan().all() and record.intervals["kl"].isnan().all()
+    assert record.intervals["kl"].isnan().all()
+    assert record.intervals["word_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
     assert record.intervals["label_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
     assert record.plot().to_json() and len(record.to_frame())
-    assert text_of(number_with_interval(record, "word_loyalty")) == "1.00"
+    assert text_of(number_with_interval(record, "kl")) == "1.00"
     assert text_of(number_with_interval(record, "label_loyalty")) == "1.00 [0.21, 1.00]"
 
 
@@ -273,6 +284,109 @@ def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> No
     assert float(widths) == pytest.approx(2 * 1.96 * spread, rel=0.25)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Words(al.Record):
+    """Many series of word overlaps at once, and their gaps to random draws."""
+
+    loyalty: Float[Tensor, " layer"]
+    gap: Float[Tensor, " layer"]
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "loyalty": (0.0, 1.0),
+        "gap": (-1.0, 1.0),
+    }
+    means_over_draws: ClassVar[Collection[str]] = ("gap",)
+
+
+def words_of(rows: Mapping[str, Tensor]) -> Words:
+    words, drawn = rows["word_overlap"], rows["random_word_overlap"]
+    return Words(loyalty=words.mean(0), gap=drawn.mean((0, 1)) - words.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "of_draws", "of_cells"), [(100, 0.06, 0.15), (20, 0.06, 0.15), (300, 0.03, 0.1)]
+)
+def test_intervals_of_gaps_know_that_the_control_is_ten_draws(
+    prompts: int, of_draws: float, of_cells: float
+) -> None:
+    """The gap to the expected control is 0.3. With draws as given, 0.84 of the intervals hold it.
+
+    95 of 100 are to hold it, but for the error of 400 series and 100 resamples.
+    """
+    generator, series = torch.Generator().manual_seed(0), 400
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.double)
+
+    hard = 0.1 * normal(prompts, 1, series)
+    rows = {
+        "word_overlap": 0.4 + hard[:, 0] + 0.15 * normal(prompts, series),
+        "random_word_overlap": 0.7
+        + hard
+        + of_draws * normal(10, series)
+        + of_cells * normal(prompts, 10, series),
+    }
+    record = with_intervals(words_of, rows, resamples=100, info={})
+    low, high = record.intervals["gap"]
+    held = float(((low <= 0.3) & (high >= 0.3)).double().mean())
+    assert 0.925 <= held <= 0.975, held
+
+
+def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    overlaps = torch.rand(200, 12, generator=generator, dtype=torch.double)
+    overlaps[:, 1:] += 0.3 * torch.rand(11, generator=generator)
+    overlaps = overlaps.clamp(0, 1)
+    names = ("label_kept", "word_overlap", "kl")
+    rows = {name: overlaps[:, 0] for name in names}
+    rows |= {f"random_{name}": overlaps[:, 1:] for name in names}
+    result = partial(record_of_cut, al.IsolationRecord)
+    record = with_intervals(result, rows, resamples=2000, info={})
+    x = (rows["random_word_overlap"] - rows["word_overlap"][:, None]).numpy()
+    of_prompts, of_draws = x.mean(1), x.mean(0)
+    for_prompts = t.ppf(0.975, 199) * of_prompts.std(ddof=1) / sqrt(200)
+    parts = [of_prompts.var(ddof=1) / 200, of_draws.var(ddof=1) / 11]
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 199 + parts[1] ** 2 / 10)
+    for_draws = t.ppf(0.975, freedom) * of_draws.std(ddof=1) / sqrt(11)
+    half = sqrt(for_prompts**2 + for_draws**2)
+    expected = [x.mean() - half, x.mean() + half]
+    assert record.intervals["word_gap"].tolist() == pytest.approx(expected, rel=0.03)
+    single = {k: v[:, :1] if k.startswith("random_") else v for k, v in rows.items()}
+    one = with_intervals(result, single, resamples=20, info={})
+    assert one.intervals["word_gap"].isnan().all() and one.intervals["label_gap"].isnan().all()
+    assert not one.intervals["random_word_loyalty"].isnan().any()
+
+
+@pytest.mark.parametrize("prompts", [20, 100])
+def test_intervals_of_bounded_means_hold_the_true_value_near_the_bound(prompts: int) -> None:
+    """Word overlaps, most of them equal. Percentiles hold the mean in 0.63 to 0.93 of cases."""
+    generator, series = np.random.default_rng(0), 400
+    for values, chances in (
+        ((1.0, 2 / 3), (0.95, 0.05)),
+        ((1.0, 2 / 3, 3 / 7), (0.9, 0.08, 0.02)),
+        ((0.9, 0.1), (0.97, 0.03)),
+        ((0.0, 1 / 9, 1 / 4), (0.6, 0.3, 0.1)),
+    ):
+        words = torch.from_numpy(generator.choice(values, (prompts, series), p=chances))
+        rows = {"word_overlap": words, "random_word_overlap": torch.zeros(prompts, 2, series)}
+        record = with_intervals(words_of, rows, resamples=100, info={})
+        (low, high), true = record.intervals["loyalty"], float(np.dot(values, chances))
+        assert float(((low <= true) & (true <= high)).double().mean()) >= 0.9
+        assert ((low >= 0) & (low < high) & (high <= 1)).all()
+        assert ((low <= record.loyalty) & (record.loyalty <= high)).all()
+
+
+def test_intervals_of_a_divergence_are_symmetric_in_its_logarithm() -> None:
+    values = torch.tensor([0.1, 0.2, 0.4, 0.9, 0.0, 0.3]).double().repeat(5)
+    rows = {"label_kept": values, "word_overlap": values, "kl": values}
+    record = with_intervals(al.Loyalty().result, rows, resamples=4000, info={})
+    mean, error = float(values.mean()), float(values.std()) / sqrt(30)
+    factor = np.exp(t.ppf(0.975, 29) * error / mean)
+    expected = [mean / factor, mean * factor]
+    assert record.intervals["kl"].tolist() == pytest.approx(expected, rel=0.03)
+    none = with_intervals(al.Loyalty().result, rows | {"kl": 0 * values}, resamples=9, info={})
+    assert none.intervals["kl"].isnan().all()  # how large others can be is not known
+
+
 def test_intervals_of_a_mean_over_sets_equal_values_by_hand() -> None:
     values = torch.tensor([[0.8, 0.5], [1.0, torch.nan], [0.6, 0.7]])
     low = torch.tensor([[0.7, 0.2], [0.8, torch.nan], [0.2, 0.6]])
@@ -325,6 +439,7 @@ def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int
         scores = 10 + generator.normal(size=(len(sets), 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
+        rows["rounding"] = torch.zeros(len(predicted))
         rows["demonstrations_id"] = sets
         record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
         low, high = record.intervals["aucroc"]
@@ -341,6 +456,7 @@ def test_intervals_contain_the_true_value_if_classes_are_separated_perfectly() -
         scores = 10 + generator.normal(size=(20, 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
+        rows["rounding"] = torch.zeros(len(predicted))
         rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
         record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
         low, high = record.intervals["aucroc"]

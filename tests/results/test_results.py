@@ -230,7 +230,7 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
 
 
 def test_every_public_record_has_a_plot() -> None:
-    assert len(public_records()) == 20
+    assert len(public_records()) == 21
     for kind in public_records():
         assert kind.plot is not al.Record.plot, kind
 
@@ -297,7 +297,8 @@ def test_intervals_are_quantiles_of_the_resamples() -> None:
     tail = norm.cdf(-sqrt(9 / 8) * t.ppf(0.975, 8))
     assert record.intervals["mean"].tolist() == pytest.approx(np.quantile(means, [tail, 1 - tail]))
     assert float(record.mean) == pytest.approx(float(rows["value"].mean()))
-    assert record.info == {"n": 1, "drawn": "prompts", "units": 9}
+    scope = "other queries after this one set of demonstrations"
+    assert record.info == {"n": 1, "drawn": "prompts", "units": 9, "intervals_for": scope}
 
 
 def test_a_seed_fixes_the_draw_and_the_global_state_does_not_change() -> None:

@@ -1,0 +1,135 @@
+"""Rows of prompts under the null of each claim: verdicts must seldom agree or disagree.
+
+In each the number of the claim is its limit, but for chance: that of queries, of random draws, of
+classes, and of sets of demonstrations.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.experiments.edge_sweep import _record as record_of_cut
+from anchorlens.results.bootstrap import with_intervals
+
+LAYERS, CLASSES = 3, 6
+Null = Callable[[int, int, torch.Generator], al.Record]
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.double)
+
+
+def sets_of(queries: int, sets: int) -> Tensor:
+    return torch.arange(sets).repeat_interleave(queries)
+
+
+def flows(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+    """The share of S_wp falls by 0.25, and S_pq is twice S_tq in the deep layer.
+
+    Flows are skewed, alike in all layers of a prompt, and differ between sets.
+    """
+    share = torch.tensor([[0.45, 0.3, 0.25], [0.3, 0.4, 0.3], [0.2, 0.45, 0.35]]).double()
+    shift = 0.05 * normal(generator, sets, 1) * (sets > 1)
+    share = share.expand(sets, -1, -1).clone()
+    share[:, 0, 0], share[:, 0, 2] = share[:, 0, 0] + shift[:, 0], share[:, 0, 2] - shift[:, 0]
+    ratio = 2 + 0.3 * normal(generator, sets, 1) * (sets > 1)
+    means = torch.cat([share, share[..., 1:2] / ratio[..., None]], dim=-1)
+    ids = sets_of(queries, sets)
+    common = torch.rand(len(ids), 1, 1, generator=generator).double()
+    own = torch.rand(len(ids), LAYERS, 4, generator=generator).double()
+    sums = means[ids] * (common.log() * own.log())
+    rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(ids), 4)}
+    return judged(al.SaliencyFlows().result, rows | {"demonstrations_id": ids}, ids)
+
+
+def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+    """The label words are one more draw of words: how much is needed differs between draws."""
+    ids, draws = sets_of(queries, sets), 10
+    needed = 0.3 * normal(generator, sets, 1 + draws)
+    latent = normal(generator, len(ids), 1) + normal(generator, len(ids), 1 + draws)
+    kept = (latent + needed[ids] < 0.8).double()
+    names = ("label_kept", "word_overlap", "kl")
+    rows = dict.fromkeys(names, kept[:, 0]) | {f"random_{name}": kept[:, 1:] for name in names}
+    info = {"layers": [0], "n_layers": LAYERS, "heads": None, "keep_bos": False}
+    return judged(partial(record_of_cut, al.IsolationRecord), rows, ids, info)
+
+
+def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+    """Attention to label words is as high for the predicted class as for others."""
+    ids = sets_of(queries, sets)
+    predicted = torch.randint(CLASSES, (len(ids),), generator=generator)
+    likes = 0.3 * normal(generator, sets, CLASSES, 1) * (sets > 1)
+    # The attention of prompts of a class differs between sets, by chance.
+    tilt = torch.nn.functional.one_hot(predicted, CLASSES) * likes[ids, predicted]
+    scores = normal(generator, len(ids), 1, 1, CLASSES) + normal(
+        generator, len(ids), LAYERS, 1, CLASSES
+    )
+    rows = {
+        "attention": (scores + tilt[:, None, None]).exp(),
+        "predicted": predicted,
+        "rounding": torch.full((len(ids),), 1e-5),
+        "demonstrations_id": ids,
+    }
+    return judged(al.AttentionAUCROC().result, rows, ids)
+
+
+def distances(queries: int, sets: int, generator: torch.Generator) -> al.Record:
+    """Keys that have nothing to do with which classes are confused."""
+    ids = sets_of(queries, sets)
+    places = normal(generator, CLASSES, 2)  # near classes are confused
+    gold = torch.randint(CLASSES, (len(ids),), generator=generator)
+    seen = places[gold] + 0.7 * normal(generator, len(ids), 2)
+    logits = -(torch.cdist(seen, places) ** 2)
+    spread = torch.linspace(2, 0.1, 16).double() ** 2
+    keys = normal(generator, CLASSES, 16).expand(len(ids), LAYERS, -1, -1)
+    rows = {
+        "queries": (normal(generator, len(ids), LAYERS, 16) * spread).float(),
+        "keys": keys.float(),
+        "positions": torch.randperm(CLASSES, generator=generator).double().expand(len(ids), -1),
+        "label_logits": logits,
+        "gold": gold,
+        "demonstrations_id": ids,
+    }
+    # Its verdict comes from a permutation test, and not from the interval.
+    return judged(al.AnchorDistances().result, rows, ids, resamples=1)
+
+
+NULLS: Mapping[str, tuple[Null, int]] = {
+    "label words gather": (flows, 0),
+    "the answer is read off": (flows, 1),
+    "predictions need label words": (isolation, 0),
+    "attention tells the label": (attention, 0),
+    "near keys are confused": (distances, 0),
+}
+
+
+def judged(
+    result: Callable[..., al.Record],
+    rows: Mapping[str, Tensor],
+    ids: Tensor,
+    info: Mapping[str, Any] | None = None,
+    resamples: int = 100,
+) -> al.Record:
+    described = {"demonstration_sets": len(ids.unique()), **(info or {})}
+    return with_intervals(result, rows, sets=ids, resamples=resamples, info=described)
+
+
+def able(queries: int) -> al.Record:
+    """The accuracy of a model that does the task."""
+    rows = {"correct": torch.ones(queries).double(), "classes": torch.eye(2)[[0, 1] * queries]}
+    return with_intervals(al.Accuracy().result, rows, resamples=1, info={})
+
+
+def verdicts(name: str, queries: int, sets: int, repeats: int, seed: int = 0) -> list[al.Claim]:
+    """The claim of each of many results under its null."""
+    null, place = NULLS[name]
+    generator = torch.Generator().manual_seed(seed)
+    accuracy = able(queries)
+    return [
+        al.claims({"accuracy": accuracy, "null": null(queries, sets, generator)})[place]
+        for _ in range(repeats)
+    ]
