@@ -133,6 +133,10 @@ class SegmentAttention:
         """Observe the attention between shared tokens."""
         return self._sums(model, batch, 0)
 
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt are in the segments that these have alone."""
+        return self._of_flows.begins_as(batch, shared)
+
     def result(self, rows: Rows) -> SegmentAttentionRecord:
         """Means over prompts, then over sets; then scores and their kurtosis."""
         of_prompts = {
