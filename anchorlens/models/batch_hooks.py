@@ -120,7 +120,7 @@ class EdgeHook(BatchHook):
         chosen[list(self.heads)] = True
         return edges & chosen
 
-    def _where(self, attention: Attention) -> Bool[Tensor, "batch _ query key"]:
+    def _where(self, attention: Attention) -> Bool[Tensor, "_ _ query key"]:
         count, n_heads, queries, keys = attention.shape
         length = self.edges.shape[2]
         if keys != length or queries > keys:

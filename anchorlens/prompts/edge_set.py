@@ -42,7 +42,7 @@ class EdgeSet(Tensor):
     _rows_of: Callable[[slice], Edges]
     # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
     # are known without values.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     @torch.inference_mode(False)  # autograd takes no tensor that was made in it
@@ -121,7 +121,7 @@ class EdgeSet(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _no_edit()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         prompts, queries, keys = self.shape
         edges = int(self.counts().sum())
         return f"EdgeSet(batch {prompts}, query {queries}, key {keys}; {edges} edges)"
@@ -141,7 +141,7 @@ class EdgeSet(Tensor):
         return self.table().numpy(*args, **options)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Every operation of torch: on tables in the place of sets."""
