@@ -14,7 +14,7 @@ from ..errors import MetricError, PromptError
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, check_loss, label_cross_entropy
+from ..passes.losses import Loss, check_gradient_of_loss, check_loss, label_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
@@ -357,6 +357,7 @@ def observe_products(
         The logits at the target positions.
     """
     check_loss(loss, [batch], model)
+    check_gradient_of_loss(loss, [batch], model)
     hooks, backward_hooks = product_hooks(model, use)
     with frozen_in_eval_mode(model):
         return run_pass(

@@ -354,8 +354,6 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         moved = batch.to(device)
         zeros = torch.zeros(len(batch), *_shape_of_logits(loss, moved, model), device=device)
         require_one_a_prompt(loss(zeros, moved), len(zeros))
-    several = [batch for batch in batches if len(batch) > 1] or batches
-    _require_own_logits(loss, min(several, key=len).to(device), model)
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -369,11 +367,14 @@ def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tupl
 
 @torch.inference_mode(False)  # autograd takes no logits that were made in it
 @torch.enable_grad()
-def _require_own_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> None:
+def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
     """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
 
-    A loss minus its mean over the batch is such a one: in a batch of one prompt it is 0.
+    The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
+    the batch is such a one: the sum is 0. One batch is tried, of several prompts if there is one.
     """
+    several = [batch for batch in batches if len(batch) > 1] or batches
+    batch = min(several, key=len).to(device_of(model))
     shape = _shape_of_logits(loss, batch, model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits

@@ -11,7 +11,7 @@ from ..errors import HookError, MetricError
 from ..metrics.metric import ChecksBatches, Metric, Observation
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
-from ..passes.losses import Loss, check_loss
+from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
@@ -39,6 +39,7 @@ def check_metrics(
     if gradient and loss is not None:
         refuse_folded_value_biases(model)
         check_loss(loss, batches, model)
+        check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
         check_hooks(model, hooks, batches)
     first = batches[0].to(device_of(model))

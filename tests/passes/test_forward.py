@@ -16,7 +16,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.losses import check_loss
+from anchorlens.passes.losses import check_gradient_of_loss
 
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
@@ -312,7 +312,7 @@ def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -
 )
 def test_losses_of_the_package_depend_on_their_own_prompts(gpt2: Any, loss: Any) -> None:
     state = torch.get_rng_state()
-    check_loss(loss, [batch_of(gpt2), batch_of(gpt2).prompt(1)], gpt2)
+    check_gradient_of_loss(loss, [batch_of(gpt2), batch_of(gpt2).prompt(1)], gpt2)
     assert torch.equal(torch.get_rng_state(), state)
 
 
