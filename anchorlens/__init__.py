@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts.build import build_prompts as build_prompts
     from .prompts.chat import ChatTask as ChatTask
+    from .prompts.edge_set import EdgeSet as EdgeSet
     from .prompts.examples import Example as Example
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations

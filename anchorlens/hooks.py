@@ -4,8 +4,9 @@ Each function returns a list of ``(hook name, function)`` pairs for ``run_with_h
 with ``+``. It checks its arguments against the model before the model runs.
 """
 
-from collections.abc import Callable, Iterable, Sized
-from functools import lru_cache
+import warnings
+from collections.abc import Iterable, Sized
+from dataclasses import replace
 from html import escape
 from inspect import getdoc
 from typing import Any
@@ -15,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .errors import HookError, PromptError
-from .models.head_outputs import detached, require_separate_heads
+from .models.batch_hooks import DetachedHeads, EdgeHook, TargetHook
+from .models.head_outputs import require_separate_heads
 from .models.hooked import (
-    BatchHook,
     Hook,
     HookedModel,
     LearnedBeta,
@@ -32,12 +33,8 @@ from .models.hooked import (
 )
 from .prompts import edges as edge_sets
 from .prompts.arrays import holds_integers
-from .prompts.batch import LeadingTokens, PromptBatch, check_inside
-from .prompts.edge_rows import RowsOfEdges
-from .system.row_pieces import row_slices
-
-# From the numbers of queries and keys that the model runs to the edges of these queries.
-EdgesOfPass = Callable[[int, int], Bool[Tensor, "batch query key"]]
+from .prompts.batch import PromptBatch, check_inside
+from .prompts.edge_set import Edges, EdgeSet
 
 _ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
 
@@ -76,55 +73,59 @@ class Hooks(list[Hook]):
 
 def block_edges(
     model: HookedModel,
-    edges: Bool[Tensor, "batch query key"],
+    edges: Edges,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None = None,
     *,
     renormalize: bool = True,
-    first_query: int = 0,
 ) -> list[Hook]:
     """Hooks that cut edges of the attention.
 
+    They also act right where the keys of the first tokens are cached: the last query that runs is
+    the last position of ``edges``.
+
     Args:
         model: The hooked model to which the hooks will be added.
-        edges: True where the query must not attend to the key; a batch of 1 holds for all prompts.
+        edges: True where the query must not attend to the key, as al.edges gives; a batch of 1
+            holds for all prompts.
         layers: Layers to act in; negative numbers count from the end, so that ``range(-5, 0)``
             means the last 5.
         heads: Heads to act in; all by default.
         renormalize: True cuts before the softmax, so that the rest of each row still sums to 1
             (the published code). False sets the pattern to 0 after the softmax (the paper's
             equation).
-        first_query: Position of the first query row; above 0 after a cached prefix.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: A layer or head does not exist, ``edges`` is not boolean or not of that shape,
-            or ``renormalize=True`` would cut the edge of a position to itself: that can leave a
-            row with nothing to attend to.
+        PromptError: ``edges`` is not of True and False or not of that shape, or an edge goes to a
+            later token.
+        HookError: A layer or head does not exist, or ``renormalize=True`` would cut the edge of a
+            position to itself: that can leave a row with nothing to attend to.
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
+
+    Warns:
+        UserWarning: There is no edge, so that nothing is cut. In ``al.run`` it is an error if no
+            prompt of any batch has an edge, or if an edge belongs to padding.
 
     Examples:
         >>> cut = al.block_edges(model, al.edges.pq(batch), layers=range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
-    rows = _rows_of(edges, first_query)
-    if renormalize and edges.diagonal(dim1=1, dim2=2).any():
-        raise _diagonal_error("cut")
-    return _blocking_hooks(model, rows, layers, heads, renormalize)
+    chosen = _checked_edges(edges, "cut" if renormalize else None)
+    return _hooks_on_edges(model, EdgeHook(chosen, renormalize), layers, heads)
 
 
 def scale_edges(
     model: HookedModel,
-    edges: Bool[Tensor, "batch query key"],
+    edges: Edges,
     factor: float | Float[Tensor, ""] | Float[Tensor, "layer head"],
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None = None,
     *,
     renormalize: bool = True,
-    first_query: int = 0,
 ) -> list[Hook]:
     """Hooks that multiply the attention along edges by a factor: 0 cuts them, 1 changes nothing.
 
@@ -142,45 +143,36 @@ def scale_edges(
         renormalize: True adds ``log(factor)`` to the scores before the softmax, so that each row
             still sums to 1; in models with attention sinks the row and its sink do. False
             multiplies the pattern after the softmax, as ``reweight_anchors`` does.
-        first_query: Position of the first query row; above 0 after a cached prefix.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
+        PromptError: As for ``block_edges``.
         HookError: As for ``block_edges``, or ``factor`` is negative, not finite or of another
             shape. With ``renormalize=True``, 0 is also refused for edges of a position to itself,
             and in a tensor that needs a gradient, because ``log`` has none there.
         ModelError: The model was not prepared, or its value biases are folded and
             ``renormalize`` is False.
 
+    Warns:
+        UserWarning: As for ``block_edges``.
+
     Examples:
         >>> half = al.scale_edges(model, al.edges.pq(batch), 0.5, layers=range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=half)
     """
     require_prepared(model)
-    rows = _rows_of(edges, first_query)
     factors = _factors(model, factor)
     used = factors[layer_numbers(model, layers)][:, _head_numbers(model, heads)]
-    if renormalize and (used == 0).any():
-        if edges.diagonal(dim1=1, dim2=2).any():
-            raise _diagonal_error("multiplied by 0")
-        if factors.requires_grad:
-            raise HookError(
-                "a factor of 0 has no gradient before the softmax; begin with a small number such "
-                "as 1e-6, or pass renormalize=False"
-            )
-
-    def scale(layer: int, attention: Tensor, where: Tensor) -> Tensor:
-        """Multiplies the attention along edges by a factor."""
-        of_heads = factors[layer].to(attention.device)[:, None, None]
-        if not renormalize:
-            return torch.where(where, attention * of_heads.to(attention.dtype), attention)
-        scores = attention + of_heads.log().to(attention.dtype)
-        # Not -inf, as in block_edges.
-        return torch.where(where, scores.clamp(min=torch.finfo(scores.dtype).min), attention)
-
-    return _hooks_on_edges(model, rows, layers, heads, renormalize, scale)
+    cuts = renormalize and bool((used == 0).any())
+    if cuts and factors.requires_grad:
+        raise HookError(
+            "a factor of 0 has no gradient before the softmax; begin with a small number such "
+            "as 1e-6, or pass renormalize=False"
+        )
+    chosen = _checked_edges(edges, "multiplied by 0" if cuts else None)
+    return _hooks_on_edges(model, EdgeHook(chosen, renormalize), layers, heads, factors)
 
 
 def detach_heads(
@@ -213,46 +205,43 @@ def detach_heads(
     """
     require_prepared(model)
     numbers = layer_numbers(model, layers)
-    chosen = _head_numbers(model, heads)
+    detach = DetachedHeads(model.cfg.n_heads, tuple(_head_numbers(model, heads)))
     require_separate_heads(model, numbers)
-
-    def detach(z: Tensor, hook: Any) -> Tensor:
-        """Stops the gradient through heads."""
-        return detached(z, model.cfg.n_heads, chosen)
-
     return Hooks((z_name(layer), detach) for layer in numbers)
 
 
 def isolate(
     model: HookedModel,
+    batch: PromptBatch,
     positions: Int[Tensor, "batch anchor"],
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None = None,
     *,
     renormalize: bool = True,
-    first_query: int = 0,
 ) -> list[Hook]:
     """Hooks that cut ``positions`` off from everything before them: the edges (p, j), j < p.
 
     Args:
         model: The hooked model to which the hooks will be added.
+        batch: The prompts.
         positions: Positions to isolate, in each prompt.
         layers: Layers to act in; negative numbers count from the end.
         heads: Heads to act in; all by default.
         renormalize: See ``block_edges``. If True an isolated position attends only to itself,
             and to the attention sinks of models that have them.
-        first_query: Position of the first query row; above 0 after a cached prefix.
 
     Returns:
         Hooks for ``run_with_hooks``.
 
     Raises:
-        HookError: There are no positions, a position is not a whole number, negative or beyond
-            the prompt, or a layer or head does not exist.
+        HookError: There are no positions, a position is not a whole number, or a layer or head
+            does not exist.
+        PromptError: A position lies outside its prompt, there is not a row for each prompt, or the
+            prompts do not fit the model.
         ModelError: The model was not prepared.
 
     Examples:
-        >>> len(al.isolate(model, torch.tensor([[12, 27]]), layers=range(5)))
+        >>> len(al.isolate(model, batch, batch.label_positions[:, :2], layers=range(5)))
         5
     """
     is_table = isinstance(positions, Tensor) and positions.ndim == 2
@@ -261,21 +250,10 @@ def isolate(
             "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
             f"each prompt; got {_kind(positions)}"
         )
-    if (positions < 0).any():
-        raise HookError(f"positions count from 0; got {positions.tolist()}")
-
-    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
-        if (positions >= keys).any():
-            raise HookError(
-                f"positions reach to {int(positions.max())}, but the prompt has {keys} tokens"
-            )
-        shape = (positions.shape[0], keys)
-        receivers = torch.zeros(shape, dtype=torch.bool, device=positions.device)
-        receivers = receivers.scatter(1, positions.long(), True)
-        cut = edge_sets.between(receivers, torch.ones_like(receivers))
-        return cut[:, first_query : first_query + queries]
-
-    return _blocking_hooks(model, rows, layers, heads, renormalize)
+    inside = positions.to(batch.tokens.device).long()
+    check_inside(batch, "positions", inside)
+    receivers = torch.zeros_like(batch.attention_mask).scatter(1, inside, True)
+    return _isolate_in_batch(model, batch, receivers, layers, heads, False, renormalize)
 
 
 def isolate_labels(
@@ -428,8 +406,7 @@ def reweight_anchors(
     refuse_folded_value_biases(model)
     check_fits(model, batch)
     check_inside(batch, "label_positions", batch.label_positions)
-    if not isinstance(batch, LeadingTokens):
-        check_inside(batch, "target_positions", batch.target_positions[:, None])
+    check_inside(batch, "target_positions", batch.target_positions[:, None])
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
@@ -457,10 +434,8 @@ def reweight_anchors(
 
         return pattern_name(layer), reweight
 
-    if isinstance(batch, LeadingTokens):
-        return Hooks()  # its tokens end before the target
     hooks = [hook_of(layer) for layer in range(model.cfg.n_layers)]
-    return Hooks((name, BatchHook(function, batch.tokens)) for name, function in hooks)
+    return Hooks((name, TargetHook(function, batch.tokens)) for name, function in hooks)
 
 
 def _isolate_in_batch(
@@ -475,116 +450,72 @@ def _isolate_in_batch(
     check_fits(model, batch)
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
-    cut = edge_sets.rows_of(batch, lambda batch: edge_sets.between(receivers, batch.attention_mask))
+    cut = edge_sets.between(receivers, batch.attention_mask)
     return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
 
 
 def block_in_batch(
     model: HookedModel,
     batch: PromptBatch,
-    cut: RowsOfEdges,
+    cut: EdgeSet,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
     keep_bos: bool,
     renormalize: bool,
 ) -> list[Hook]:
-    """Hooks of ``block_edges`` for a batch, which they follow after a cached prefix.
-
-    They ask for the edges of the query rows that are run.
-    """
+    """Hooks of ``block_edges`` for the checked edges of a batch."""
     if keep_bos:
         if not batch.begins_with_bos:
             raise HookError(
                 "keep_bos=True, but these prompts do not begin with a BOS token; leave it out"
             )
-        cut = edge_sets.without_first(batch, cut)
-    first, length = batch.first_query, batch.tokens.shape[1]
-    # Every layer asks for the same rows.
-    stored = lru_cache(1)(lambda start, stop: cut(slice(start, stop)))
-
-    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
-        if keys != length or first + queries > length:
-            raise _size_error(length, length, queries, first, keys)
-        return stored(first, first + queries)
-
-    numbers = None if heads is None else tuple(indices_of("head", heads, model.cfg.n_heads))
-    hooks = _blocking_hooks(model, rows, layers, numbers, renormalize)
-    return Hooks(
-        (name, BatchHook(function, batch.tokens, cut, numbers)) for name, function in hooks
-    )
-
-
-def _blocking_hooks(
-    model: HookedModel,
-    rows: EdgesOfPass,
-    layers: Iterable[int] | int,
-    heads: Iterable[int] | int | None,
-    renormalize: bool,
-) -> list[Hook]:
-    def block(layer: int, attention: Tensor, where: Tensor) -> Tensor:
-        """Cuts edges of the attention."""
-        # Not -inf, because a row with nothing but padding would become NaN.
-        value = torch.finfo(attention.dtype).min if renormalize else 0.0
-        return attention.masked_fill(where, value)
-
-    return _hooks_on_edges(model, rows, layers, heads, renormalize, block)
+        cut = cut & ~edge_sets.from_first(batch)
+    hook = EdgeHook(cut, renormalize, tokens=batch.tokens)
+    return _hooks_on_edges(model, hook, layers, heads)
 
 
 def _hooks_on_edges(
     model: HookedModel,
-    rows: EdgesOfPass,
+    hook: EdgeHook,
     layers: Iterable[int] | int,
     heads: Iterable[int] | int | None,
-    renormalize: bool,
-    change: Callable[[int, Tensor, Tensor], Tensor],
+    factors: Float[Tensor, "layer head"] | None = None,
 ) -> list[Hook]:
-    """Hooks that change the scores (to renormalize) or the pattern of a layer along edges."""
+    """The hook in some layers and heads, with the factors of each layer."""
     require_prepared(model)
-    if not renormalize:
+    if not hook.renormalize:
         refuse_folded_value_biases(model)
-    chosen = torch.zeros(model.cfg.n_heads, dtype=torch.bool)
-    chosen[_head_numbers(model, heads)] = True
-    name = scores_name if renormalize else pattern_name
-
-    def hook_of(layer: int) -> Hook:
-        def act(attention: Tensor, hook: Any) -> Tensor:
-            device = attention.device
-            edges = rows(attention.shape[2], attention.shape[3]).to(device)
-            if edges.shape[0] not in (1, attention.shape[0]):
-                raise HookError(
-                    f"edges are for {edges.shape[0]} prompts, but the model runs "
-                    f"{attention.shape[0]}"
-                )
-            where = edges[:, None] & chosen.to(device)[:, None, None]
-            return change(layer, attention, where)
-
-        act.__doc__ = change.__doc__  # a notebook shows it
-        return name(layer), act
-
-    return Hooks(hook_of(layer) for layer in layer_numbers(model, layers))
-
-
-def _rows_of(edges: Bool[Tensor, "batch query key"], first_query: int) -> EdgesOfPass:
-    """The rows of edges that a pass runs, after they were checked."""
-    if not isinstance(edges, Tensor) or edges.dtype != torch.bool or edges.ndim != 3:
-        raise HookError(
-            "edges must be a tensor of True and False with the shape (batch, query, key), as "
-            f"al.edges gives; got {_kind(edges)}"
-        )
-
-    def rows(queries: int, keys: int) -> Bool[Tensor, "batch query key"]:
-        if keys != edges.shape[2] or first_query + queries > edges.shape[1]:
-            raise _size_error(edges.shape[1], edges.shape[2], queries, first_query, keys)
-        return edges[:, first_query : first_query + queries]
-
-    return rows
-
-
-def _size_error(of_queries: int, of_keys: int, queries: int, first: int, keys: int) -> HookError:
-    return HookError(
-        f"edges are for {of_queries} query and {of_keys} key positions, but the model runs "
-        f"{queries} queries (from {first}) over {keys} keys"
+    name = scores_name if hook.renormalize else pattern_name
+    numbers = None if heads is None else tuple(_head_numbers(model, heads))
+    shared = replace(hook, edges=hook.edges.stored(), heads=numbers)
+    return Hooks(
+        (name(layer), replace(shared, factors=None if factors is None else factors[layer]))
+        for layer in layer_numbers(model, layers)
     )
+
+
+def _checked_edges(edges: Edges, without_diagonal: str | None) -> EdgeSet:
+    """Edges of a user as a set, which does not go to later tokens.
+
+    Args:
+        edges: The edges.
+        without_diagonal: What would happen to an edge of a position to itself, if this is wrong.
+    """
+    chosen = edge_sets.edge_set_of(edges)
+    is_empty = True
+    for rows, of_rows in chosen.pieces():
+        positions = torch.arange(of_rows.shape[2], device=of_rows.device)
+        if (of_rows & (positions > positions[rows, None])).any():
+            raise edge_sets.not_earlier()
+        if without_diagonal and (of_rows & (positions == positions[rows, None])).any():
+            raise _diagonal_error(without_diagonal)
+        is_empty = is_empty and not of_rows.any()
+    if is_empty:
+        warnings.warn(
+            "nothing is cut or scaled: no prompt of this batch has such an edge",
+            stacklevel=3,
+        )
+    return chosen
 
 
 def _diagonal_error(change: str) -> HookError:
@@ -642,13 +573,14 @@ def _layer_and_point(hook: Any) -> tuple[str, str]:
 def _effect_of(hook: Any) -> str:
     """What a hook does in a line, as far as it says so itself."""
     function = hook[1] if isinstance(hook, tuple) and len(hook) == 2 else None
-    if isinstance(function, BatchHook) and function.edges is not None:
+    if isinstance(function, EdgeHook):
+        what = "Cuts" if function.factors is None else "Scales"
         heads = "all heads" if function.heads is None else f"heads {list(function.heads)}"
-        prompts, length = function.tokens.shape
-        pieces = row_slices(length, function.tokens.numel())
-        count = sum(int(function.edges(rows).sum()) for rows in pieces)
-        return f"Cuts edges of the attention: {count} in {prompts} prompts, in {heads}."
-    act = function.act if isinstance(function, BatchHook) else function
+        count, prompts = int(function.edges.counts().sum()), len(function.edges)
+        return f"{what} edges of the attention: {count} in {prompts} prompts, in {heads}."
+    if isinstance(function, DetachedHeads):
+        return f"Stops the gradient through heads {list(function.heads)}."
+    act = function.act if isinstance(function, TargetHook) else function
     name = getattr(act, "__name__", "")  # a partial, for example, has none
     return ((name and getdoc(act)) or name).strip().partition("\n")[0]
 

@@ -59,7 +59,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.ChatTask("{text}{label}", ["no", "yes"], score=torch.amax)
     yield al.Verbalizer([[1, 2], [5]])
     yield from (al.Site(range(5)), al.Site(-1, heads=[0, 1], keep_bos=True))
-    yield from (batch, batch.before(9), al.compress(model, batch))
+    yield from (batch, batch.before(9), al.compress(model, batch), al.edges.ww(batch))
     beta = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, 6)
     yield al.reweight_demonstrations(model, batch, beta)
     yield from (trained(model, steps=0), al.NoContext())
@@ -212,7 +212,7 @@ def test_hooks_are_plain_pairs_in_a_list_that_prints_its_ends(gpt2: Any) -> None
     assert repr(cut + mine) == f"<4 hooks: {name(0)}, …, blocks.1.hook_resid_post>"
     assert repr(mine + cut) == f"<4 hooks: blocks.1.hook_resid_post, …, {name(2)}>"
     assert (cut + mine)[:3] == cut and (mine + cut)[1:] == cut and len(cut) == 3
-    cut += al.isolate(gpt2, batch.label_positions, 0)
+    cut += al.isolate(gpt2, batch, batch.label_positions, 0)
     assert repr(cut) == f"<4 hooks: {name(0)}, …, {name(0)}>"
     wrong: Any = [7]
     assert repr(al.block_edges(gpt2, al.edges.pq(batch), 0) + wrong).endswith(", a int>")
@@ -234,7 +234,7 @@ def test_a_notebook_shows_where_hooks_act_and_what_they_do(gpt2: Any) -> None:
     own += [("blocks.0.hook_mlp_out", partial(mine, hook=None))]
     hooks = al.isolate_labels(gpt2, batch, [2], heads=[0, 1]) + own
     hooks += al.isolate_labels(gpt2, batch, [0]) + al.reweight_anchors(gpt2, batch, beta)[:1]
-    hooks += al.isolate(gpt2, batch.label_positions, 1)
+    hooks += al.isolate(gpt2, batch, batch.label_positions, 1)
     html = hooks._repr_html_()
     cut = int(sum(batch.label_positions.flatten()))  # one edge from each position before
     scores, pattern = "attn.hook_attn_scores", "attn.hook_pattern"
@@ -249,7 +249,7 @@ def test_a_notebook_shows_where_hooks_act_and_what_they_do(gpt2: Any) -> None:
         ["0", "hook_mlp_out", ""],
         ["0", scores, f"{edges}all heads."],
         ["0", pattern, "Multiplies the target&#x27;s attention to label words by exp(beta)."],
-        ["1", scores, "Cuts edges of the attention."],
+        ["1", scores, f"{edges}all heads."],
     ]
     assert Parsed(html).text.startswith("8 hooks")
     assert "more" not in html

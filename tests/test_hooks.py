@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 
 import anchorlens as al
-from anchorlens.errors import HookError
+from anchorlens.errors import HookError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.prompts import edges
 
@@ -122,10 +122,10 @@ def test_isolated_rows_are_renormalized_or_only_set_to_zero(
 
 def test_isolate_takes_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
     ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
-    bare = al.isolate(gpt2, batch.label_positions, layers=[2, 1, -1])
+    bare = al.isolate(gpt2, batch, batch.label_positions, layers=[2, 1, -1])
     assert [name for name, _ in bare] == [pattern_name(k)[:-7] + "attn_scores" for k in (1, 2)]
     assert torch.equal(logits_of(gpt2, batch, bare), ours)
-    one_head = al.isolate(gpt2, batch.label_positions, layers=range(3), heads=1)
+    one_head = al.isolate(gpt2, batch, batch.label_positions, layers=range(3), heads=1)
     patterns = patterns_of(gpt2, batch, one_head)
     assert (patterns[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
     assert not (
@@ -201,17 +201,12 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     (lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=[]), "got none"),
     (lambda m, b: al.isolate_labels(m, b, 0, heads=[]), "got none"),
     (
-        lambda m, b: al.block_edges(m, torch.ones_like(edges.wp(b)), 0),
+        lambda m, b: al.block_edges(m, torch.ones_like(edges.wp(b)).tril(), 0),
         r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",
     ),
-    (lambda m, b: al.isolate(m, torch.tensor([[-1]]), 0), r"count from 0; got \[\[-1\]\]"),
     (
-        lambda m, b: logits_of(m, b, al.isolate(m, torch.tensor([[999]]), 0)),
-        r"reach to 999, but the prompt has \d+ tokens",
-    ),
-    (
-        lambda m, b: logits_of(m, b, al.block_edges(m, edges.wp(b)[:, :9, :9], 0)),
-        r"for 9 query and 9 key positions, but the model runs \d+ queries",
+        lambda m, b: logits_of(m, b, al.block_edges(m, edges.ww(b)[:, -9:, -9:], 0)),
+        r"for 9 query and 9 key positions, but the model runs \d+ queries over \d+ keys",
     ),
     (
         lambda m, b: logits_of(m, b, al.block_edges(m, edges.wp(b)[:3], 0)),
@@ -228,8 +223,49 @@ def test_an_error_names_the_expected_and_the_given_value(
         call(gpt2, batch)
 
 
+@pytest.mark.parametrize("position", [-1, 999])
+def test_positions_to_isolate_lie_in_their_prompts(
+    gpt2: Any, batch: al.PromptBatch, position: int
+) -> None:
+    positions = batch.label_positions.clone()
+    positions[1, 0] = position
+    with pytest.raises(PromptError, match="positions of prompt 1 has a position outside"):
+        al.isolate(gpt2, batch, positions, 0)
+    positions[1, 0] = int((~batch.attention_mask[1]).nonzero()[0])
+    with pytest.raises(PromptError, match="positions of prompt 1 has a position under padding"):
+        al.isolate(gpt2, batch, positions, 0)
+
+
+BLOCK: list[Callable[..., Any]] = [
+    al.block_edges,
+    lambda m, e, layers: al.block_edges(m, e, layers, renormalize=False),
+    lambda m, e, layers: al.scale_edges(m, e, 0.5, layers),
+    lambda m, e, layers: al.scale_edges(m, e, 0.0, layers, heads=1),
+]
+
+
+@pytest.mark.parametrize("hooks", BLOCK)
+def test_edges_to_later_tokens_are_refused(
+    gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
+) -> None:
+    later = torch.ones(1, 9, 9, dtype=torch.bool).triu(1)
+    for wrong in (edges.pq(batch).transpose(1, 2), ~edges.wp(batch), later):
+        with pytest.raises(PromptError, match="from a token to an earlier token"):
+            hooks(gpt2, wrong, 0)
+
+
+@pytest.mark.parametrize("hooks", BLOCK)
+def test_hooks_without_an_edge_warn_that_they_do_nothing(
+    gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
+) -> None:
+    """As where queries and keys were exchanged: no anchor reads the target, which is later."""
+    exchanged = edges.between(edges.anchors(batch), edges.target(batch))
+    with pytest.warns(UserWarning, match="nothing is cut or scaled: no prompt of this batch"):
+        hooks(gpt2, exchanged, 0)
+
+
 @pytest.mark.draws
-def test_a_hook_with_first_query_acts_on_the_rows_from_there(
+def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
     length, start = batch.tokens.shape[1], int(batch.query_start.min()) - 20
@@ -241,11 +277,9 @@ def test_a_hook_with_first_query_acts_on_the_rows_from_there(
         (al.isolate_labels(gpt2, prompts, 0) for prompts in (batch, cached)),
         (al.isolate_random(gpt2, prompts, 0, seed=1) for prompts in (batch, cached)),
         (al.reweight_anchors(gpt2, prompts, beta) for prompts in (batch, cached)),
-        (al.block_edges(gpt2, cut, 0, first_query=first_query) for first_query in (0, start)),
-        (
-            al.isolate(gpt2, batch.label_positions, 0, first_query=first_query)
-            for first_query in (0, start)
-        ),
+        (al.block_edges(gpt2, cut, 0) for _ in range(2)),
+        (al.scale_edges(gpt2, cut, 0.3, 0) for _ in range(2)),
+        (al.isolate(gpt2, prompts, batch.label_positions, 0) for prompts in (batch, cached)),
     ]
     for whole, part in pairs:
         expected = whole[0][1](pattern, None)

@@ -51,6 +51,26 @@ def version_counts_edits() -> bool:
     return before < edited == tensor._version
 
 
+def a_tensor_may_compute_its_values() -> bool:
+    """Whatever torch does with it, also as an index, reaches ``__torch_dispatch__``."""
+    called: list[Any] = []
+
+    class Lazy(torch.Tensor):
+        __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, function: Any, _: Any, args: Any, kwargs: Any = None
+        ) -> Any:
+            called.append(function)
+            values = [torch.ones(2).bool() if isinstance(each, Lazy) else each for each in args]
+            return function(*values, **(kwargs or {}))
+
+    lazy: Any = torch.Tensor._make_wrapper_subclass(Lazy, (2,), dtype=torch.bool)
+    shape_is_free = lazy.shape == (2,) and lazy.dtype == torch.bool and not called
+    return shape_is_free and bool(lazy.sum() == 2) and len(called) == 1
+
+
 def hook_tables_hold_all_hooks() -> bool:
     module = nn.Linear(1, 1)
     module.register_forward_pre_hook(print)
@@ -170,6 +190,13 @@ USES = [
         ("models/hooked.py",),
         "Tensor._version counts edits in place",
         version_counts_edits,
+    ),
+    Use(
+        "torch",
+        ("_make_wrapper_subclass", "_disabled_torch_function_impl"),
+        ("prompts/edge_set.py",),
+        "a tensor without values has a shape, and its operations reach __torch_dispatch__",
+        a_tensor_may_compute_its_values,
     ),
     Use(
         "torch",

@@ -241,7 +241,7 @@ class CompressedContext:
                 )
             if beyond.any():
                 layers = [layer for layer, size in enumerate(windows) if size == window]
-                hooks += block_edges(model, beyond[None], layers, first_query=n_keys)
+                hooks += block_edges(model, beyond[None], layers)
         return hooks
 
 
@@ -293,7 +293,7 @@ def _block_dropped(
     dropped = torch.zeros(length, dtype=torch.bool, device=positions.device)
     dropped[: len(selected)] = ~selected.to(positions.device)
     cut = edges.between((positions >= batch.first_query)[None], dropped[None])
-    return block_edges(model, cut, range(model.cfg.n_layers), first_query=batch.first_query)
+    return block_edges(model, cut, range(model.cfg.n_layers))
 
 
 # For each model the length of the prompt on which windows were measured, and each layer's window.

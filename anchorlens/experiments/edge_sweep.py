@@ -16,13 +16,14 @@ from ..errors import HookError, MetricError
 from ..hooks import block_in_batch
 from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
 from ..metrics.metric import Metric
-from ..models.hooked import BatchHook, Hook, HookedModel, indices_of, layer_numbers
+from ..models.batch_hooks import EdgeHook
+from ..models.hooked import Hook, HookedModel, indices_of, layer_numbers
 from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_rows import EdgesOfBatch, RowsOfEdges
+from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..results import captions, figures
 from ..results.record import Record, Rows
 from ..results.results import Results
@@ -31,7 +32,6 @@ from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.names import name_of
 from ..system.processes import fails_together
-from ..system.row_pieces import row_slices
 from .sites import Site
 
 # The hooks of a cut at a site, and those of a random control, which also has the number of a draw.
@@ -143,9 +143,7 @@ def edge_sweep(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``.
-        edges: Function of a batch to the edges to cut, as those of ``al.edges``. It also gets the
-            tokens that prompts share, as a batch that ends before the target, and so does
-            ``control``.
+        edges: Function of a batch to the edges to cut, as those of ``al.edges``.
         sites: Where to cut, by name: from functions of ``al.sites``, or written by hand.
         control: Function (batch, edges, seed) to as many random edges, the same in all layers:
             ``al.edges.random_keys`` has other keys for the same queries, ``al.edges.random_edges``
@@ -202,12 +200,12 @@ def edge_sweep(
                 f"{type(function).__name__}"
             )
 
-    def edges_at(batch: PromptBatch, site: Site) -> RowsOfEdges:
-        chosen = edge_sets.rows_of(batch, edges)
+    def edges_at(batch: PromptBatch, site: Site) -> EdgeSet:
+        chosen = edge_sets.check_edges(batch, edges(batch))
         # No other edge is drawn for one that is not cut.
-        return edge_sets.without_first(batch, chosen) if site.keep_bos else chosen
+        return chosen & ~edge_sets.from_first(batch) if site.keep_bos else chosen
 
-    def hooks_at(batch: PromptBatch, site: Site, chosen: RowsOfEdges) -> Sequence[Hook]:
+    def hooks_at(batch: PromptBatch, site: Site, chosen: EdgeSet) -> Sequence[Hook]:
         return block_in_batch(
             model, batch, chosen, site.layers, site.heads, site.keep_bos, renormalize
         )
@@ -216,9 +214,8 @@ def edge_sweep(
         return hooks_at(batch, site, edges_at(batch, site))
 
     def random_cut(batch: PromptBatch, site: Site, number: int) -> Sequence[Hook]:
-        drawn = control(batch, edges_at(batch, site)(slice(None)), number)
-        edge_sets.check_edges(batch, drawn)
-        return hooks_at(batch, site, edge_sets.packed(drawn.to(batch.tokens.device)))
+        drawn = control(batch, edges_at(batch, site), number)
+        return hooks_at(batch, site, edge_sets.check_edges(batch, drawn))
 
     return loyalty_sweep(
         model,
@@ -342,18 +339,13 @@ def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: in
 def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_CutAtSite]) -> None:
     for each in cuts:
         acts = [act for batch in batches for _, act in each.change(batch)[:1]]
-        if not any(isinstance(act, BatchHook) and _cuts_something(act) for act in acts):
+        if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
             raise HookError(
                 "there is nothing to cut: edges(batch) has no edge in any prompt"
                 + " but those to BOS" * each.acts_in["keep_bos"]
             )
         for batch in batches:
             each.controls[0](batch)
-
-
-def _cuts_something(act: BatchHook) -> bool:
-    pieces = row_slices(act.tokens.shape[1], act.tokens.numel())
-    return act.edges is not None and any(act.edges(rows).any() for rows in pieces)
 
 
 def _cut_at(

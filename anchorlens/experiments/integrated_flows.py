@@ -25,7 +25,7 @@ from ..models.hooked import (
 from ..models.norm_after import FrozenNorms
 from ..passes.forward import losses_of, run_pass
 from ..passes.late_start import started, stored_starts
-from ..passes.losses import Loss, check_loss
+from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
@@ -155,6 +155,7 @@ def integrated_flows(
         metric.check(model, study.batches, changed=False)
         if output is not None:
             check_loss(output, study.batches, model)
+            check_gradient_of_loss(output, study.batches, model)
         plan = study.plan(share_prefix=False)
         layers = range(model.cfg.n_layers)
         reasons = late_starts(

@@ -133,6 +133,18 @@ class ObservesPrefix(Protocol):
         ...
 
 
+@runtime_checkable
+class SelectsTokens(Protocol):
+    """A metric that selects tokens or edges by functions of the batch. Optional.
+
+    What it selects in tokens that prompts share may depend on what follows them.
+    """
+
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt are selected as in a batch of these alone."""
+        ...
+
+
 def possible(
     model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
 ) -> tuple[list[Metric], dict[str, AnchorlensError]]:

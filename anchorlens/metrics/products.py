@@ -15,14 +15,10 @@ from ..errors import MetricError, NotFiniteError
 from ..models.head_values import transformed_values
 from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
 from ..system.names import name_of
 from ..system.row_pieces import row_slices
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
-
-# From some query positions to the edges of these queries, for each set of edges.
-RowsOfSets = Callable[[slice], Bool[Tensor, "batch flow query key"]]
-
-_STORED = 2**26  # bytes of the edges that are stored for the next layers
 
 
 def product_hooks(
@@ -115,13 +111,13 @@ class EdgeSums:
     """Sums of saliency over sets of edges, layer by layer.
 
     Args:
-        edges: From some positions to the edges of these queries, for each set.
+        sets: The sets of edges.
         first_query: Position of the first query row.
         absolute_per_head: Take the absolute value before the sum over heads instead of after it.
     """
 
-    def __init__(self, edges: RowsOfSets, first_query: int, absolute_per_head: bool) -> None:
-        self.edges = _stored(edges)
+    def __init__(self, sets: Sequence[EdgeSet], first_query: int, absolute_per_head: bool) -> None:
+        self.sets = [edges.stored() for edges in sets]  # every layer asks for the same rows
         self.first_query, self.absolute_per_head = first_query, absolute_per_head
         self.of_layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -141,8 +137,9 @@ class EdgeSums:
     ) -> None:
         """Add the saliency of some query rows, in float32 or wider."""
         product = pattern * gradient
-        of_rows = self.edges(slice(self.first_query + rows.start, self.first_query + rows.stop))
-        edges = of_rows[..., keys].expand(len(product), -1, -1, -1)
+        queries = slice(self.first_query + rows.start, self.first_query + rows.stop)
+        of_rows = torch.stack([edges.rows(queries)[..., keys] for edges in self.sets], dim=1)
+        edges = of_rows.expand(len(product), -1, -1, -1)
         inside = rearrange(edges, "batch flow query key -> batch (query key) flow").to(product)
         merged = over_heads(product, self.absolute_per_head)
         flat = rearrange(merged, "batch query key -> batch 1 (query key)")
@@ -154,22 +151,6 @@ class EdgeSums:
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
         return _rows_of(self.of_layers)
-
-
-def _stored(edges: RowsOfSets) -> RowsOfSets:
-    """The same edges. The first pieces are stored, because every layer asks for the same ones."""
-    pieces: dict[tuple[int, int], Tensor] = {}
-
-    def of_rows(rows: slice) -> Tensor:
-        piece = (rows.start, rows.stop)
-        if piece in pieces:
-            return pieces[piece]
-        made = edges(rows)
-        if sum(other.nbytes for other in pieces.values()) + made.nbytes <= _STORED:
-            pieces[piece] = made
-        return made
-
-    return of_rows
 
 
 class SegmentSums:

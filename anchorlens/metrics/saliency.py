@@ -1,8 +1,8 @@
 """Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
@@ -14,17 +14,17 @@ from ..errors import MetricError, PromptError
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import Loss, check_gradient_of_loss, check_loss, label_cross_entropy
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.edge_rows import EdgesOfBatch, edge_rows
+from ..prompts.edge_set import EdgeSet, EdgesOfBatch
+from ..prompts.edges import as_edge_set, check_edges
 from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.renames import renamed_arguments
-from ..system.row_pieces import row_slices
 from .metric import Observation
-from .products import EdgeSums, RowsOfSets, over_heads, pieces, product_hooks
+from .products import EdgeSums, over_heads, pieces, product_hooks
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
 # Always summed, to compare what the target reads from label words and from other tokens.
@@ -41,11 +41,13 @@ class SaliencyFlowsRecord(Record):
     """Information flows by layer: wp, pq, ww, or the sets of edges that were given.
 
     Attributes:
-        flows: Mean saliency of the edges of each flow, in nats; mean over prompts, then over sets
-            of demonstrations (pooled where a set has fewer than 10 prompts). High means that the
-            loss depends on what passes along these edges.
+        flows: Mean saliency of the edges of each flow, in nats; mean over the prompts with such
+            edges, then over sets of demonstrations (pooled where a set has fewer than 10 prompts).
+            High means that the loss depends on what passes along these edges. NaN, with a warning,
+            where no prompt has such an edge.
         share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
-            (the paper's Figure 3). As flows are means, it is no part of the whole saliency.
+            (the paper's Figure 3). As flows are means, it is no part of the whole saliency. Mean
+            over the sets of demonstrations in which no flow is NaN.
         tq: Mean saliency of the edges from the target to anything but label words, S_tq.
         pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
             than other words (as in a model of random weights, whatever its share of S_pq).
@@ -56,7 +58,7 @@ class SaliencyFlowsRecord(Record):
             paper.
         deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
         per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
-        per_prompt: The flows of each prompt.
+        per_prompt: The flows of each prompt; NaN where it has no such edge.
     """
 
     flows: Float[Tensor, "layer flow"]
@@ -110,7 +112,8 @@ class SaliencyFlows:
             returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay.
 
     Raises:
-        MetricError: ``edges`` are no functions by name, or one returns no edges of the batch.
+        MetricError: ``edges`` are no functions by name, or one returns no edges of the batch, from
+            tokens to earlier tokens. The latter is raised before any pass.
 
     Examples:
         >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
@@ -137,12 +140,18 @@ class SaliencyFlows:
                 f"{self.edges!r}"
             )
 
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
+        for batch in batches:
+            check_fits(model, batch)  # before the edges of many tokens
+            self._edges_of(batch, check_edges)
+
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe A and dL/dA of every layer; store only sums over edges."""
         check_fits(model, batch)  # before the edges of many tokens
         chosen = self._edges_of(batch)
         sums = EdgeSums(chosen, batch.first_query, self.absolute_per_head)
-        counts = _counts(chosen, batch).cpu()
+        counts = torch.stack([edges.counts() for edges in chosen], dim=1).cpu()
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             ids = batch.demonstrations_id.cpu()
@@ -157,8 +166,17 @@ class SaliencyFlows:
         sums = EdgeSums(self._edges_of(batch), 0, self.absolute_per_head)
         return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
 
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt have the edges that a batch of these has."""
+        pairs = zip(self._edges_of(batch), self._edges_of(shared), strict=True)
+        return all(edges.begins_as(leading) for edges, leading in pairs)
+
     def result(self, rows: Rows) -> SaliencyFlowsRecord:
-        """Mean over prompts, then each layer's share, then the mean over sets of demonstrations."""
+        """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
+
+        A prompt without an edge of a flow is left out of its mean, and a set without one of the
+        mean over sets.
+        """
         counts = rows["counts"].double()[:, None]
         means = {
             "flows": rows["sums"].double() / counts,
@@ -166,24 +184,25 @@ class SaliencyFlows:
             "demonstrations_id": rows["demonstrations_id"],
         }
         sets = rows_by_set(means)
-        flows = torch.stack([of_set["flows"].mean(0) for of_set in sets])
-        heads = torch.stack([of_set["head_flows"].mean(0) for of_set in sets])
+        flows = torch.stack([of_set["flows"].nanmean(0) for of_set in sets])
+        heads = torch.stack([of_set["head_flows"].nanmean(0) for of_set in sets])
         count, functions = len(self.edges), self._functions()
+        _warn_of_flows_without_edges(self.edges, rows["counts"])
         asked = flows[..., :count]
         pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
-        share = (asked / asked.sum(-1, keepdim=True)).mean(0)
-        pq_over_tq = (pq / tq).mean(0)
+        share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)
+        pq_over_tq = (pq / tq).nanmean(0)
         shallow, deep = shallow_and_deep(len(share))
         return SaliencyFlowsRecord(
-            flows=asked.mean(0),
+            flows=asked.nanmean(0),
             share=share,
-            tq=tq.mean(0),
+            tq=tq.nanmean(0),
             pq_over_tq=pq_over_tq,
             shallow_share=share[shallow].mean(0),
             deep_share=share[deep].mean(0),
             share_change=share[deep].mean(0) - share[shallow].mean(0),
             deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
-            per_head=heads[..., :count].mean(0),
+            per_head=heads[..., :count].nanmean(0),
             per_prompt=means["flows"][..., :count],
             info={"flows": tuple(self.edges)},
         )
@@ -193,31 +212,28 @@ class SaliencyFlows:
         asked = list(self.edges.values())
         return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
-    def _edges_of(self, batch: PromptBatch) -> RowsOfSets:
-        """The edges of each set, a few query rows at a time."""
-        sets = [edge_rows(of, batch, partial(self._check, of, batch)) for of in self._functions()]
-        return lambda rows: torch.stack([of_set(rows) for of_set in sets], dim=1)
+    def _edges_of(
+        self, batch: PromptBatch, convert: Callable[[PromptBatch, Any], EdgeSet] = as_edge_set
+    ) -> list[EdgeSet]:
+        """The edges of each set, those of ``edges`` first."""
+        sets = []
+        for number, function in enumerate(self._functions()):
+            try:
+                sets.append(convert(batch, function(batch)))
+            except PromptError as error:
+                names = list(self.edges)[number : number + 1]
+                raise MetricError(f"the edges {names} of {self.name}: {error}") from error
+        return sets
 
-    def _check(self, function: EdgesOfBatch, batch: PromptBatch, chosen: Any) -> None:
-        size = (*batch.tokens.shape, batch.tokens.shape[1])
-        is_edges = isinstance(chosen, Tensor) and chosen.dtype == torch.bool
-        if is_edges and tuple(chosen.shape) == size:
-            return
-        got = type(chosen).__name__
-        if isinstance(chosen, Tensor):
-            got = f"{chosen.dtype} {tuple(chosen.shape)}"
-        names = [name for name, value in self.edges.items() if value is function]
-        raise MetricError(
-            f"the edges {names} of {self.name} must be a tensor of True and False with "
-            f"the shape (batch, query, key) = {size}, as al.edges gives; got {got}"
+
+def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prompt flow"]) -> None:
+    found = (counts > 0).any(0).tolist()
+    if empty := [name for name, is_found in zip(names, found, strict=False) if not is_found]:
+        warnings.warn(
+            f"no prompt has an edge of the flows {empty}, so that these flows and all shares are "
+            "NaN; leave them out of the edges",
+            stacklevel=3,
         )
-
-
-def _counts(edges: RowsOfSets, batch: PromptBatch) -> Int[Tensor, "batch flow"]:
-    """The number of edges of each set."""
-    count, length = batch.tokens.shape
-    counts = [edges(rows).sum((2, 3)) for rows in row_slices(length, count * length)]
-    return torch.stack(counts).sum(0)
 
 
 @renamed_arguments(checkpoint="gradient_checkpointing")
@@ -344,6 +360,8 @@ def observe_products(
     Returns:
         The logits at the target positions.
     """
+    check_loss(loss, [batch], model)
+    check_gradient_of_loss(loss, [batch], model)
     hooks, backward_hooks = product_hooks(model, use)
     with frozen_in_eval_mode(model):
         return run_pass(

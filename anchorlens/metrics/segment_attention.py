@@ -135,6 +135,10 @@ class SegmentAttention:
         """Observe the attention between shared tokens."""
         return self._sums(model, batch, 0)
 
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt are in the segments that these have alone."""
+        return self._of_flows.begins_as(batch, shared)
+
     def result(self, rows: Rows) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
         of_prompts = rows["sums"].double() / rows["counts"].double()[:, None, None]

@@ -193,6 +193,11 @@ class SegmentFlows:
             *product_hooks(model, sums.add, dict.__getitem__),
         )
 
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt are in the segments that these have alone."""
+        leading = self.segments_of(shared)
+        return bool((self.segments_of(batch)[..., : leading.shape[2]] == leading).all())
+
     def result(self, rows: Rows) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
         counts = rows["counts"].double()

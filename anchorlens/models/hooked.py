@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
@@ -38,30 +38,6 @@ class HookedModel(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-# TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
-@dataclass(frozen=True, eq=False, repr=False)
-class BatchHook:
-    """A hook made for a whole ``PromptBatch``, which follows the batch's ``first_query``.
-
-    It is therefore also right when the demonstrations run separately and their keys are cached.
-
-    Attributes:
-        act: The hook.
-        tokens: The tokens of the batch.
-        edges: From some query positions to the edges of these queries that it cuts; None if it acts
-            on the target's rows alone.
-        heads: The heads in which it cuts them; None for all heads.
-    """
-
-    act: HookFunction
-    tokens: Int[Tensor, "batch position"]
-    edges: Callable[[slice], Bool[Tensor, "batch query key"]] | None = None
-    heads: tuple[int, ...] | None = None
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        return self.act(tensor, hook)
 
 
 @runtime_checkable

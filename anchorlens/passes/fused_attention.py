@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import ModelError
+from ..models.batch_hooks import DetachedHeads, EdgeHook
 from ..models.handed_attention import (
     Heads,
     SharedHeads,
@@ -19,12 +18,13 @@ from ..models.handed_attention import (
     is_skipped,
 )
 from ..models.hooked import (
-    BatchHook,
     Hook,
     HookedModel,
     HookFunction,
+    names_of_layers,
     scores_name,
     verified_operands,
+    z_name,
 )
 from .memory import return_freed_memory
 from .row_attention import RowAttention, Rows, UseRowsOfLayer
@@ -49,7 +49,8 @@ def fused_attention(
     Args:
         model: A prepared model.
         use: Gets the rows of each layer in a backward pass.
-        hooks: Interventions. Those in the attention act here, if they cut edges of the scores.
+        hooks: Interventions. Those in the attention act here, if they cut edges of the scores or
+            detach heads.
         observers: Hooks that observe. Those of the queries and keys that a layer multiplies are
             called here.
 
@@ -57,10 +58,12 @@ def fused_attention(
         ModelError: The attention of this model cannot be handed to a function, or a hook acts
             inside the attention in another way.
     """
-    cuts, observing = _inside(model, hooks), _inside(model, observers)
-    layers = [_layer(model, number, use, cuts, observing) for number in range(model.cfg.n_layers)]
-    if sum(len(layer.cuts) for layer in layers) != len(cuts):
-        raise ModelError("a hook acts inside the attention, and does not cut edges of the scores")
+    acting, observing = _inside(model, hooks), _inside(model, observers)
+    if not all(acts_when_fused(model, hook) for hook in acting):
+        raise ModelError(
+            "a hook acts inside the attention, and does not cut edges of the scores or detach heads"
+        )
+    layers = [_layer(model, number, use, acting, observing) for number in range(model.cfg.n_layers)]
     if sum(len(layer.queries) + len(layer.keys) for layer in layers) != len(observing):
         raise ModelError("a hook observes the attention, and neither its queries nor its keys")
 
@@ -74,8 +77,11 @@ def fused_attention(
         for observe in layer.keys:
             observe(key)
         for cut in layer.cuts:
-            terms = replace(terms, mask=terms.mask.without(_edges_in_heads(cut, query.shape[1])))
+            edges = partial(cut.in_heads, n_heads=query.shape[1])
+            terms = replace(terms, mask=terms.mask.without(edges))
         z: Heads = RowAttention.apply(query, key, value, terms, layer.use)
+        for detach in layer.detached:
+            z = detach(z.transpose(1, 2), None).transpose(1, 2)
         return z
 
     with attention_by(model, attend):
@@ -85,6 +91,14 @@ def fused_attention(
 def outside_attention(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
     """The hooks at points that a model with a fused attention calls."""
     return [hook for hook in hooks if not is_skipped(model, hook[0])]
+
+
+def acts_when_fused(model: HookedModel, hook: Hook) -> bool:
+    """Whether a hook inside the attention has its effect there without a pattern."""
+    point, act = hook
+    if isinstance(act, EdgeHook):
+        return act.cuts_scores and point in names_of_layers(model, scores_name)
+    return isinstance(act, DetachedHeads) and point in names_of_layers(model, z_name)
 
 
 def _inside(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:
@@ -98,12 +112,14 @@ class _Layer:
     Attributes:
         use: Gets rows of A and dL/dA.
         cuts: Hooks whose edges are cut.
+        detached: Hooks that detach heads.
         queries: Functions that observe the queries.
         keys: Functions that observe the keys.
     """
 
     use: UseRowsOfLayer
-    cuts: Sequence[BatchHook]
+    cuts: Sequence[EdgeHook]
+    detached: Sequence[DetachedHeads]
     queries: Sequence[Callable[[Tensor], Any]]
     keys: Sequence[Callable[[Tensor], Any]]
 
@@ -115,8 +131,7 @@ def _layer(
     hooks: Sequence[Hook],
     observers: Sequence[Hook],
 ) -> _Layer:
-    at_scores = [act for point, act in hooks if point == scores_name(number)]
-    cuts = [act for act in at_scores if isinstance(act, BatchHook) and act.edges is not None]
+    acting = [act for point, act in hooks if point in (scores_name(number), z_name(number))]
     operands = verified_operands[model][number]
 
     def observe(act: HookFunction, point: Any, heads: Tensor) -> None:
@@ -130,25 +145,8 @@ def _layer(
 
     return _Layer(
         use=(lambda *rows: None) if use is None else partial(use, number),
-        cuts=cuts,
+        cuts=[act for act in acting if isinstance(act, EdgeHook)],
+        detached=[act for act in acting if isinstance(act, DetachedHeads)],
         queries=[] if operands is None else observing(operands.query),
         keys=[] if operands is None else observing(operands.key),
     )
-
-
-def _edges_in_heads(
-    cut: BatchHook, count: int
-) -> Callable[[slice], Bool[Tensor, "batch _ query key"]]:
-    """From some query rows to the edges that a hook cuts, in each of ``count`` heads."""
-    edges_of = cut.edges
-    assert edges_of is not None
-    if cut.heads is None:
-        return lambda rows: edges_of(rows)[:, None]  # the same in all heads
-    heads = torch.zeros(count, 1, 1, dtype=torch.bool)
-    heads[list(cut.heads)] = True
-
-    def edges_in_heads(rows: slice) -> Bool[Tensor, "batch head query key"]:
-        edges = edges_of(rows)[:, None]
-        return edges & heads.to(edges.device)
-
-    return edges_in_heads

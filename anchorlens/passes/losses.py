@@ -15,10 +15,13 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..system.names import name_of
 
 WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]
 ]
+_DRAWS = 8  # of random logits on which a loss is tried
+
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
 
@@ -349,13 +352,50 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
     device = device_of(model)
     for batch in batches:
         moved = batch.to(device)
-        shape: tuple[int, ...] = (vocabulary_of(model),)
-        if isinstance(loss, LossOfContinuations):
-            shape = tuple(continuations_of(loss, moved, model).shape)
-        elif isinstance(loss, LossAtPositions):
-            shape = (targets_of(loss, moved).shape[1], *shape)
-        zeros = torch.zeros(len(batch), *shape, device=device)
+        zeros = torch.zeros(len(batch), *_shape_of_logits(loss, moved, model), device=device)
         require_one_a_prompt(loss(zeros, moved), len(zeros))
+
+
+def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
+    """The shape of what a loss gets for each prompt."""
+    if isinstance(loss, LossOfContinuations):
+        return tuple(continuations_of(loss, batch, model).shape)
+    if isinstance(loss, LossAtPositions):
+        return targets_of(loss, batch).shape[1], vocabulary_of(model)
+    return (vocabulary_of(model),)
+
+
+@torch.inference_mode(False)  # autograd takes no logits that were made in it
+@torch.enable_grad()
+def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
+    """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
+
+    The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
+    the batch is such a one: the sum is 0. One batch is tried, of several prompts if there is one.
+    """
+    several = [batch for batch in batches if len(batch) > 1] or batches
+    batch = min(several, key=len).to(device_of(model))
+    shape = _shape_of_logits(loss, batch, model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
+        logits = torch.randn(len(batch), *shape, generator=generator).to(batch.tokens.device)
+        losses = loss(logits.requires_grad_(), batch)
+        if not losses.requires_grad:
+            return  # the pass says that it has no graph
+        (gradient,) = torch.autograd.grad(losses[0], logits, retain_graph=True)
+        (of_others,) = torch.autograd.grad(losses[1:].sum(), logits)
+        if gradient[1:].any() or of_others[:1].any():
+            raise MetricError(
+                "the loss of a prompt must depend on its own logits alone, but that of "
+                f"{name_of(loss)} depends on other prompts of the batch, as a mean over the batch "
+                "does; return a number for each prompt that is the same in every batch"
+            )
+        if gradient[0].any():
+            return
+    raise MetricError(
+        f"the loss {name_of(loss)} has no gradient: it is the same whatever the logits of a prompt "
+        "are, as a loss minus its mean over a batch of one prompt is"
+    )
 
 
 def continuations_of(

@@ -11,13 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError
-from ..models.hooked import BatchHook, Hook, HookedModel, device_of
+from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
+from ..models.hooked import Hook, HookedModel, device_of
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
-from ..prompts.edge_rows import RowsOfEdges
 from ..system.free_memory import free_bytes
-from ..system.row_pieces import row_slices
 from .forward import run_pass, run_prefix
 from .fused_attention import fused_attention, outside_attention
 from .late_start import Start, started
@@ -102,7 +101,7 @@ class Passes:
             _, acting, prefix = self.prefixes[id(hooks)]
             return acting, prefix
         shared = self.shared_tokens(batch)
-        acting = hooks(shared)
+        acting = in_leading_tokens(hooks(batch), batch.first_query)
         with self.attending(shared, acting) as (others, _):
             prefix = run_prefix(self.model, shared, hooks=others)
         if self._fits(prefix):
@@ -139,7 +138,7 @@ class Passes:
                 return run_pass(self.model, batch, hooks=others)
         if all(isinstance(act, BatchHook) for _, act in acting):
             in_prefix, prefix = self.prefix(batch, hooks)
-            if act_alike(acting, in_prefix, batch.first_query):
+            if act_alike(acting, in_prefix):
                 with started(self.model, start):
                     return run_pass(self.model, batch, hooks=acting, prefix=prefix)
         # From the first layer, because ``start`` is the output for the tokens after the prefix.
@@ -161,32 +160,6 @@ class Passes:
             return
         with fused_attention(self.model, hooks=hooks, observers=observers):
             yield outside_attention(self.model, hooks), outside_attention(self.model, observers)
-
-
-def act_alike(hooks: Sequence[Hook], in_prefix: Sequence[Hook], length: int) -> bool:
-    """Whether a batch's hooks cut the same edges in its first tokens as hooks made of these."""
-    cuts, cuts_in_prefix = _cuts(hooks), _cuts(in_prefix)
-    if [site for site, _ in cuts] != [site for site, _ in cuts_in_prefix]:
-        return False
-    # The hooks of several layers have the same edges, which are compared once.
-    pairs = {
-        (id(edges), id(expected)): (edges, expected)
-        for (_, edges), (_, expected) in zip(cuts, cuts_in_prefix, strict=True)
-    }
-    return all(
-        bool((edges(rows)[..., :length] == expected(rows)[..., :length]).all())
-        for edges, expected in pairs.values()
-        for rows in row_slices(length, length)
-    )
-
-
-def _cuts(hooks: Sequence[Hook]) -> list[tuple[Any, RowsOfEdges]]:
-    """The hook point with the heads, and the edges that are cut there."""
-    return [
-        ((point, act.heads), act.edges)
-        for point, act in hooks
-        if isinstance(act, BatchHook) and act.edges is not None
-    ]
 
 
 def whole_passes(model: HookedModel, reason: str) -> Passes:

@@ -1,7 +1,8 @@
-"""Sets of edges: boolean tensors over (query, key), made from positions.
+"""Sets of edges: tensors of True and False over (query, key), made from positions.
 
 Edge (i, j) is True if query position i attends to key position j and j < i. No edge set holds the
-diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``.
+diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``. Each is an ``al.EdgeSet``,
+whose rows are computed when they are read.
 
 Examples:
     >>> to_labels = edges.between(edges.group(batch, "query"), edges.anchors(batch))
@@ -10,8 +11,7 @@ Examples:
     False
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from torch import Tensor
 from ..errors import HookError, PromptError
 from ..system.row_pieces import row_slices
 from .batch import PromptBatch, check_inside, require_label_words
-from .edge_rows import Edges, EdgesOfBatch, RowsOfEdges, SomeRows, asked_rows, edge_rows
+from .edge_set import Edges, EdgeSet
 
 Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 
 
-def between(queries: Positions, keys: Positions) -> Edges:
+def between(queries: Positions, keys: Positions) -> EdgeSet:
     """Edges from every position in ``queries`` to every earlier position in ``keys``.
 
     Args:
@@ -41,12 +41,15 @@ def between(queries: Positions, keys: Positions) -> Edges:
         >>> between(torch.tensor([[False, True]]), torch.tensor([[True, True]])).tolist()
         [[[False, False], [True, False]]]
     """
-    asked = asked_rows()
-    rows = asked or slice(None)
-    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
-    edges = queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
-    some: Any = SomeRows(edges)  # edge_rows alone asks for it
-    return edges if asked is None else some
+    # Copies, so that later edits of the positions do not change the edges.
+    readers, read = queries.detach().clone(), keys.detach().clone()
+    i, j = (torch.arange(each.shape[1], device=each.device) for each in (readers, read))
+
+    def rows_of(rows: slice) -> Edges:
+        return readers[:, rows, None] & read[:, None] & (j < i[rows, None])
+
+    prompts, _ = torch.broadcast_shapes(readers[:, :1].shape, read[:, :1].shape)
+    return EdgeSet(rows_of, (prompts, len(i), len(j)), readers.device)
 
 
 def group(batch: PromptBatch, name: str) -> Positions:
@@ -113,43 +116,44 @@ def query(batch: PromptBatch) -> Positions:
     return batch.attention_mask & up_to_target & (positions >= batch.query_start[:, None])
 
 
-def every(batch: PromptBatch) -> Edges:
+def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     inside = batch.attention_mask & (positions <= batch.target_positions[:, None])
     return between(inside, inside)
 
 
-def wp(batch: PromptBatch) -> Edges:
+def wp(batch: PromptBatch) -> EdgeSet:
     """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
     return between(anchors(batch), batch.attention_mask)
 
 
-def pq(batch: PromptBatch) -> Edges:
+def pq(batch: PromptBatch) -> EdgeSet:
     """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
     return between(target(batch), anchors(batch))
 
 
-def ww(batch: PromptBatch) -> Edges:
+def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
     labels = anchors(batch)
     of_labels = between(labels, batch.attention_mask) | between(target(batch), labels)
-    return every(batch) & ~of_labels
+    edges: EdgeSet = every(batch) & ~of_labels
+    return edges
 
 
-def tq(batch: PromptBatch) -> Edges:
+def tq(batch: PromptBatch) -> EdgeSet:
     """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
     return between(target(batch), batch.attention_mask & ~anchors(batch))
 
 
-def from_first(batch: PromptBatch) -> Edges:
+def from_first(batch: PromptBatch) -> EdgeSet:
     """Edges to the first token of each prompt, often a BOS with much of the attention."""
     first = batch.attention_mask.long().argmax(1, keepdim=True)
     keys = torch.zeros_like(batch.attention_mask).scatter(1, first, True)
     return between(batch.attention_mask, keys)
 
 
-def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
+def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     """Random edges of the same queries: each query reads as many other keys as in ``edges``.
 
     Neither ``edges`` nor edges to the first token of a prompt are drawn. The draw depends only on
@@ -178,7 +182,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
     return _drawn(batch, edges, seed, _in_each_row)
 
 
-def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
+def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     """Random edges of each prompt, as many as in ``edges``, from any query to any key.
 
     For edges that leave their queries too few other keys, such as all edges from the query to the
@@ -193,64 +197,80 @@ def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> Edges:
     return _drawn(batch, edges, seed, _in_all_rows)
 
 
-def check_edges(batch: PromptBatch, edges: Edges) -> None:
-    """Raise an error unless edges go from tokens of these prompts to earlier tokens of them."""
+def check_edges(batch: PromptBatch, edges: Edges) -> EdgeSet:
+    """The edges as a set of these prompts.
+
+    Raises:
+        PromptError: They are no edges of these prompts, or some do not go from a token to an
+            earlier token.
+    """
+    chosen = as_edge_set(batch, edges)
+    allowed = between(batch.attention_mask, batch.attention_mask)
+    for rows, of_rows in chosen.pieces():
+        if (of_rows.to(allowed.device) & ~allowed.rows(rows)).any():
+            raise not_earlier()
+    return chosen
+
+
+def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
+    """The edges as a set with the shape of these prompts, without a look at its values.
+
+    Raises:
+        PromptError: They are no tensor of True and False of that shape.
+    """
     shape = (*batch.tokens.shape, batch.tokens.shape[1])
-    is_set = isinstance(edges, Tensor) and edges.dtype == torch.bool
-    if not is_set or tuple(edges.shape) != shape:
-        given = type(edges).__name__
-        if isinstance(edges, Tensor):
-            given = f"{edges.dtype} of the shape {tuple(edges.shape)}"
-        raise PromptError(
-            "edges must be a tensor of True and False with the shape (batch, query, key) = "
-            f"{shape}, as al.edges gives; got {given}"
-        )
-    allowed = _allowed(batch)
-    if (edges.to(allowed.device) & ~allowed).any():
-        raise _not_earlier()
+    if _is_table(edges) and tuple(edges.shape) == shape:
+        return EdgeSet.of(edges)
+    raise _no_edges(edges, f"(batch, query, key) = {shape}")
 
 
-def rows_of(batch: PromptBatch, function: EdgesOfBatch) -> RowsOfEdges:
-    """The edges of a batch a few query rows at a time, checked as by ``check_edges``."""
-    check = partial(check_edges, batch)
-    rows, allowed = (edge_rows(each, batch, check) for each in (function, _allowed))
-    pieces = row_slices(batch.tokens.shape[1], batch.tokens.numel())
-    if any((rows(piece) & ~allowed(piece)).any() for piece in pieces):
-        raise _not_earlier()
-    return rows
+def edge_set_of(edges: Any) -> EdgeSet:
+    """The edges as a set of prompts that are not known here, without a look at its values.
+
+    Raises:
+        PromptError: They are no tensor of True and False with as many queries as keys.
+    """
+    if _is_table(edges) and edges.shape[1] == edges.shape[2]:
+        return EdgeSet.of(edges)
+    raise _no_edges(edges, "(batch, query, key), with as many queries as keys")
 
 
-def without_first(batch: PromptBatch, rows: RowsOfEdges) -> RowsOfEdges:
-    """The same edges but those to the first token of each prompt."""
-    first = edge_rows(from_first, batch, partial(check_edges, batch))
-    return lambda piece: rows(piece) & ~first(piece)
+def _is_table(edges: Any) -> bool:
+    return isinstance(edges, Tensor) and edges.dtype == torch.bool and edges.ndim == 3
 
 
-def packed(edges: Edges) -> RowsOfEdges:
-    """The same edges, of which only the positions are stored."""
-    prompts, queries, keys = edges.nonzero().int().unbind(1)
-    count, length = edges.shape[0], edges.shape[2]
-
-    def rows(piece: slice) -> Edges:
-        start, stop, _ = piece.indices(length)
-        inside = (queries >= start) & (queries < stop)
-        chosen = torch.zeros(count, stop - start, length, dtype=torch.bool, device=keys.device)
-        chosen[prompts[inside], queries[inside] - start, keys[inside]] = True
-        return chosen
-
-    return rows
+def _no_edges(edges: Any, shape: str) -> PromptError:
+    given = type(edges).__name__
+    if isinstance(edges, Tensor):
+        given = f"{edges.dtype} of the shape {tuple(edges.shape)}"
+    return PromptError(
+        f"edges must be a tensor of True and False with the shape {shape}, as al.edges gives; "
+        f"got {given}"
+    )
 
 
-def _allowed(batch: PromptBatch) -> Edges:
-    return between(batch.attention_mask, batch.attention_mask)
-
-
-def _not_earlier() -> PromptError:
+def not_earlier() -> PromptError:
+    """The error for edges that no query of the prompts has."""
     return PromptError(
         "edges must go from a token to an earlier token of its prompt, but some belong to "
         "padding, go to a later token or from a token to itself; leave these out (edges & "
         "al.edges.between(batch.attention_mask, batch.attention_mask))"
     )
+
+
+def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
+    """The edges at some prompts, queries and keys; only these numbers are stored."""
+    prompts, queries, keys = positions
+    count, length, width = shape
+
+    def rows_of(rows: slice) -> Edges:
+        start, stop, _ = rows.indices(length)
+        inside = (queries >= start) & (queries < stop)
+        edges = torch.zeros(count, stop - start, width, dtype=torch.bool, device=keys.device)
+        edges[prompts[inside], queries[inside] - start, keys[inside]] = True
+        return edges
+
+    return EdgeSet(rows_of, shape, keys.device)
 
 
 def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
@@ -268,26 +288,29 @@ def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
 _Choice = Callable[[Bool[Tensor, "query key"], Bool[Tensor, "query key"], torch.Generator], Tensor]
 
 
-def _drawn(batch: PromptBatch, edges: Edges, seed: int, choose: _Choice) -> Edges:
+def _drawn(batch: PromptBatch, edges: Edges, seed: int, choose: _Choice) -> EdgeSet:
     """As many other edges of each prompt."""
-    check_edges(batch, edges)
-    counted = (edges.to(batch.tokens.device) & every(batch)).cpu()
-    free = (every(batch) & ~from_first(batch)).cpu() & ~counted
-    drawn = torch.zeros_like(counted)
+    given, allowed = check_edges(batch, edges).table().cpu(), every(batch).table().cpu()
+    counted = given & allowed
+    free = allowed & ~from_first(batch).table().cpu() & ~counted
+    drawn = []
     for row, set_id in enumerate(batch.demonstrations_id.tolist()):
         # Padding does not change the draw: tokens are counted, not positions.
         tokens = batch.attention_mask[row].cpu().nonzero().flatten()
         square = (row, tokens[:, None], tokens)
         generator = draw_generator(seed, set_id)
         try:
-            drawn[square] = choose(counted[square], free[square], generator)
+            chosen = choose(counted[square], free[square], generator)
         except _TooFew as error:
             raise HookError(
                 f"prompt {row} has {error.available} other edges to draw from for {error.count} "
                 "edges, too few for a random control; draw from all edges of the prompt "
                 "(control=al.edges.random_edges), or choose fewer edges"
             ) from None
-    return drawn.to(batch.tokens.device)
+        queries, keys = (tokens[numbers] for numbers in chosen.nonzero().unbind(1))
+        drawn.append(torch.stack([torch.full_like(queries, row), queries, keys]))
+    device = batch.tokens.device
+    return _at(torch.cat(drawn, dim=1).int().to(device), tuple(counted.shape))
 
 
 class _TooFew(Exception):

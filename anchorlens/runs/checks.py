@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from ..errors import HookError, MetricError
 from ..metrics.metric import ChecksBatches, Metric, Observation
-from ..models.hooked import (
-    BatchHook,
-    HookedModel,
-    HookFunction,
-    device_of,
-    refuse_folded_value_biases,
-)
-from ..passes.losses import Loss, check_loss
+from ..models.batch_hooks import BatchHook, EdgeHook
+from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
+from ..prompts.edges import check_edges
 
 
 def check_metrics(
@@ -40,9 +39,9 @@ def check_metrics(
     if gradient and loss is not None:
         refuse_folded_value_biases(model)
         check_loss(loss, batches, model)
+        check_gradient_of_loss(loss, batches, model)
     if hooks is not None:
-        for batch in batches:
-            check_hooks(model, hooks, batch.to(device_of(model)))
+        check_hooks(model, hooks, batches)
     first = batches[0].to(device_of(model))
     for metric in metrics:
         check_observation(model, metric, metric.observe(model, first))
@@ -73,22 +72,60 @@ def require_metrics(metrics: Sequence[Metric]) -> None:
             )
 
 
-def check_hooks(model: HookedModel, hooks: HooksOfBatch, batch: PromptBatch) -> None:
+def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error unless ``hooks`` is a function of the batch to hooks that the model has."""
     if not callable(hooks):
         raise HookError(
             "hooks is a function of the batch to hooks, hooks=lambda batch: [...]; "
             f"got a {type(hooks).__name__}"
         )
-    acting = hooks(batch)
-    if not _are_hooks(acting):
-        raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
-    if not all(_is_for(batch, act) for _, act in acting):
+    for each in batches:
+        batch = each.to(device_of(model))
+        acting = hooks(batch)
+        if not _are_hooks(acting):
+            raise HookError(f"hooks must return a list of (hook point, function); got {acting!r}")
+        if not all(act.is_for(batch) for _, act in acting if isinstance(act, BatchHook)):
+            raise HookError(
+                "hooks were made for other prompts than those that run; make them of the batch "
+                "that your function gets: hooks=lambda batch: al.isolate_labels(model, batch, ...)"
+            )
+        _check_points(model, {name: "hooks" for name, _ in acting if isinstance(name, str)})
+
+
+def check_edges_of_hooks(
+    model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]
+) -> None:
+    """Raise an error for hooks on edges that no query has, or that are in no prompt at all."""
+    has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
+    for each in batches:
+        batch = each.to(device_of(model))
+        found: dict[int, bool] = {}  # by the set of edges, which hooks of several layers share
+        for number, (point, act) in enumerate(hooks(batch)):
+            if isinstance(act, EdgeHook):
+                key = id(act.edges)
+                found[key] = found[key] if key in found else _has_edges(batch, act.edges)
+                has_edges[number, point] = has_edges.get((number, point), False) or found[key]
+    if empty := [point for (_, point), has_some in has_edges.items() if not has_some]:
         raise HookError(
-            "hooks were made for other prompts than those that run; make them of the batch that "
-            "your function gets: hooks=lambda batch: al.isolate_labels(model, batch, ...)"
+            f"nothing is cut or scaled at {empty[0]}: no prompt has an edge of these hooks; leave "
+            "them out, or choose other edges (are queries and keys exchanged?)"
         )
-    _check_points(model, {name: "hooks" for name, _ in acting if isinstance(name, str)})
+
+
+def _has_edges(batch: PromptBatch, edges: EdgeSet) -> bool:
+    """Whether there are edges, each with a query and a key in its prompt.
+
+    Hooks may also act on the attention of a token to itself.
+    """
+    count, length = batch.tokens.shape
+    positions = torch.arange(length, device=edges.device)
+
+    def to_others(rows: slice) -> Tensor:
+        return (positions != positions[rows, None]).expand(count, -1, -1)
+
+    others = EdgeSet(to_others, (count, length, length), edges.device)
+    check_edges(batch, edges & others)
+    return edges.has_edges()
 
 
 def _are_hooks(hooks: Any) -> bool:
@@ -140,12 +177,8 @@ def refuse_moved_hooks(
 
     They may act at positions of the batch as it was given.
     """
-    moved = [
-        batch
-        for before, batch in zip(given, batches, strict=True)
-        if (before.target_positions != batch.target_positions).any()
-    ]
-    if any(not isinstance(act, BatchHook) for batch in moved for _, act in hooks(batch)):
+    pairs = zip(given, batches, strict=True)
+    if any(_stay(before, batch, hooks) for before, batch in pairs):
         raise HookError(
             "prompts are run with their padding on the right, and these are padded on the left, so "
             "that hooks of your own could act at other positions than you mean; give "
@@ -153,8 +186,29 @@ def refuse_moved_hooks(
         )
 
 
-def _is_for(batch: PromptBatch, act: HookFunction) -> bool:
-    """Whether a hook was made for these prompts, as far as can be known; the user's hooks pass."""
-    if not isinstance(act, BatchHook) or act.tokens is batch.tokens:
+def _stay(before: PromptBatch, batch: PromptBatch, hooks: HooksOfBatch) -> bool:
+    """Whether hooks may act at the same positions although prompts were moved."""
+    moved = before.target_positions != batch.target_positions
+    if not moved.any():
+        return False
+    acting = [act for _, act in hooks(batch)]
+    if not all(isinstance(act, BatchHook) for act in acting):
         return True
-    return torch.equal(act.tokens.to(batch.tokens.device), batch.tokens)
+    of_edges = [act.edges for act in acting if isinstance(act, EdgeHook) and act.tokens is None]
+    if not of_edges:
+        return False
+    # Edges that follow their prompt are not where they were before.
+    earlier = [act.edges for _, act in hooks(before) if isinstance(act, EdgeHook)]
+    pairs = {
+        (id(edges), id(old)): (edges, old) for edges, old in zip(of_edges, earlier, strict=True)
+    }
+    return any(_equal_in(moved, edges, old) for edges, old in pairs.values())
+
+
+def _equal_in(moved: Bool[Tensor, " batch"], edges: EdgeSet, old: EdgeSet) -> bool:
+    """Whether a prompt that was moved has edges, and has them at the same positions as before."""
+    differ, found = torch.zeros_like(moved), torch.zeros_like(moved)
+    for rows, of_rows in edges.pieces():
+        found |= of_rows.any((1, 2)).to(moved.device)
+        differ |= (of_rows != old.rows(rows).to(of_rows.device)).any((1, 2)).to(moved.device)
+    return bool((moved & found & ~differ).any())

@@ -11,19 +11,11 @@ from torch import Tensor
 from ..hooks import block_in_batch
 from ..metrics.metric import Metric, ObservesPrefix
 from ..metrics.products import product_hooks, row_pieces
-from ..models.hooked import (
-    BatchHook,
-    Hook,
-    HookedModel,
-    Operands,
-    device_of,
-    names_of_layers,
-    scores_name,
-    verified_operands,
-)
+from ..models.batch_hooks import in_leading_tokens
+from ..models.hooked import Hook, HookedModel, Operands, device_of, verified_operands
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
-from ..passes.fused_attention import fused_attention, outside_attention
+from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
 from ..passes.losses import Loss, LossOfContinuations
 from ..passes.shared_prefix import (
     TOLERANCE,
@@ -152,11 +144,8 @@ def _tried(
 
 
 def _can_act(model: HookedModel, hook: Hook) -> bool:
-    """Whether a hook acts outside of attention, or cuts edges of the scores there."""
-    point, act = hook
-    cuts = isinstance(act, BatchHook) and act.edges is not None
-    at_scores = point in names_of_layers(model, scores_name)
-    return bool(outside_attention(model, [hook])) or (cuts and at_scores)
+    """Whether a hook acts outside of attention, or in a way that a fused attention follows."""
+    return bool(outside_attention(model, [hook])) or acts_when_fused(model, hook)
 
 
 def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
@@ -213,7 +202,7 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
     """Hooks that cut every third token off from all earlier ones, in head 0 of every layer."""
     third = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) % 3 == 2
     readers = third & batch.attention_mask
-    cut = edges.rows_of(batch, lambda batch: edges.between(readers, batch.attention_mask))
+    cut = edges.between(readers, batch.attention_mask)
     return block_in_batch(model, batch, cut, range(model.cfg.n_layers), 0, False, True)
 
 
@@ -266,8 +255,10 @@ def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
     difference = logit_difference(passes.logits(prompt, change), expected)
     if difference > _tolerance(model):
         return f"logits after a fused prefix differ by {difference:.1e} of the largest"
-    shared = passes.shared_tokens(passes.after_prefix(prompt))
-    with passes.attending(shared, change(shared), _key_hooks(model, fused)) as (others, _):
+    ready = passes.after_prefix(prompt)
+    shared = passes.shared_tokens(ready)
+    leading = in_leading_tokens(change(ready), ready.first_query)
+    with passes.attending(shared, leading, _key_hooks(model, fused)) as (others, _):
         run_prefix(model, shared, hooks=others)
     for layer, keys in fused.items():
         # A fused attention may get a copy of the keys for each query head.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, RunError
 from ..metrics.metric import Metric, Observation, ObservesPrefix, observes_nothing
+from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, read_only, unedited
 from ..models.kv_cache import Prefix
 from ..passes.forward import run_pass, run_prefix
@@ -215,7 +216,8 @@ class Plan:
             )
             if not observers and not backward_hooks:  # the prefix of other passes is the same
                 return observations, self.passes.prefix(batch, hooks)[1]
-            with self.passes.attending(shared, hooks(shared), observers) as (acting, observing):
+            leading = in_leading_tokens(hooks(batch), batch.first_query)
+            with self.passes.attending(shared, leading, observers) as (acting, observing):
                 prefix = run_prefix(
                     self.passes.model,
                     shared,

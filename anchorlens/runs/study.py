@@ -41,7 +41,7 @@ from ..system.processes import (
     require_whole_model,
 )
 from .checkpoint_choice import why_checkpointed
-from .checks import check_hooks, check_metrics, refuse_moved_hooks
+from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
 from .fused_trial import fused_passes, patterns_are_large
 from .identity import identity_of
@@ -178,11 +178,11 @@ class Study:
             AnchorlensError: As ``run``.
         """
         check_metrics(self.model, self.batches, metrics, hooks, loss)
-        refuse_moved_hooks(self._given, self.batches, no_hooks if hooks is None else hooks)
         for change in interventions:
-            for batch in self.batches:
-                check_hooks(self.model, change, batch.to(device_of(self.model)))
+            check_hooks(self.model, change, self.batches)
+        for change in (*interventions, *(() if hooks is None else (hooks,))):
             refuse_moved_hooks(self._given, self.batches, change)
+            check_edges_of_hooks(self.model, change, self.batches)
         needs_gradient = any(metric.needs_gradient for metric in metrics)
         if gradient_checkpointing and not needs_gradient:
             raise MetricError(

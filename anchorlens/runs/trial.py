@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
-from ..metrics.metric import Metric, ObservesPrefix
+from ..metrics.metric import Metric, ObservesPrefix, SelectsTokens
 from ..metrics.products import product_hooks
-from ..models.hooked import BatchHook, Hook, HookedModel, device_of, pattern_name
+from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
+from ..models.hooked import Hook, HookedModel, device_of, pattern_name
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.late_start import stored_starts
@@ -21,7 +22,6 @@ from ..passes.shared_prefix import (
     TOLERANCE,
     HooksOfBatch,
     Passes,
-    act_alike,
     logit_difference,
     no_hooks,
     only_set,
@@ -87,7 +87,7 @@ def _tried(
             return whole_passes(model, reason)
     # A set with a length is alone in its batches.
     sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
-    if reason := _why_not_observed(passes, sharing[0], metrics):
+    if reason := _why_not_observed(passes, sharing, metrics):
         return whole_passes(model, reason)
     # The trial needs the longest prompt: rotary embeddings may change with the length.
     longest = max(sharing, key=lambda batch: int(batch.attention_mask.sum(1).max()))
@@ -179,7 +179,8 @@ def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: P
     logits = run_pass(model, prompts, hooks=change(prompts), loss=loss, **stored_in(whole))
     try:
         tokens = passes.shared_tokens(few)
-        prefix = run_prefix(model, tokens, hooks=change(tokens), **stored_in(upper))
+        leading = in_leading_tokens(change(few), few.first_query)
+        prefix = run_prefix(model, tokens, hooks=leading, **stored_in(upper))
         shared = run_pass(
             model, few, hooks=change(few), loss=loss, prefix=prefix, **stored_in(lower)
         )
@@ -231,15 +232,25 @@ def _compare_starts(
     return reasons
 
 
-def _why_not_observed(passes: Passes, batch: PromptBatch, metrics: Sequence[Metric]) -> str | None:
-    """Why a metric with a gradient cannot observe shared tokens; None if it can.
+def _why_not_observed(
+    passes: Passes, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
+) -> str | None:
+    """Why a metric cannot observe shared tokens; None if it can.
 
-    It says so itself, or it observes a gradient that the trial does not compare. The gradient of
-    some points does not go through a cached prefix: a bridge calls hook_q, hook_k,
-    hook_v and hook_z with copies of what attention uses.
+    It says so itself, it selects other tokens there in some prompts than in others, or it observes
+    a gradient that the trial does not compare. The gradient of some points does not go through a
+    cached prefix: a bridge calls hook_q, hook_k, hook_v and hook_z with copies of what attention
+    uses.
     """
     model = passes.model
-    after = passes.after_prefix(batch.to(device_of(model)))
+    first: dict[int | None, PromptBatch] = {}
+    for batch in batches:
+        after = passes.after_prefix(batch)
+        shared = first.setdefault(only_set(batch), passes.shared_tokens(after))
+        for metric in metrics:
+            if isinstance(metric, SelectsTokens) and not metric.begins_as(after, shared):
+                return f"{metric.name} differs between prompts that share their demonstrations"
+    after = passes.after_prefix(batches[0].to(device_of(model)))
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
     for metric in metrics:
         if metric.needs_gradient and isinstance(metric, ObservesPrefix):
@@ -276,15 +287,12 @@ def why_not_after_prefix(
         after, name = passes.after_prefix(batch), only_set(batch)
         hooks = change(batch)
         if not all(isinstance(act, BatchHook) for _, act in hooks):
-            return "hooks of one's own act on positions of whole prompts"
+            return "hooks of your own act on positions of whole prompts"
         if after.is_whole:
             continue
         if name not in in_prefix:
-            try:
-                in_prefix[name] = change(passes.shared_tokens(after))
-            except Exception as error:  # a function of the user may expect whole prompts
-                return f"hooks do not act on demonstrations alone ({reason_of(error)})"
-        if not act_alike(hooks, in_prefix[name], after.first_query):
+            in_prefix[name] = in_leading_tokens(hooks, after.first_query)
+        if not act_alike(hooks, in_prefix[name]):
             return "hooks differ between prompts that share their demonstrations"
     return None
 

@@ -180,7 +180,7 @@ def calls() -> list[Call]:
         ),
         Call(
             al.isolate,
-            {"model": model, "positions": batch.label_positions, "layers": [0], "heads": None},
+            {**one_layer, "positions": batch.label_positions, "heads": None},
             {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
             ("positions", "layers", "heads"),
         ),

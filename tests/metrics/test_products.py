@@ -6,6 +6,7 @@ from measures import difference
 from torch import Tensor
 
 from anchorlens.metrics.products import EdgeSums, over_heads, pieces
+from anchorlens.prompts.edge_set import EdgeSet
 from anchorlens.system import row_pieces
 
 
@@ -23,7 +24,7 @@ def edge_sums(
     pattern: Tensor, gradient: Tensor, edges: Tensor, absolute_per_head: bool
 ) -> tuple[Tensor, Tensor]:
     """The sums of one layer, and those of each head."""
-    sums = EdgeSums(lambda rows: edges[:, :, rows], 0, absolute_per_head)
+    sums = EdgeSums([EdgeSet.of(edges[:, k]) for k in range(4)], 0, absolute_per_head)
     sums.add(0, pattern, gradient)
     rows = sums.rows(pattern, None)
     return rows["sums"][:, 0], rows["head_sums"][:, 0]

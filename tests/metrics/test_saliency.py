@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from measures import centred, difference
@@ -139,12 +140,83 @@ def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
     functions: list[tuple[Any, str]] = [
         (lambda batch: None, "NoneType"),
         (lambda batch: edges.pq(batch).float(), "torch.float32"),
-        (lambda batch: edges.pq(batch)[:, 1:], r"torch.bool \(3, "),
+        (lambda batch: edges.pq(batch)[:, 1:], r"torch.bool of the shape \(3, "),
     ]
     for function, got in functions:
         metric = al.SaliencyFlows(edges={"mine": function})
         with pytest.raises(MetricError, match=rf"the edges \['mine'\] of .* got {got}"):
             al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda batch: edges.pq(batch).transpose(1, 2),
+        lambda batch: edges.wp(batch) | torch.eye(batch.tokens.shape[1], dtype=torch.bool),
+        lambda batch: edges.between(torch.ones_like(batch.attention_mask), edges.anchors(batch)),
+    ],
+    ids=["later tokens", "the diagonal", "padding"],
+)
+def test_edges_that_no_token_has_are_refused(gpt2: Any, function: Any) -> None:
+    """Their saliency is 0, so that they would silently lower the mean."""
+    metric = al.SaliencyFlows(edges={"pq": edges.pq, "mine": function})
+    message = r"the edges \['mine'\] of saliency_flows: edges must go from a token to an earlier"
+    with pytest.raises(MetricError, match=message):
+        al.run(gpt2, questions(gpt2, 3), [metric], progress=False)
+
+
+def in_long_queries(batch: al.PromptBatch) -> Tensor:
+    """Edges inside queries of more than 33 tokens."""
+    query = edges.query(batch) & (edges.query(batch).sum(1, keepdim=True) > 33)
+    return edges.between(query, query)
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 7]], ids=["one set", "two sets"])
+def test_prompts_without_an_edge_are_left_out_of_its_flow(gpt2: Any, seeds: list[int]) -> None:
+    """Against plain transformers: the mean over the prompts with such edges, in each set."""
+    batches = [batch for seed in seeds for batch in questions(gpt2, 10, batch_size=5, seed=seed)]
+    custom = {"pq": edges.pq, "long": in_long_queries}
+    options: dict[str, Any] = {"resamples": 20, "progress": False}
+    record = al.run(gpt2, batches, [al.SaliencyFlows(edges=custom)], **options)["saliency_flows"]
+    of_sets = []
+    for seed in seeds:
+        flows = []
+        for batch in questions(gpt2, 10, batch_size=5, seed=seed):
+            for n, mask in enumerate(batch.attention_mask):
+                merged = plain_products("gpt2", gpt2, batch, n).sum(1).abs().double().numpy()
+                sets = [of(batch)[n][mask][:, mask].numpy() for of in (*custom.values(), edges.tq)]
+                flows.append([[m[e].sum() / max(e.sum(), 1) for e in sets] for m in merged])
+        of_prompts = np.array(flows)  # [prompt, layer, flow]
+        with_edges = of_prompts[..., 1].any(1)
+        assert 0 < with_edges.sum() < 10
+        pq, long = of_prompts[..., 0].mean(0), of_prompts[with_edges, :, 1].mean(0)
+        of_sets.append([pq, long, pq / (pq + long), of_prompts[..., 2].mean(0)])
+    pq, long, share, tq = np.array(of_sets).mean(0)
+    assert difference(record.flows, torch.tensor(np.stack([pq, long], 1))) <= 1e-5
+    assert difference(record.share[:, 0], torch.tensor(share)) <= 1e-5
+    assert difference(record.share.sum(1), torch.ones(3)) <= 1e-12
+    assert difference(record.tq, torch.tensor(tq)) <= 1e-5
+    without = record.per_prompt[..., 1].isnan()
+    assert torch.equal(without.any(1), without.all(1)) and int(without.all(1).sum()) > 0
+    assert not record.per_head.isnan().any() and not record.intervals["flows"].isnan().any()
+    low, high = record.intervals["flows"]
+    assert bool((low <= record.flows).all()) and bool((record.flows <= high).all())
+
+
+def test_a_flow_without_any_edge_is_nan_with_a_warning(gpt2: Any) -> None:
+    def nowhere(batch: al.PromptBatch) -> Tensor:
+        return edges.between(edges.anchors(batch), edges.target(batch))
+
+    batches = questions(gpt2, 3)
+    metric = al.SaliencyFlows(edges={"pq": edges.pq, "nowhere": nowhere})
+    options: dict[str, Any] = {"resamples": 0, "progress": False}
+    with pytest.warns(UserWarning, match=r"no prompt has an edge of the flows \['nowhere'\]"):
+        record = al.run(gpt2, batches, [metric], **options)["saliency_flows"]
+    expected = al.run(gpt2, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
+    assert difference(record.flows[:, 0], expected.flows[:, 1]) <= 1e-6
+    assert record.flows[:, 1].isnan().all() and record.share.isnan().all()
+    for name in ("tq", "pq_over_tq", "deep_pq_over_tq"):
+        assert difference(getattr(record, name), getattr(expected, name)) <= 1e-6
 
 
 @pytest.mark.every_kind

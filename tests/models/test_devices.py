@@ -77,7 +77,7 @@ def test_hooks_accept_tensors_on_the_cpu(pair: tuple[Any, Any]) -> None:
         layers, heads, anchors = model.cfg.n_layers, model.cfg.n_heads, 6
         hooks = [
             *al.isolate_random(model, batch, 0, seed=3),
-            *al.isolate(model, batch.label_positions, -1),
+            *al.isolate(model, batch, batch.label_positions, -1),
             *al.reweight_anchors(model, batch, torch.full((layers, heads, anchors), 0.3)),
         ]
         device = next(model.parameters()).device

@@ -16,6 +16,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.losses import check_gradient_of_loss
 
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
@@ -265,6 +266,54 @@ def test_a_loss_of_the_wrong_shape_is_refused(gpt2: Any, loss: Any, came: str) -
         al.run(gpt2, [batch_of(gpt2)], METRICS, loss=loss, progress=False)
     with pytest.raises(MetricError, match=rf"one number a prompt, shape \(4,\); got {came}"):
         al.saliency(gpt2, batch_of(gpt2), loss=loss)
+
+
+def minus_mean(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    """The sum over prompts, which is differentiated, is 0 whatever the logits are."""
+    return logits[:, 0] - logits[:, 0].mean()
+
+
+def shared_maximum(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+    return al.label_cross_entropy(logits, batch) - logits.amax()
+
+
+@pytest.mark.parametrize("loss", [minus_mean, shared_maximum])
+def test_a_loss_of_a_prompt_that_depends_on_other_prompts_is_refused(gpt2: Any, loss: Any) -> None:
+    message = f"on its own logits alone, but that of {loss.__name__} depends on other prompts"
+    batch = batch_of(gpt2)
+    one_and_several = [batch.prompt(0), batch.prompts(1, 4)]
+    calls: list[Callable[[], Any]] = [
+        lambda: al.run(gpt2, one_and_several, METRICS, loss=loss, progress=False),
+        lambda: al.integrated_flows(gpt2, one_and_several, output=loss, progress=False),
+        lambda: al.saliency(gpt2, batch, loss=loss),
+        lambda: al.head_saliency(gpt2, batch, loss=loss),
+    ]
+    for call in calls:
+        with pytest.raises(MetricError, match=message):
+            call()
+
+
+def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -> None:
+    alone = batch_of(gpt2).prompt(0)
+    for batches in ([alone], [alone, alone]):
+        with pytest.raises(MetricError, match="the loss minus_mean has no gradient"):
+            al.run(gpt2, batches, METRICS[:1], loss=minus_mean, progress=False)
+
+    def hinge(logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        """Has no gradient where the first logit is above the second, as in many random logits."""
+        return (logits[:, 1] - logits[:, 0]).relu()
+
+    flows = al.run(gpt2, [alone], METRICS[:1], loss=hinge, resamples=0, progress=False)
+    assert flows["saliency_flows"].flows.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss", [al.label_cross_entropy, al.word_cross_entropy(), al.span_cross_entropy("query")]
+)
+def test_losses_of_the_package_depend_on_their_own_prompts(gpt2: Any, loss: Any) -> None:
+    state = torch.get_rng_state()
+    check_gradient_of_loss(loss, [batch_of(gpt2), batch_of(gpt2).prompt(1)], gpt2)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_label_cross_entropy_equals_a_computation_by_hand() -> None:

@@ -188,7 +188,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     cuts = [
         al.isolate_labels(model, batch, layers=layers),
         al.isolate_labels(model, batch, layers=layers, renormalize=False),
-        al.isolate(model, positions, layers=layer, heads=CUT_HEADS),
+        al.isolate(model, batch, positions, layers=layer, heads=CUT_HEADS),
     ]
     return {
         "logits": logits,

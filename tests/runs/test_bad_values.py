@@ -193,7 +193,7 @@ def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str)
 )
 def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None:
     with pytest.raises(HookError, match=r"positions must be a tensor of whole numbers .*; got"):
-        al.isolate(gpt2, positions, 0)
+        al.isolate(gpt2, questions(gpt2, 2)[0], positions, 0)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,9 @@ def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None
     [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2, None],
 )
 def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
-    with pytest.raises(HookError, match=r"edges must be a tensor of True and False .*; got"):
-        al.block_edges(gpt2, edges, 0)
+    for hooks in (al.block_edges, partial(al.scale_edges, factor=0.5)):
+        with pytest.raises(PromptError, match=r"edges must be a tensor of True and False .*; got"):
+            hooks(gpt2, edges=edges, layers=0)
 
 
 @pytest.mark.parametrize("seed", [1.5, None, "3"])

@@ -179,9 +179,8 @@ def test_user_hooks_run_whole_prompts(gpt2: Any) -> None:
     def clear_small(batch: al.PromptBatch) -> Any:
         return [(pattern_name(0), lambda pattern, hook: pattern * (pattern > 0.1))]
 
-    for change in (clear_small, lambda b: al.block_edges(gpt2, al.edges.pq(b), 0)):
-        results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=change, **QUIET)
-        assert "hooks of one's own" in results["loyalty"].info["shared_prefix"]
+    results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=clear_small, **QUIET)
+    assert "hooks of your own act" in results["loyalty"].info["shared_prefix"]
 
 
 def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: Any) -> None:
@@ -207,13 +206,17 @@ def test_hooks_that_differ_between_batches_run_whole_prompts(gpt2: Any, whole: A
         assert_same(results["loyalty"], theirs["loyalty"])
 
 
-def test_hooks_at_the_target_run_whole_prompts(gpt2: Any) -> None:
+def test_hooks_at_the_target_do_nothing_in_the_shared_tokens(gpt2: Any, whole: Any) -> None:
     def at_target(batch: al.PromptBatch) -> Any:
         targets = batch.target_positions[:, None].expand(-1, 6)
         return al.isolate_labels(gpt2, replace(batch, label_positions=targets), 0)
 
-    results = al.run(gpt2, questions(gpt2, 5), [al.Loyalty()], hooks=at_target, **QUIET)
-    assert "hooks do not act on demonstr" in results["loyalty"].info["shared_prefix"]
+    batches = questions(gpt2, 5)
+    ours = al.run(gpt2, batches, [al.Loyalty()], hooks=at_target, **QUIET)["loyalty"]
+    assert "run once" in ours.info["shared_prefix"] and float(ours.kl) > 1e-6
+    whole()
+    theirs = al.run(gpt2, batches, [al.Loyalty()], hooks=at_target, **QUIET)["loyalty"]
+    assert_same(ours, theirs)
 
 
 class Watchful(al.Accuracy):

@@ -1,0 +1,177 @@
+"""The hooks of this package as values, which say where they act.
+
+A function of the user says nothing about what it does. These hooks can be limited to the tokens
+that prompts share, compared with one another, and followed by an attention without a pattern.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import HookError
+from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
+from .head_outputs import detached
+from .hooked import Hook, HookFunction
+
+Attention = Float[Tensor, "batch head query key"]
+
+
+class BatchHook:
+    """A hook of this package, not a function of the user."""
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        raise NotImplementedError
+
+    def is_for(self, batch: PromptBatch) -> bool:
+        """Whether it can be for these prompts, as far as it is known."""
+        return True
+
+
+# TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
+@dataclass(frozen=True, eq=False, repr=False)
+class TargetHook(BatchHook):
+    """A hook that acts on the target's rows alone, so that it does nothing in the tokens before.
+
+    Attributes:
+        act: The hook.
+        tokens: The tokens of the prompts for which it was made.
+    """
+
+    act: HookFunction
+    tokens: Int[Tensor, "batch position"]
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        return self.act(tensor, hook)
+
+    def is_for(self, batch: PromptBatch) -> bool:
+        """Whether these are the prompts for which it was made."""
+        return _are_of(self.tokens, batch)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DetachedHeads(BatchHook):
+    """Stops the gradient through heads, in every token alike.
+
+    Attributes:
+        n_heads: How many heads the model has.
+        heads: Those that are detached.
+    """
+
+    n_heads: int
+    heads: tuple[int, ...]
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
+        return detached(tensor, self.n_heads, self.heads)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EdgeHook(BatchHook):
+    """Cuts edges of the attention, or multiplies the attention along them.
+
+    Attributes:
+        edges: The edges between all positions of the prompts. The last query of the attention is
+            the last position, also where the keys of the first tokens are cached.
+        renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
+        heads: The heads in which it acts; None for all heads.
+        factors: The factor of each head of the model; None cuts.
+        tokens: The tokens of the prompts for which it was made, if they are known.
+    """
+
+    edges: EdgeSet
+    renormalize: bool = True
+    heads: tuple[int, ...] | None = None
+    factors: Float[Tensor, " head"] | None = None
+    tokens: Int[Tensor, "batch position"] | None = None
+
+    def __call__(self, tensor: Attention, hook: Any) -> Attention:
+        where = self._where(tensor)
+        # Not -inf, because a row with nothing but padding would become NaN.
+        lowest = torch.finfo(tensor.dtype).min
+        if self.factors is None:
+            return tensor.masked_fill(where, lowest if self.renormalize else 0.0)
+        factors = self.factors.to(tensor.device)[:, None, None]
+        if not self.renormalize:
+            return torch.where(where, tensor * factors.to(tensor.dtype), tensor)
+        scores = tensor + factors.log().to(tensor.dtype)
+        return torch.where(where, scores.clamp(min=lowest), tensor)
+
+    @property
+    def cuts_scores(self) -> bool:
+        """Whether it cuts before the softmax, which a mask can do as well."""
+        return self.renormalize and self.factors is None
+
+    def is_for(self, batch: PromptBatch) -> bool:
+        """Whether these are the prompts for which it was made, or edges have their shape."""
+        count, length = batch.tokens.shape
+        fits = len(self.edges) in (1, count) and self.edges.shape[2] == length
+        return fits and (self.tokens is None or _are_of(self.tokens, batch))
+
+    def in_heads(self, rows: slice, n_heads: int) -> Bool[Tensor, "batch _ query key"]:
+        """The edges of some query rows, in each head or of one axis for all heads."""
+        edges = self.edges.rows(rows)[:, None]
+        if self.heads is None:
+            return edges
+        chosen = torch.zeros(n_heads, 1, 1, dtype=torch.bool, device=edges.device)
+        chosen[list(self.heads)] = True
+        return edges & chosen
+
+    def _where(self, attention: Attention) -> Bool[Tensor, "_ _ query key"]:
+        count, n_heads, queries, keys = attention.shape
+        length = self.edges.shape[2]
+        if keys != length or queries > keys:
+            raise HookError(
+                f"edges are for {length} query and {length} key positions, but the model runs "
+                f"{queries} queries over {keys} keys"
+            )
+        if len(self.edges) not in (1, count):
+            raise HookError(f"edges are for {len(self.edges)} prompts, but the model runs {count}")
+        return self.in_heads(slice(keys - queries, keys), n_heads).to(attention.device)
+
+
+def in_leading_tokens(hooks: Sequence[Hook], length: int) -> list[Hook]:
+    """What hooks of this package do in the first tokens of the first prompt."""
+    sets: dict[int, EdgeSet] = {}  # the hooks of several layers share their edges
+    leading: list[Hook] = []
+    for point, act in hooks:
+        if isinstance(act, EdgeHook):
+            edges = sets.setdefault(id(act.edges), act.edges.before(length).stored())
+            leading.append((point, replace(act, edges=edges, tokens=None)))
+        elif not isinstance(act, TargetHook):
+            leading.append((point, act))
+    return leading
+
+
+def act_alike(hooks: Sequence[Hook], leading: Sequence[Hook]) -> bool:
+    """Whether hooks do in the first tokens of every prompt what ``leading`` does there."""
+    acting = [(point, act) for point, act in hooks if not isinstance(act, TargetHook)]
+    if len(acting) != len(leading):
+        return False
+    pairs: dict[tuple[int, int], tuple[EdgeSet, EdgeSet]] = {}  # compared once for all layers
+    for (point, act), (expected_point, expected) in zip(acting, leading, strict=True):
+        if point != expected_point or not _do_the_same(act, expected):
+            return False
+        if isinstance(act, EdgeHook) and isinstance(expected, EdgeHook):
+            pairs[id(act.edges), id(expected.edges)] = act.edges, expected.edges
+    return all(edges.begins_as(expected) for edges, expected in pairs.values())
+
+
+def _do_the_same(act: HookFunction, expected: HookFunction) -> bool:
+    """Whether two hooks do the same to their edges or heads, whichever edges these are."""
+    if isinstance(act, EdgeHook) and isinstance(expected, EdgeHook):
+        first, second = act.factors, expected.factors
+        same = first is second or (
+            first is not None and second is not None and torch.equal(first, second)
+        )
+        return same and act.heads == expected.heads
+    if isinstance(act, DetachedHeads) and isinstance(expected, DetachedHeads):
+        return act.heads == expected.heads
+    return False
+
+
+def _are_of(tokens: Tensor, batch: PromptBatch) -> bool:
+    return tokens is batch.tokens or torch.equal(tokens.to(batch.tokens.device), batch.tokens)

@@ -1,0 +1,179 @@
+"""A set of edges as a value: a tensor whose query rows are computed when they are read.
+
+All edges of 32,000 tokens would be a table of 1 GB for each set. A set therefore holds a function
+of query rows, and joins with other sets as such a function. It depends on nothing but what it was
+made of: not on who reads it, when, or how often.
+"""
+
+from collections.abc import Callable, Iterator
+from operator import and_, or_
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from ..errors import PromptError
+from ..system.row_pieces import row_slices, stored_rows
+from .batch import PromptBatch
+
+Edges = Bool[Tensor, "batch query key"]
+EdgesOfBatch = Callable[[PromptBatch], Edges]
+
+
+class EdgeSet(Tensor):
+    """Edges of a batch: a ``Bool[Tensor, "batch query key"]`` that is computed when it is read.
+
+    ``|``, ``&`` and ``~`` give sets again, also with a plain tensor on either side. All else that
+    torch does with a tensor makes the whole table first, and gives a plain tensor:
+    ``edges.sum(2)``, ``edges[0]``, ``torch.where(edges, a, b)``. A set cannot be edited: write into
+    ``table = edges.table()``, which is a plain tensor of your own.
+
+    Examples:
+        >>> chosen = al.edges.wp(batch) & ~al.edges.from_first(batch)
+        >>> isinstance(chosen, al.EdgeSet) and isinstance(chosen, torch.Tensor)
+        True
+        >>> torch.equal(chosen.rows(slice(3, 9)), chosen.table()[:, 3:9])
+        True
+        >>> chosen.sum((1, 2)).tolist() == chosen.counts().tolist()
+        True
+    """
+
+    _rows_of: Callable[[slice], Edges]
+    # Operations reach __torch_dispatch__, also those of an index tensor[edges]; shape and device
+    # are known without values.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    @torch.inference_mode(False)  # autograd takes no tensor that was made in it
+    def __new__(
+        cls, rows_of: Callable[[slice], Edges], shape: tuple[int, ...], device: torch.device
+    ) -> "EdgeSet":
+        made: EdgeSet = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        made._rows_of = rows_of
+        return made
+
+    @classmethod
+    def of(cls, table: Edges) -> "EdgeSet":
+        """The edges of a table; later edits of the table do not change them."""
+        if isinstance(table, EdgeSet):
+            return table
+        own = table.detach().clone()
+        return cls(lambda rows: own[:, rows].clone(), tuple(own.shape), own.device)
+
+    def rows(self, rows: slice) -> Edges:
+        """The edges of some query rows to all keys, as a plain tensor of the caller's own."""
+        return self._rows_of(rows)
+
+    def table(self) -> Edges:
+        """All edges as a plain tensor, one byte for each pair of positions of each prompt."""
+        return self.rows(slice(0, self.shape[1]))
+
+    def pieces(self) -> Iterator[tuple[slice, Edges]]:
+        """All rows, a few at a time, so that no whole table is made."""
+        for rows in row_slices(self.shape[1], self.shape[0] * self.shape[2]):
+            yield rows, self.rows(rows)
+
+    def counts(self) -> Int[Tensor, " batch"]:
+        """The number of edges in each prompt."""
+        counts = torch.zeros(self.shape[0], dtype=torch.long, device=self.device)
+        for _, edges in self.pieces():
+            counts += edges.sum((1, 2))
+        return counts
+
+    def has_edges(self) -> bool:
+        """Whether there is an edge in any prompt."""
+        return any(bool(edges.any()) for _, edges in self.pieces())
+
+    def before(self, length: int) -> "EdgeSet":
+        """The edges of the first prompt between its first ``length`` positions."""
+
+        def rows_of(rows: slice) -> Edges:
+            start, stop, _ = rows.indices(length)
+            return self.rows(slice(start, stop))[:1, :, :length]
+
+        return EdgeSet(rows_of, (1, length, length), self.device)
+
+    def begins_as(self, other: "EdgeSet") -> bool:
+        """Whether the first positions of every prompt have the edges of a single prompt."""
+        length = other.shape[2]
+        return all(
+            bool((self.rows(rows)[..., :length] == other.rows(rows)).all())
+            for rows in row_slices(length, len(self) * length)
+        )
+
+    def stored(self) -> "EdgeSet":
+        """The same edges, whose rows stay in memory as far as they are few; do not edit these."""
+        return EdgeSet(stored_rows(self.rows), tuple(self.shape), self.device)
+
+    def __and__(self, other: Any) -> Any:
+        return _joined(and_, self, other)
+
+    def __or__(self, other: Any) -> Any:
+        return _joined(or_, self, other)
+
+    __rand__ = __iand__ = __and__
+    __ror__ = __ior__ = __or__  # ``edges |= more`` gives the name a new set
+
+    def __invert__(self) -> "EdgeSet":
+        return EdgeSet(lambda rows: ~self.rows(rows), tuple(self.shape), self.device)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _no_edit()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        prompts, queries, keys = self.shape
+        edges = int(self.counts().sum())
+        return f"EdgeSet(batch {prompts}, query {queries}, key {keys}; {edges} edges)"
+
+    def __deepcopy__(self, memo: Any) -> "EdgeSet":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.table().__reduce_ex__(protocol)  # a stored set is a table
+
+    def tolist(self) -> Any:
+        """As lists of True and False."""
+        return self.table().tolist()
+
+    def numpy(self, *args: Any, **options: Any) -> Any:
+        """As an array of NumPy."""
+        return self.table().numpy(*args, **options)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Every operation of torch: on tables in the place of sets."""
+        kwargs = kwargs or {}
+        edits = function.overloadpacket.__name__.endswith("_")
+        if (edits and isinstance(args[0], EdgeSet)) or isinstance(kwargs.get("out"), EdgeSet):
+            raise _no_edit()
+        return function(*_tables(args), **{name: _tables(each) for name, each in kwargs.items()})
+
+
+def _joined(join: Callable[[Any, Any], Any], edges: EdgeSet, other: Any) -> Any:
+    """A set that is joined row by row; what torch gives for tables where ``other`` has no rows."""
+    is_table = isinstance(other, Tensor) and other.dtype == torch.bool and other.ndim in (2, 3)
+    table = other[None] if is_table and other.ndim == 2 else other
+    fits = is_table and table.device == edges.device and table.shape[1:] == edges.shape[1:]
+    if not fits or (1 not in (len(table), len(edges)) and len(table) != len(edges)):
+        return join(edges.table(), other)
+    second = EdgeSet.of(table)
+    shape = torch.broadcast_shapes(edges.shape, second.shape)
+    return EdgeSet(lambda rows: join(edges.rows(rows), second.rows(rows)), shape, edges.device)
+
+
+def _tables(value: Any) -> Any:
+    if isinstance(value, EdgeSet):
+        return value.table()
+    if isinstance(value, list | tuple):
+        return type(value)(_tables(each) for each in value)
+    return value
+
+
+def _no_edit() -> PromptError:
+    return PromptError(
+        "a set of edges cannot be edited, because others may read it; join it by |, & and ~, or "
+        "write into a table of your own: table = edges.table()"
+    )

@@ -1,0 +1,225 @@
+"""Sets of edges: their rows, joins and what torch does with them, against whole tables."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.system import row_pieces
+
+pytestmark = pytest.mark.without_jaxtyping
+
+NAMED = [al.edges.wp, al.edges.pq, al.edges.ww, al.edges.tq, al.edges.every, al.edges.from_first]
+
+
+def within(batch: al.PromptBatch, queries: Tensor, keys: Tensor) -> Tensor:
+    """A table of all edges from queries to earlier keys."""
+    earlier = torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-1).bool()
+    return queries[:, :, None] & keys[:, None] & earlier
+
+
+def own_table(batch: al.PromptBatch) -> Tensor:
+    """A table of one prompt, for all prompts."""
+    return torch.ones(batch.tokens.shape[1], batch.tokens.shape[1]).tril(-3).bool()
+
+
+# Sets, and the same tables written out.
+PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "and not": (
+        lambda b: al.edges.wp(b) & ~al.edges.from_first(b),
+        lambda b: al.edges.wp(b).table() & ~al.edges.from_first(b).table(),
+    ),
+    "or": (
+        lambda b: al.edges.wp(b) | al.edges.pq(b),
+        lambda b: al.edges.wp(b).table() | al.edges.pq(b).table(),
+    ),
+    "between": (
+        lambda b: al.edges.between(al.edges.query(b), al.edges.demonstrations(b)),
+        lambda b: within(b, al.edges.query(b), al.edges.demonstrations(b)),
+    ),
+    "a table of queries and keys": (
+        lambda b: al.edges.every(b) & own_table(b),
+        lambda b: al.edges.every(b).table() & own_table(b),
+    ),
+    "a table at the left": (
+        lambda b: own_table(b)[None] | al.edges.pq(b),
+        lambda b: own_table(b) | al.edges.pq(b).table(),
+    ),
+    "one prompt": (
+        lambda b: al.EdgeSet.of(own_table(b)[None]) & al.edges.ww(b),
+        lambda b: own_table(b) & al.edges.ww(b).table(),
+    ),
+    "random keys": (
+        lambda b: al.edges.random_keys(b, al.edges.pq(b), 0),
+        lambda b: al.edges.random_keys(b, al.edges.pq(b).table(), 0).table(),
+    ),
+}
+
+
+@pytest.fixture(params=["left", "right"])
+def batch(request: pytest.FixtureRequest, gpt2: Any) -> al.PromptBatch:
+    return questions(gpt2, 3, padding_side=request.param)[0]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_sets_are_lazy_and_equal_tables(name: str, batch: al.PromptBatch) -> None:
+    function, table = PAIRS[name]
+    edges, expected = function(batch), table(batch)
+    assert isinstance(edges, al.EdgeSet) and type(expected) is Tensor and expected.any()
+    assert (edges.shape, edges.dtype, edges.device) == (expected.shape, torch.bool, expected.device)
+    for start, stop in ((0, 1), (4, 5), (5, 9), (0, expected.shape[1])):
+        assert torch.equal(edges.rows(slice(start, stop)), expected[:, start:stop])
+    assert torch.equal(edges.rows(slice(None)), expected) and type(edges.table()) is Tensor
+    assert edges.counts().tolist() == expected.sum((1, 2)).tolist()
+    assert torch.equal(edges.before(40).table(), expected[:1, :40, :40])
+    stored = edges.stored()
+    assert torch.equal(stored.rows(slice(3, 9)), stored.rows(slice(3, 9)))
+    assert torch.equal(stored, expected)
+
+
+# Whatever else a tensor can do. Each gives a plain tensor, or another object of Python.
+OPERATIONS: list[Callable[[Any], Any]] = [
+    lambda e: e[1],
+    lambda e: e[:, 5:9, 2],
+    lambda e: e.tril(-3),
+    lambda e: e.sum((1, 2)),
+    lambda e: e ^ e.tril(-5),
+    lambda e: e == e.tril(-5),
+    lambda e: e & False,
+    lambda e: True | e,
+    lambda e: e.float(),
+    lambda e: torch.where(e, 2.0, -1.0),
+    lambda e: torch.logical_or(e, torch.ones_like(e)),
+    lambda e: torch.stack([e, ~e], 1),
+    lambda e: torch.arange(e.numel()).view(e.shape)[e],
+    lambda e: torch.zeros(e.shape).masked_fill(e, 1.0),
+    lambda e: e.nonzero(),
+    lambda e: e.diagonal(dim1=1, dim2=2),
+    lambda e: list(e)[2],
+    lambda e: e.detach(),
+    lambda e: torch.tensor(e.tolist()),
+    lambda e: torch.from_numpy(e.numpy()),
+    lambda e: torch.from_numpy(np.asarray(e)),
+    lambda e: pickle.loads(pickle.dumps(e)),
+    lambda e: copy.deepcopy(e).float(),
+    lambda e: copy.copy(e),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OPERATIONS)))
+def test_torch_does_with_a_set_what_it_does_with_a_table(
+    number: int, batch: al.PromptBatch
+) -> None:
+    edges, operation = al.edges.wp(batch), OPERATIONS[number]
+    ours, expected = operation(edges), operation(edges.table())
+    assert type(ours) is Tensor and ours.dtype == expected.dtype
+    assert torch.equal(ours, expected)
+
+
+def test_a_gradient_passes_by_a_set(batch: al.PromptBatch) -> None:
+    edges = al.edges.wp(batch)
+    weights = torch.ones(edges.shape, requires_grad=True)
+    weights.masked_fill(edges, 0.0).sum().backward()
+    assert weights.grad is not None and torch.equal(weights.grad, (~edges.table()).float())
+
+
+EDITS: list[Callable[[Any], Any]] = [
+    lambda e: e.__setitem__((0, 5), False),
+    lambda e: e.fill_(True),
+    lambda e: e.logical_not_(),
+    lambda e: torch.logical_not(e.table(), out=e),
+    lambda e: e.copy_(e.table()),
+]
+
+
+@pytest.mark.parametrize("number", range(len(EDITS)))
+def test_a_set_cannot_be_edited(number: int, batch: al.PromptBatch) -> None:
+    edges = al.edges.wp(batch)
+    before = edges.table()
+    with pytest.raises(PromptError, match=r"cannot be edited.*table = edges.table\(\)"):
+        EDITS[number](edges)
+    assert torch.equal(edges, before)
+
+
+def test_edits_of_what_a_set_was_made_of_do_not_change_it(batch: al.PromptBatch) -> None:
+    queries, keys = al.edges.query(batch), al.edges.demonstrations(batch)
+    own = own_table(batch)
+    edges = al.edges.between(queries, keys) & own
+    expected = edges.table()
+    for each in (queries, keys, own, edges.table(), edges.rows(slice(0, 9))):
+        each.zero_()
+    assert torch.equal(edges, expected) and expected.any()
+    table = al.EdgeSet.of(expected)
+    table.rows(slice(0, 90)).zero_()
+    assert torch.equal(table, expected)
+
+
+def test_joined_names_get_a_new_set(batch: al.PromptBatch) -> None:
+    edges = wp = al.edges.wp(batch)
+    edges |= al.edges.pq(batch)
+    assert torch.equal(edges, wp.table() | al.edges.pq(batch).table())
+    edges &= wp
+    assert torch.equal(edges, wp) and edges is not wp
+    assert torch.equal(wp, al.edges.wp(batch))
+
+
+def test_a_memoised_function_gives_the_same_sets(batch: al.PromptBatch) -> None:
+    """A set does not depend on who read it before, and which rows."""
+    memoised = functools.cache(al.edges.pq)
+    memoised(batch).rows(slice(0, 1))
+    for rows in (slice(0, 1), slice(7, 40), slice(None)):
+        joined = memoised(batch) | al.edges.wp(batch)
+        expected = al.edges.pq(batch).table() | al.edges.wp(batch).table()
+        assert torch.equal(joined.rows(rows), expected[:, rows])
+        assert torch.equal(memoised(batch).rows(rows), al.edges.pq(batch).rows(rows))
+
+
+def test_sets_made_in_inference_mode_work_outside(gpt2: Any) -> None:
+    with torch.inference_mode():
+        edges = al.edges.wp(questions(gpt2, 2)[0]) & ~al.edges.from_first(questions(gpt2, 2)[0])
+    weights = torch.ones(edges.shape, requires_grad=True)
+    weights.masked_fill(edges, 0.0).sum().backward()
+    assert weights.grad is not None and not weights.grad[edges].any()
+
+
+def test_joins_with_other_shapes_are_errors_of_torch(batch: al.PromptBatch) -> None:
+    edges = al.edges.wp(batch)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        edges | torch.ones(3, 4, 4).bool()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        edges | torch.ones(2, *edges.shape[1:]).bool()
+
+
+def test_a_set_prints_its_size(batch: al.PromptBatch) -> None:
+    edges, length = al.edges.pq(batch), batch.tokens.shape[1]
+    assert repr(edges) == f"EdgeSet(batch 3, query {length}, key {length}; 18 edges)"
+
+
+@pytest.mark.parametrize("draw", [al.edges.random_keys, al.edges.random_edges])
+def test_draws_do_not_depend_on_the_size_of_pieces(
+    draw: Any, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = questions(gpt2, 3)[0]
+    chosen = al.edges.pq(batch)
+    expected = draw(batch, chosen, seed=3).table()
+    monkeypatch.setattr(row_pieces, "PIECE", 1000)
+    drawn = draw(batch, chosen, seed=3)
+    assert torch.equal(drawn, expected)
+    assert torch.equal(drawn.rows(slice(7, 31)), expected[:, 7:31])
+    assert drawn.counts().tolist() == expected.sum((1, 2)).tolist()
+
+
+def test_rows_of_a_long_prompt_make_no_table() -> None:
+    length = 100_000  # a table would take 10 GB
+    positions = torch.ones(1, length, dtype=torch.bool)
+    edges = al.edges.between(positions, positions) & ~al.edges.between(positions, ~positions)
+    assert edges.rows(slice(50_000, 50_003)).sum(2).tolist() == [[50_000, 50_001, 50_002]]

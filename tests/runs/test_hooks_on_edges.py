@@ -1,0 +1,292 @@
+"""Hooks of the package in runs: with shared tokens, without patterns, and where they do nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from measures import assert_same, hooks_on
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, HookError, PromptError
+from anchorlens.models.hooked import pattern_name
+from anchorlens.runs import fused_trial
+from anchorlens.system import row_pieces
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    # A batch may have no edge of a set of which another has some.
+    pytest.mark.filterwarnings("ignore:nothing is cut or scaled:UserWarning"),
+]
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+METRICS: list[al.Metric] = [al.SaliencyFlows(), al.Accuracy()]
+Change = Callable[[Any, al.PromptBatch], Any]
+
+
+def texts_read_by_anchors(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.between(al.edges.anchors(batch), al.edges.group(batch, "text"))
+
+
+FACTORS = torch.tensor([[0.25, 2.5], [1.5, 0.5], [3.0, 0.75]], dtype=torch.double)
+
+CUTS: dict[str, Change] = {
+    "a named set": lambda m, b: al.block_edges(m, al.edges.wp(b), range(2)),
+    "joined sets": lambda m, b: al.block_edges(
+        m, al.edges.wp(b) & ~al.edges.from_first(b) | al.edges.pq(b), [0, 2], heads=1
+    ),
+    "positions": lambda m, b: al.block_edges(m, texts_read_by_anchors(b), 1),
+    "a table": lambda m, b: al.block_edges(m, al.edges.wp(b).table(), 0),
+    "a table for all": lambda m, b: al.block_edges(m, texts_read_by_anchors(b)[:1], 0),
+    "two lists": lambda m, b: (
+        al.block_edges(m, al.edges.wp(b), 0) + al.block_edges(m, al.edges.pq(b), range(3))
+    ),
+    "isolate": lambda m, b: al.isolate(m, b, b.label_positions[:, 1:3], range(2)),
+    "detach_heads": lambda m, b: al.detach_heads(m, 1, 0),
+    "detached and cut": lambda m, b: (
+        al.detach_heads(m, [1, 2], 1) + al.block_edges(m, al.edges.wp(b), 0)
+    ),
+}
+OTHERS: dict[str, Change] = {
+    "after the softmax": lambda m, b: al.block_edges(m, al.edges.wp(b), 0, renormalize=False),
+    "scale": lambda m, b: al.scale_edges(m, al.edges.wp(b), FACTORS, range(3)),
+    "scale after the softmax": lambda m, b: al.scale_edges(
+        m, al.edges.tq(b) | al.edges.wp(b), 0.3, range(3), renormalize=False
+    ),
+}
+
+
+def flows_and_others(model: Any, batches: Any, change: Change, **options: Any) -> al.Results:
+    return al.run(model, batches, METRICS, hooks=lambda b: change(model, b), **QUIET, **options)
+
+
+@pytest.fixture
+def exact(hooked: Any, byte_level: Any) -> Any:
+    return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [*CUTS, *OTHERS])
+def test_hooks_of_the_package_share_the_prefix(name: str, side: Any, exact: Any) -> None:
+    change = (CUTS | OTHERS)[name]
+    batches = questions(exact, 5, batch_size=3, padding_side=side)
+    before = hooks_on(exact)
+    ours = flows_and_others(exact, batches, change)
+    theirs = flows_and_others(exact, batches, change, share_prefix=False)
+    clean = al.run(exact, batches, METRICS[:1], share_prefix=False, **QUIET)["saliency_flows"]
+    for record_name, record in ours.items():
+        assert "run once for all" in record.info["shared_prefix"]
+        assert theirs[record_name].info["shared_prefix"] == "off: share_prefix=False"
+        assert_same(record, theirs[record_name], 1e-10)
+    # These hooks do something, of which most is in the tokens that are shared.
+    flows = theirs["saliency_flows"].flows
+    assert float((flows - clean.flows).abs().max() / clean.flows.abs().max()) > 1e-3
+    assert hooks_on(exact) == before
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_cuts_and_detached_heads_need_no_pattern(
+    name: str, exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = questions(exact, 5, batch_size=3)
+    expected = flows_and_others(exact, batches, CUTS[name], share_prefix=False)
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(row_pieces, "PIECE", 5_000)
+    for record_name, record in flows_and_others(exact, batches, CUTS[name]).items():
+        assert record.info["attention"].startswith("fused: ")
+        assert "run once for all" in record.info["shared_prefix"]
+        assert_same(record, expected[record_name], 1e-10)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
+def test_they_also_do_in_other_architectures(
+    make: Any, hooked: Any, byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hooked(make(len(byte_level)).double(), byte_level)
+    batches, change = questions(model, 4, padding_side="left"), CUTS["detached and cut"]
+    expected = flows_and_others(model, batches, change, share_prefix=False)
+    shared = flows_and_others(model, batches, change)
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    fused = flows_and_others(model, batches, change)
+    assert fused["accuracy"].info["attention"].startswith("fused: ")
+    for name, record in expected.items():  # their softmax is in float32
+        assert_same(shared[name], record, 1e-5)
+        assert_same(fused[name], record, 1e-5)
+
+
+def test_hooks_that_scale_say_why_patterns_stay_whole(
+    exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    for name in OTHERS:
+        record = flows_and_others(exact, questions(exact, 3), OTHERS[name])["accuracy"]
+        assert record.info["attention"].startswith("whole patterns, because hooks act at blocks.0")
+
+
+def test_only_hooks_of_the_user_are_called_so(gpt2: Any) -> None:
+    def mixed(model: Any, batch: al.PromptBatch) -> Any:
+        own = (pattern_name(0), lambda pattern, hook: pattern * 0.9)
+        return [*al.block_edges(model, al.edges.wp(batch), 0), own]
+
+    record = flows_and_others(gpt2, questions(gpt2, 4), mixed)["accuracy"]
+    assert record.info["shared_prefix"].startswith("off: hooks of your own act on positions")
+
+
+def longer_queries(batch: al.PromptBatch) -> torch.Tensor:
+    """True for prompts with a long query, which the demonstrations do not show."""
+    return al.edges.query(batch).sum(1) > 33
+
+
+def by_length(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.wp(batch) & longer_queries(batch)[:, None, None].expand(
+        al.edges.wp(batch).shape
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, b: al.block_edges(m, by_length(b), 0),
+        lambda m, b: al.scale_edges(m, al.edges.wp(b), 0.1 + 0.01 * int(b.index[0]), 0),
+        lambda m, b: al.detach_heads(m, 0, int(b.index[0]) % 2),
+    ],
+)
+def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
+    change: Change, exact: Any
+) -> None:
+    batches = questions(exact, 6, batch_size=2)
+    ours = flows_and_others(exact, batches, change)
+    theirs = flows_and_others(exact, batches, change, share_prefix=False)
+    for name, record in ours.items():
+        assert "hooks differ between prompts" in record.info["shared_prefix"]
+        assert_same(record, theirs[name], 1e-10)
+
+
+def test_flows_of_sets_that_differ_between_prompts_run_whole_prompts(exact: Any) -> None:
+    """The shared tokens alone do not show which prompts have long queries."""
+
+    def anchors(batch: al.PromptBatch) -> torch.Tensor:
+        return al.edges.anchors(batch) & longer_queries(batch)[:, None]
+
+    def rest(batch: al.PromptBatch) -> torch.Tensor:
+        return al.edges.demonstrations(batch) & ~al.edges.anchors(batch)
+
+    batches = questions(exact, 6, batch_size=3)
+    found = torch.cat([longer_queries(batch) for batch in batches])
+    assert found.any() and not found.all()
+    parts = {"anchors": anchors, "rest": rest}
+    for metric in (
+        al.SaliencyFlows(edges={"long": by_length, "pq": al.edges.pq}),
+        al.SegmentFlows(parts),
+        al.SegmentAttention(parts, apart=1),
+    ):
+        ours, theirs = (
+            al.run(exact, batches, [metric], share_prefix=share, **QUIET)[metric.name]
+            for share in (True, False)
+        )
+        assert ours.info["shared_prefix"] == (
+            f"off: {metric.name} differs between prompts that share their demonstrations"
+        )
+        assert_same(ours, theirs, 1e-12)
+
+
+def to_padding(batch: al.PromptBatch) -> torch.Tensor:
+    everywhere = torch.ones_like(batch.attention_mask)
+    return al.edges.between(everywhere, everywhere)
+
+
+def exchanged(batch: al.PromptBatch) -> torch.Tensor:
+    return al.edges.between(al.edges.anchors(batch), al.edges.target(batch))
+
+
+WRONG: dict[str, tuple[Change, type[AnchorlensError], str]] = {
+    "queries and keys exchanged": (
+        lambda m, b: al.block_edges(
+            m, al.edges.between(al.edges.anchors(b), al.edges.target(b)), 0
+        ),
+        HookError,
+        r"nothing is cut or scaled at blocks.0.attn.hook_attn_scores: no prompt has an edge",
+    ),
+    "one of two lists": (
+        lambda m, b: (
+            al.block_edges(m, al.edges.wp(b), 0)
+            + al.scale_edges(m, al.edges.wp(b) & al.edges.pq(b), 2.0, 2)
+        ),
+        HookError,
+        r"nothing is cut or scaled at blocks.2",
+    ),
+    "transposed": (
+        lambda m, b: al.block_edges(m, al.edges.pq(b).transpose(1, 2), 0),
+        PromptError,
+        "from a token to an earlier token",
+    ),
+    "padding": (
+        lambda m, b: al.scale_edges(m, to_padding(b), 0.5, 0),
+        PromptError,
+        "some belong to padding",
+    ),
+    "padding, for all prompts": (
+        lambda m, b: al.block_edges(m, to_padding(b)[:1], 0),
+        PromptError,
+        "some belong to padding",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_edges_that_no_prompt_has_are_refused_before_any_pass(name: str, gpt2: Any) -> None:
+    change, error, message = WRONG[name]
+    batches = questions(gpt2, 4, batch_size=2)
+    calls: list[Callable[[], Any]] = [
+        lambda: al.run(gpt2, batches, METRICS, hooks=lambda b: change(gpt2, b), **QUIET),
+        lambda: al.target_logits(gpt2, batches, hooks=lambda b: change(gpt2, b), progress=False),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_a_batch_without_an_edge_may_be_beside_others(exact: Any) -> None:
+    batches = questions(exact, 6, batch_size=1)
+    found = [bool(longer_queries(batch)) for batch in batches]
+    assert any(found) and not all(found)
+
+    def cut(batch: al.PromptBatch) -> Any:
+        return al.block_edges(exact, by_length(batch), range(3))
+
+    changed = al.target_logits(exact, batches, hooks=cut, progress=False)
+    clean = al.target_logits(exact, batches, progress=False)
+    index = torch.cat([batch.index for batch in batches]).tolist()
+    for position, has_edges in zip(index, found, strict=True):
+        difference = float((changed[position] - clean[position]).abs().max())
+        assert difference > 1e-4 if has_edges else difference < 1e-10
+
+
+def test_edges_of_other_prompts_are_refused(gpt2: Any) -> None:
+    batches = questions(gpt2, 4, batch_size=2)
+    assert batches[0].tokens.shape != batches[1].tokens.shape
+    fixed = al.block_edges(gpt2, al.edges.wp(batches[0]), 0)
+    with pytest.raises(HookError, match="made for other prompts"):
+        al.target_logits(gpt2, batches, hooks=lambda batch: fixed, progress=False)
+
+
+def test_edges_that_follow_moved_prompts_act_there(exact: Any) -> None:
+    """Prompts with padding on the left are run with padding on the right."""
+    (left,), (right,) = (questions(exact, 4, padding_side=side) for side in ("left", "right"))
+    fixed = texts_read_by_anchors(left) & ~al.edges.from_first(left)
+
+    def follows(batch: al.PromptBatch) -> Any:
+        return al.block_edges(exact, texts_read_by_anchors(batch), 0)
+
+    ours, theirs = (
+        al.target_logits(exact, [batch], hooks=follows, progress=False) for batch in (left, right)
+    )
+    assert float((ours - theirs).abs().max()) < 1e-10
+    # These stay where they were. Padding is on the other side, so that they lie in the prompts.
+    inside = fixed & al.edges.every(right)
+    with pytest.raises(HookError, match="prompts are run with their padding on the right"):
+        al.target_logits(
+            exact, [left], hooks=lambda batch: al.block_edges(exact, inside, 0), progress=False
+        )
