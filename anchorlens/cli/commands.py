@@ -20,8 +20,9 @@ from ..errors import AnchorlensError
 from ..prompts.examples import BUNDLED, HUB_SOURCES
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
+from ..system.texts import printable
 from .option_lists import seeds_of, words_of
-from .output import Output, say
+from .output import Output, lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory
 
 app = typer.Typer(
@@ -39,6 +40,16 @@ A_TASK = f"One of {', '.join(TASK_NAMES)}."
 A_MODEL = "Hub name, local folder, or .gguf file."
 
 _task_option = partial(typer.Option, rich_help_panel="Task and examples")
+
+
+def _path(text: str) -> Path:
+    """A path of an option; an empty text, such as that of a variable, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("an empty text is no path; the current folder is '.'")
+    return Path(text)
+
+
+_PATH: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
 
 
 class Dtype(StrEnum):
@@ -79,7 +90,9 @@ Version = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option(help=A_MODEL)]
-Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
+Out = Annotated[
+    Path, typer.Option(**_PATH, help="Folder for the report, the results and the settings.")
+]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first available.")]
 Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
 # Eager, so that no other mistake is reported first.
@@ -99,7 +112,10 @@ Seeds = Annotated[
 TaskName = Annotated[str | None, _task_option(help=A_TASK, autocompletion=_names_of_tasks)]
 TaskFile = Annotated[
     Path | None,
-    _task_option(help="toml file that holds template, labels and the other entries of this panel."),
+    _task_option(
+        **_PATH,
+        help="toml file that holds template, labels and the other entries of this panel.",
+    ),
 ]
 Template = Annotated[
     str | None,
@@ -132,8 +148,9 @@ Chat = Annotated[
 Data = Annotated[
     Path | None,
     _task_option(
+        **_PATH,
         help="jsonl, csv or parquet file, for demonstrations and queries; by default the examples "
-        "of --task, bundled or from the hub."
+        "of --task, bundled or from the hub.",
     ),
 ]
 Dataset = Annotated[str | None, _task_option(help="Name of a data set on the hub.")]
@@ -157,7 +174,8 @@ QuerySplit = Annotated[
 FolderOfTasks = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task."
+        **_PATH,
+        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task.",
     ),
 ]
 Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
@@ -368,17 +386,29 @@ def main() -> None:
 
     Of several processes the main one prints, also what failed in another.
     """
+    with lasting_streams() as results:
+        status = _status()
+    if results.reason:
+        line = f"error: the standard output cannot be written: {results.reason}"
+        stored = "; all files are in --out" if "--out" in _options_of(sys.argv[1:]) else ""
+        say(f"{line}{stored if not status else ''}", err=True)
+    sys.exit(status or int(bool(results.reason)))
+
+
+def _status() -> int:
+    """Run the command that the arguments call; return its exit status."""
     options = _options_of(sys.argv[1:])
-    warnings.formatwarning = lambda message, *_, **__: (
+    warnings.formatwarning = lambda message, *_, **__: printable(
         f"warning: {in_words_of_the_command(str(message), options)}\n"
     )
     try:
         if was_launched():
             _join_launched()
         app()
+    except SystemExit as end:  # the command is over
+        return int(end.code or 0)
     except AnchorlensError as error:
         say(f"error: {in_words_of_the_command(str(error), options)}", err=True)
-        sys.exit(1)
     except Exception as error:
         from ..passes.memory import is_out_of_memory
 
@@ -386,7 +416,7 @@ def main() -> None:
             raise
         reason = str(error).partition("\n")[0]
         typer.echo(f"error: out of memory ({reason}); {need_less_memory(options)}", err=True)
-        sys.exit(1)
+    return 1
 
 
 def _options_of(arguments: Sequence[str]) -> set[str]:

@@ -27,7 +27,7 @@ from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
 from ..runs.fingerprint import versions
 from ..runs.store import forget_rows
-from ..system.files import write_atomically
+from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from .analysis import Page, analyse, file_name, make_folder, rows_folder
 from .before_weights import check_depth, check_length, checked_tokenizer
@@ -171,8 +171,8 @@ def paper(
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
-        write_atomically(out / "numbers.csv", numbers.to_csv(index=False).encode())
-        write_atomically(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
+        write_text(out / "numbers.csv", numbers.to_csv(index=False))
+        write_text(out / "tables.txt", f"{paper_tables(numbers)}\n")
 
     numbers = paper_numbers(
         loaded,
@@ -341,5 +341,5 @@ def _save_settings(settings: Mapping[str, Any], out: Path) -> dict[str, Any]:
     saved = {**settings, "versions": versions()}
     if is_main():
         text = json.dumps(saved, indent=1, default=str)  # a path as text
-        write_atomically(out / "settings.json", f"{text}\n".encode())
+        write_text(out / "settings.json", f"{text}\n")
     return saved

@@ -25,6 +25,7 @@ from ..results.record import kind_of_file
 from ..runs.fingerprint import identity
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .query_pass import QueryPass
 
 
@@ -52,7 +53,7 @@ class CompressedContext:
     def __repr__(self) -> str:
         """One line: the selected positions and their groups, bytes, placement and model."""
         parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
-        return shorten(f"CompressedContext({parts})", 200, placeholder=" …)")
+        return printable(shorten(f"CompressedContext({parts})", 200, placeholder=" …)"))
 
     def _repr_html_(self) -> str:
         return titled("CompressedContext", table(["what", "value"], self._summary().items()))

@@ -19,7 +19,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
 from ..system.digest_file import read_tensors, to_bytes_with_digest
-from ..system.files import write_atomically
+from ..system.files import write_atomically, write_text
 from .compression import cache_of_demonstrations
 from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
@@ -95,7 +95,7 @@ def context_to_peft(
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
     write_atomically(folder / _WEIGHTS, weights)
-    write_atomically(folder / _CONFIG, json.dumps(config.to_dict(), indent=2).encode())
+    write_text(folder / _CONFIG, json.dumps(config.to_dict(), indent=2))
     return folder
 
 

@@ -18,6 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..results.html_tables import table, titled
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .context import refuse_another_kind, refuse_another_model
 from .query_pass import QueryPass, bos_of, checked_logits, checked_queries
 from .training import TrainingRecord
@@ -82,7 +83,7 @@ class PrefixContext:
     def __repr__(self) -> str:
         """One line: the number of positions, bytes, the best accuracy and the model."""
         parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
-        return shorten(f"{type(self).__name__}({parts})", 200, placeholder=" …)")
+        return printable(shorten(f"{type(self).__name__}({parts})", 200, placeholder=" …)"))
 
     def _repr_html_(self) -> str:
         return titled(type(self).__name__, table(["what", "value"], self._summary().items()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import MetricError, StoreError
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
@@ -74,7 +75,7 @@ class Record:
             line = f"{type(self).__name__}({'; '.join(part for part in parts if part)})"
             if len(line) <= _LINE:
                 break
-        return line
+        return printable(line)
 
     def _repr_html_(self) -> str:
         """Each field in short, with its interval, and where the numbers come from."""

@@ -40,6 +40,7 @@ from ..system.processes import (
     require_equal_settings,
     require_whole_model,
 )
+from ..system.texts import printable
 from .checkpoint_choice import why_checkpointed
 from .checks import check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import fingerprint, versions
@@ -122,7 +123,7 @@ class Study:
         # Only checked batches and models have all attributes.
         model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
         parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
-        return f"Study({parts}{'' if self.folder is None else '; with a folder'})"
+        return printable(f"Study({parts}{'' if self.folder is None else '; with a folder'})")
 
     def __enter__(self) -> "Study":
         with ExitStack() as stack:
