@@ -93,7 +93,9 @@ Model = Annotated[str, typer.Option(help=A_MODEL)]
 Out = Annotated[
     Path, typer.Option(**_PATH, help="Folder for the report, the results and the settings.")
 ]
-Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first available.")]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, mps or cpu; by default the first of these that exists.")
+]
 Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
 # Eager, so that no other mistake is reported first.
 OldLayers = Annotated[
@@ -101,12 +103,15 @@ OldLayers = Annotated[
     typer.Option("--layers", hidden=True, is_eager=True, expose_value=False, callback=_old_layers),
 ]
 Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
+DrawsOfWords = Annotated[
+    int, typer.Option(min=1, max=9999, help="Random selections of words to compare with.")
+]
 Seeds = Annotated[
     list[str],
     typer.Option(
         "--seed",
         "--seeds",
-        help="Seeds, each of a set of demonstrations; repeated or separated by commas.",
+        help="Seeds; each draws its own demonstrations. Repeat the option, or separate by commas.",
     ),
 ]
 TaskName = Annotated[str | None, _task_option(help=A_TASK, autocompletion=_names_of_tasks)]
@@ -180,9 +185,11 @@ FolderOfTasks = Annotated[
 ]
 Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts in a batch.")]
-WeightType = Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")]
+WeightType = Annotated[
+    Dtype | None, typer.Option(help="Number type of the weights; by default as stored.")
+]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress bars and no notes; warnings and errors stay.")
+    bool, typer.Option("--quiet", help="Hide progress bars and notes; warnings and errors stay.")
 ]
 Json = Annotated[
     bool,
@@ -215,7 +222,8 @@ def demo(
 ) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
 
-    The rows of each batch are stored in --out. After an interruption the same command goes on.
+    The rows of each batch are stored in --out. Run the same command again to resume after an
+    interruption.
     """
     from . import work
 
@@ -265,7 +273,8 @@ def run(
     The task is one of the package (--task), or your own: --template, --labels and --data, or a
     --task-file that holds them.
 
-    The rows of each batch are stored in --out. After an interruption the same command goes on.
+    The rows of each batch are stored in --out. Run the same command again to resume after an
+    interruption.
     """
     lists = {"seed": seeds_of(seed)}
     from . import work
@@ -286,7 +295,7 @@ def paper(
         typer.Option(
             "--task",
             "--tasks",
-            help=f"Of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
+            help=f"Tasks of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
             autocompletion=_names_of_tasks,
         ),
     ] = ["sst2", "trec", "agnews"],  # noqa: B006
@@ -295,7 +304,9 @@ def paper(
     seeds: Seeds = ["42", "43"],  # noqa: B006
     depth: Depth = 5,
     draws: Draws = 10,
-    appendix: Annotated[bool, typer.Option("--appendix", help="Also the appendix.")] = False,
+    appendix: Annotated[
+        bool, typer.Option("--appendix", help="Also compute the paper's appendix.")
+    ] = False,
     device: Device = None,
     dtype: WeightType = None,
     out: Out = Path("anchorlens-paper"),
@@ -304,10 +315,10 @@ def paper(
     as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
-    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
+    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
-    After each part, numbers.csv and tables.txt hold all numbers so far. After an interruption the
-    same command goes on.
+    After each part, numbers.csv and tables.txt hold all numbers so far. Run the same command
+    again to resume after an interruption.
     """
     lists = {"tasks": words_of("--task", tasks), "seeds": seeds_of(seeds)}
     from . import work
@@ -330,8 +341,8 @@ def contexts(
     shots: Shots = 1,
     seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42,
     steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300,
-    length: Annotated[int, typer.Option(min=1, help="Positions of a trained context.")] = 10,
-    draws: Draws = 3,
+    length: Annotated[int, typer.Option(min=1, help="Number of learned positions.")] = 10,
+    draws: DrawsOfWords = 3,
     batch_size: BatchSize = 8,
     device: Device = None,
     dtype: WeightType = None,
@@ -342,8 +353,8 @@ def contexts(
 ) -> None:
     """Compare what can stand before a query: demonstrations, label words, trained contexts.
 
-    Contexts are trained on other queries than those of the comparison. After an interruption the
-    same command goes on.
+    The queries for training and for the comparison differ. Run the same command
+    again to resume after an interruption.
     """
     from . import work
 

@@ -251,8 +251,8 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
         except RuntimeError as error:  # XGLM in float64
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             raise ModelError(
-                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try another "
-                "type (--dtype float32, in Python dtype=torch.float32)"
+                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try "
+                "float32 (dtype=torch.float32)"
             ) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits

@@ -197,6 +197,6 @@ def _listed(names: Iterable[str]) -> str:
 def _no_device(device: str | torch.device, reason: str) -> ModelError:
     return ModelError(
         f"the model cannot be put on the device {str(device)!r}: {reason.partition(chr(10))[0]}; "
-        "name a device that this machine has (cuda, mps, cpu), and leave the type (--dtype, in "
-        "Python dtype) of quantised weights as it is"
+        "name a device that this machine has (cuda, mps, cpu), and leave the type (dtype) of "
+        "quantised weights as it is"
     )

@@ -41,6 +41,8 @@ _NAMES = {
     "drawn": "intervals draw",
     "units": "how many of these",
 }
+# Digests of queries: they tell processes what was used in a training, and a reader nothing.
+_NOT_SHOWN = ("queries_in_training",)
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
@@ -342,7 +344,7 @@ def _subtitle(common: Mapping[str, Any], tasks: Sequence[str]) -> str:
 
 
 def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(_words(key), _plain(value)) for key, value in info.items()]
+    return [(_words(key), _plain(value)) for key, value in info.items() if key not in _NOT_SHOWN]
 
 
 def _plain(value: Any) -> str:

@@ -72,10 +72,10 @@ class Record:
         for count in range(len(fields), -1, -1):
             rest = [f"{len(fields) - count} more"] if count < len(fields) else []
             parts = [", ".join(fields[:count] + rest), self._source()]
-            line = f"{type(self).__name__}({'; '.join(part for part in parts if part)})"
+            line = printable(f"{type(self).__name__}({'; '.join(part for part in parts if part)})")
             if len(line) <= _LINE:
                 break
-        return printable(line)
+        return line
 
     def _repr_html_(self) -> str:
         """Each field in short, with its interval, and where the numbers come from."""

@@ -187,7 +187,7 @@ class Study:
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[metric.name for metric in metrics]} needs one and the memory is the same "
-                "without; leave it out (--gradient-checkpointing)"
+                "without; leave it out"
             )
         self._store  # noqa: B018 - the folder of another run is an error before the trial
         changes = [*interventions, no_hooks if hooks is None else hooks]
@@ -363,7 +363,7 @@ class Study:
                 raise StoreError(
                     f"batch {number} gives other numbers than those stored in {store.folder}, so "
                     "hooks, loss or weights are not those of the stored run; use another folder, "
-                    "or start over in this one (--fresh, in Python al.forget_rows)"
+                    "or start over in this one (al.forget_rows)"
                 )
             return
 
