@@ -143,7 +143,7 @@ def lasting_streams() -> Iterator[LastingStream]:
     """Inside, work goes on where nothing can be printed; gives the stream of the results."""
     before = sys.stdout, sys.stderr
     streams = LastingStream(sys.stdout), LastingStream(sys.stderr)
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams
     try:
         yield streams[0]
     finally:

@@ -282,8 +282,9 @@ def _is_ours(ours: Any, sizes: _Sizes, embeddings: Tensor) -> bool:
     if not isinstance(ours, dict) or ours.get("sizes") != sizes._asdict():
         return False
     tokens, info = ours.get("tokens"), ours.get("info")
-    are_tokens = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not are_tokens or len(tokens) != sizes.num_virtual_tokens or not isinstance(info, dict):
+    if not isinstance(tokens, list) or not isinstance(info, dict):
+        return False
+    if not all(type(token) is int for token in tokens) or len(tokens) != sizes.num_virtual_tokens:
         return False
     return str(embeddings.dtype) == f"torch.{info.get('dtype')}"
 

@@ -164,7 +164,12 @@ def test_code_in_a_folder_never_runs_and_nobody_is_asked(
     if (of, reads) == ("model", "read_model_files"):
         pytest.skip("it reads no weights")
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+
+    def yes(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", yes)
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "model")
     (folder / "own.py").write_text(ITS_CODE.format(ran=str(tmp_path / "ran")))
     if of == "tokenizer":
