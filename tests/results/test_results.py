@@ -132,7 +132,7 @@ def test_a_file_of_another_kind_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"text is no file that anchorlens saved"):
         Means.load(tmp_path / "text")
     save_file({"mean": torch.zeros(1)}, tmp_path / "bare.safetensors")
-    with pytest.raises(StoreError, match=r"bare\.safetensors is not a file that"):
+    with pytest.raises(StoreError, match=r"bare\.safetensors is no file that"):
         Means.load(tmp_path / "bare.safetensors")
 
 
