@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from ..prompts.examples import BUNDLED, HUB_SOURCES
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
 from ..system.texts import printable
+from ..system.versions import installed_version
 from .option_lists import seeds_of, words_of
 from .output import Output, lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory
@@ -68,8 +68,8 @@ def _names_of_tasks() -> list[str]:
 def _show_version(value: bool) -> None:
     if value:
         packages = ("transformer-lens", "transformers", "torch")
-        others = ", ".join(f"{package} {version(package)}" for package in packages)
-        typer.echo(f"anchorlens {version('anchorlens')} ({others})")
+        others = ", ".join(f"{package} {installed_version(package)}" for package in packages)
+        typer.echo(f"anchorlens {installed_version('anchorlens')} ({others})")
         raise typer.Exit
 
 
