@@ -219,6 +219,8 @@ class Record:
         values = {name: value for name, value in stored.items() if name[:cut] != _BOUNDS}
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
+        elif not isinstance(info.get("labels", []), list):
+            reason = f"the labels in its info are {info['labels']!r}, not a list"
         elif values.keys() != cls.axes().keys():
             reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"
         else:
