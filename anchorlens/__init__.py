@@ -7,6 +7,7 @@ model.
 from typing import TYPE_CHECKING
 
 from .system.public_names import imported_at_first_use
+from .system.versions import installed_version
 
 # PyTorch, pandas and SciPy take seconds to import; `anchorlens --help` needs none of them.
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ if TYPE_CHECKING:
     from .runs.store import forget_rows as forget_rows
     from .runs.study import Study as Study
 
+__version__ = installed_version("anchorlens")
 __getattr__, __dir__, __all__ = imported_at_first_use(
     __name__,
     __file__,

@@ -126,6 +126,26 @@ def test_html_is_small_valid_and_escaped(gpt2: Any) -> None:
         assert type(instance).__name__ == "PromptView" or "<scr" in parsed.text
 
 
+def test_a_text_in_a_line_commands_no_terminal(gpt2: Any) -> None:
+    """A model can have any name, also one that changes colours or the title of a terminal."""
+    name = "a\x1b[31m \x9d0;title\x07 \u202e \udce9"
+    info = {"model": name, "prompts": name, "labels": [name]}
+    batch = questions(gpt2, 2)[0]
+    study = al.Study(gpt2, [batch], {name: name})
+    context = replace(al.compress(gpt2, batch), info=info)
+    prefix = replace(trained(gpt2, steps=0), info={"model": name, "dtype": name})
+    results = al.Results({name: record_of(al.Beta, info=info)})
+    page = replace(al.plot_prompt(gpt2, batch), heading=name)
+    answer = replace(al.plot_answer(al.step_flows(gpt2, batch.prompt(0), "text")), heading=name)
+    text = batch.show(gpt2.tokenizer)
+    text = replace(text, tokens=[name] * len(text.tokens))
+    lines = [*all_records(info=info), study, context, prefix, results, page, answer, text]
+    for instance in lines:
+        line = repr(instance)
+        assert line.replace("\n", "").isprintable(), repr(line)
+        assert r"\x1b[31m" in line
+
+
 def test_html_inherits_the_colours_of_the_page(gpt2: Any) -> None:
     for instance in displays(gpt2):
         html = instance._repr_html_()

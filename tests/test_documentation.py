@@ -196,12 +196,15 @@ def test_the_definition_of_a_metric_is_complete(metric: str) -> None:
 
 
 def test_the_code_of_the_readme_is_short() -> None:
-    code = [
-        [line for line in block.code.splitlines() if line.strip()]
-        for block in blocks_of(ROOT / "README.md", "python")
-    ]
-    assert len(code[0]) <= 15
-    assert len(code[3]) <= 30
+    sections = sections_of(ROOT / "README.md")
+
+    def lines_of(section: str) -> list[str]:
+        [block] = [match for match in FENCE.finditer(sections[section]) if match[1] == "python"]
+        return [line for line in block[2].splitlines() if line.strip()]
+
+    assert 5 < len(lines_of("use-it")) <= 15
+    metric = lines_of("a-metric-of-your-own")
+    assert any("class " in line for line in metric) and len(metric) <= 30
 
 
 def test_recipes_are_short() -> None:

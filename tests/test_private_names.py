@@ -7,6 +7,7 @@ the name.
 import ast
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,14 @@ def quantised_tensors_name_their_parts() -> bool:
     )
 
 
+def a_compiled_module_holds_its_own() -> bool:
+    module = nn.Linear(1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch.compile imports
+        compiled: Any = torch.compile(module)
+    return compiled._orig_mod is module
+
+
 def configurations_name_the_attention() -> bool:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -186,6 +195,13 @@ def annotations_name_their_axes() -> bool:
 USES = [
     Use(
         "torch",
+        ("_orig_mod",),
+        ("models/load.py",),
+        "a compiled model holds the module that was compiled",
+        a_compiled_module_holds_its_own,
+    ),
+    Use(
+        "torch",
         ("_version",),
         ("models/hooked.py",),
         "Tensor._version counts edits in place",
@@ -237,7 +253,7 @@ USES = [
     Use(
         "transformers",
         ("_attn_implementation",),
-        ("models/native_attention.py", "runs/fingerprint.py"),
+        ("models/native_attention.py", "models/weights.py", "runs/fingerprint.py"),
         "the configuration of a model names its attention implementation",
         configurations_name_the_attention,
     ),

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import anchorlens as al
@@ -37,6 +38,10 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
     assert len(imported) > 60 and imported == al.__all__
     assert set(imported) <= set(dir(al))
     assert all(hasattr(al, name) for name in imported)
+
+
+def test_the_package_has_its_version() -> None:
+    assert al.__version__ == version("anchorlens")
 
 
 def test_a_name_is_the_one_of_its_module() -> None:

@@ -1,5 +1,7 @@
 """All analyses of one task: records that are saved at once, figures and a summary."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..results.results import Results
 from ..runs.run import run
+from ..runs.store import forget_rows
 from ..system.process_state import is_main, process_count
 from .duration import in_words, seconds_of_analysis
 from .output import Output, say
@@ -31,12 +34,21 @@ class Page(NamedTuple):
     summary: Summary
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of ``--out`` and those above it.
+def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
+    """Make the folder of ``--out`` and those of tasks in it, before anything is computed.
 
     Raises:
-        StoreError: It cannot be made, or nothing can be written there.
+        StoreError: One cannot be made, nothing can be written there, or a folder has the name of a
+            file that the commands write.
     """
+    for folder in (out, *(out / task for task in tasks)):
+        _make_folder(folder)
+    for name in ("report.html", "settings.json"):
+        if (out / name).is_dir():
+            raise StoreError(f"{out / name} is a folder, so that no file can have this name")
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -51,6 +63,38 @@ def make_folder(folder: Path) -> None:
 def rows_folder(out: Path, task: str) -> Path:
     """The folder with a folder for the rows of each analysis of a task."""
     return out / task / "rows"
+
+
+_RECORDS = re.compile(
+    r"(saliency_flows|attention_aucroc|anchor_distances"
+    r"|isolation_(first|last)_(\d+_layers|layer)(_BOS_edge_kept)?)\.safetensors"
+)
+
+
+def forget_analysis(folder: Path) -> None:
+    """Delete what ``analyse`` stored for a task: rows and records, of any depth; other files stay.
+
+    A record of an earlier run would stand beside those of the new one, and be taken for one of it.
+    """
+    for rows in (folder / "rows").glob("*"):
+        forget_rows(rows)
+    forget_files(folder, _RECORDS)
+
+
+def forget_files(folder: Path, names: re.Pattern[str]) -> None:
+    """Delete the files of a folder that have one of these names.
+
+    Raises:
+        StoreError: One cannot be deleted.
+    """
+    for path in sorted(folder.glob("*")):
+        if names.fullmatch(path.name) and path.is_file():
+            try:
+                path.unlink(missing_ok=True)  # another process deletes too
+            except OSError as error:
+                raise StoreError(
+                    f"{path} cannot be deleted: {error.strerror}; use another --out"
+                ) from error
 
 
 def file_name(name: str) -> str:
@@ -73,7 +117,6 @@ def analyse(
     """
     layer_numbers(model, range(depth))
     folder = out / task
-    make_folder(folder)
     rows = rows_folder(out, task)
     sites = first_and_last(model, [depth])
     first = next(iter(sites))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DataError
-from ..metrics.distances import AnchorDistances
 from ..models.quiet import quiet_datasets
 from ..prompts.checks import demonstrations_by_query
 from ..prompts.examples import (
@@ -63,12 +62,6 @@ def draws_of(
         DataError: There are too few examples, or too few queries are asked for.
         PromptError: The examples have other labels than the task.
     """
-    directions = AnchorDistances().directions
-    if queries <= directions:
-        raise DataError(
-            f"anchor distances need more prompts than directions ({directions}) for each seed; "
-            f"got --queries {queries}"
-        )
     draws = []
     for seed in seeds:
         demos = sample_demonstrations(examples.pool, shots, seed)

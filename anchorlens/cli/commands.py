@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +19,10 @@ from ..errors import AnchorlensError
 from ..prompts.examples import BUNDLED, HUB_SOURCES
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
+from ..system.texts import printable
+from ..system.versions import installed_version
 from .option_lists import seeds_of, words_of
-from .output import Output, say
+from .output import Output, lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory
 
 app = typer.Typer(
@@ -41,6 +42,16 @@ A_MODEL = "Hub name, local folder, or .gguf file."
 _task_option = partial(typer.Option, rich_help_panel="Task and examples")
 
 
+def _path(text: str) -> Path:
+    """A path of an option; an empty text, such as that of a variable, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("an empty text is no path; the current folder is '.'")
+    return Path(text)
+
+
+_PATH: dict[str, Any] = {"parser": _path, "metavar": "<path>"}
+
+
 class Dtype(StrEnum):
     """Types of weights."""
 
@@ -57,8 +68,8 @@ def _names_of_tasks() -> list[str]:
 def _show_version(value: bool) -> None:
     if value:
         packages = ("transformer-lens", "transformers", "torch")
-        others = ", ".join(f"{package} {version(package)}" for package in packages)
-        typer.echo(f"anchorlens {version('anchorlens')} ({others})")
+        others = ", ".join(f"{package} {installed_version(package)}" for package in packages)
+        typer.echo(f"anchorlens {installed_version('anchorlens')} ({others})")
         raise typer.Exit
 
 
@@ -79,8 +90,12 @@ Version = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option(help=A_MODEL)]
-Out = Annotated[Path, typer.Option(help="Folder for the report, the results and the settings.")]
-Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the first available.")]
+Out = Annotated[
+    Path, typer.Option(**_PATH, help="Folder for the report, the results and the settings.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, mps or cpu; by default the first of these that exists.")
+]
 Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
 # Eager, so that no other mistake is reported first.
 OldLayers = Annotated[
@@ -88,18 +103,24 @@ OldLayers = Annotated[
     typer.Option("--layers", hidden=True, is_eager=True, expose_value=False, callback=_old_layers),
 ]
 Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
+DrawsOfWords = Annotated[
+    int, typer.Option(min=1, max=9999, help="Random selections of words to compare with.")
+]
 Seeds = Annotated[
     list[str],
     typer.Option(
         "--seed",
         "--seeds",
-        help="Seeds, each of a set of demonstrations; repeated or separated by commas.",
+        help="Seeds; each draws its own demonstrations. Repeat the option, or separate by commas.",
     ),
 ]
 TaskName = Annotated[str | None, _task_option(help=A_TASK, autocompletion=_names_of_tasks)]
 TaskFile = Annotated[
     Path | None,
-    _task_option(help="toml file that holds template, labels and the other entries of this panel."),
+    _task_option(
+        **_PATH,
+        help="toml file that holds template, labels and the other entries of this panel.",
+    ),
 ]
 Template = Annotated[
     str | None,
@@ -132,8 +153,9 @@ Chat = Annotated[
 Data = Annotated[
     Path | None,
     _task_option(
+        **_PATH,
         help="jsonl, csv or parquet file, for demonstrations and queries; by default the examples "
-        "of --task, bundled or from the hub."
+        "of --task, bundled or from the hub.",
     ),
 ]
 Dataset = Annotated[str | None, _task_option(help="Name of a data set on the hub.")]
@@ -157,14 +179,17 @@ QuerySplit = Annotated[
 FolderOfTasks = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task."
+        **_PATH,
+        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task.",
     ),
 ]
 Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts in a batch.")]
-WeightType = Annotated[Dtype | None, typer.Option(help="Type of the weights; as stored.")]
+WeightType = Annotated[
+    Dtype | None, typer.Option(help="Number type of the weights; by default as stored.")
+]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress bars and no notes; warnings and errors stay.")
+    bool, typer.Option("--quiet", help="Hide progress bars and notes; warnings and errors stay.")
 ]
 Json = Annotated[
     bool,
@@ -197,7 +222,8 @@ def demo(
 ) -> None:
     """Analyse a small model on the bundled questions and sentiments: 24 queries each.
 
-    The rows of each batch are stored in --out. After an interruption the same command goes on.
+    The rows of each batch are stored in --out. Run the same command again to resume after an
+    interruption.
     """
     from . import work
 
@@ -247,7 +273,8 @@ def run(
     The task is one of the package (--task), or your own: --template, --labels and --data, or a
     --task-file that holds them.
 
-    The rows of each batch are stored in --out. After an interruption the same command goes on.
+    The rows of each batch are stored in --out. Run the same command again to resume after an
+    interruption.
     """
     lists = {"seed": seeds_of(seed)}
     from . import work
@@ -268,7 +295,7 @@ def paper(
         typer.Option(
             "--task",
             "--tasks",
-            help=f"Of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
+            help=f"Tasks of {', '.join(TASK_NAMES)}; repeated or separated by commas.",
             autocompletion=_names_of_tasks,
         ),
     ] = ["sst2", "trec", "agnews"],  # noqa: B006
@@ -277,7 +304,9 @@ def paper(
     seeds: Seeds = ["42", "43"],  # noqa: B006
     depth: Depth = 5,
     draws: Draws = 10,
-    appendix: Annotated[bool, typer.Option("--appendix", help="Also the appendix.")] = False,
+    appendix: Annotated[
+        bool, typer.Option("--appendix", help="Also compute the paper's appendix.")
+    ] = False,
     device: Device = None,
     dtype: WeightType = None,
     out: Out = Path("anchorlens-paper"),
@@ -286,10 +315,10 @@ def paper(
     as_json: Json = False,
     layers: OldLayers = None,
 ) -> None:
-    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside its values.
+    """Print the paper's Figures 3 to 6 and Tables 1 to 3 for a model, beside the published values.
 
-    After each part, numbers.csv and tables.txt hold all numbers so far. After an interruption the
-    same command goes on.
+    After each part, numbers.csv and tables.txt hold all numbers so far. Run the same command
+    again to resume after an interruption.
     """
     lists = {"tasks": words_of("--task", tasks), "seeds": seeds_of(seeds)}
     from . import work
@@ -312,8 +341,8 @@ def contexts(
     shots: Shots = 1,
     seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42,
     steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300,
-    length: Annotated[int, typer.Option(min=1, help="Positions of a trained context.")] = 10,
-    draws: Draws = 3,
+    length: Annotated[int, typer.Option(min=1, help="Number of learned positions.")] = 10,
+    draws: DrawsOfWords = 3,
     batch_size: BatchSize = 8,
     device: Device = None,
     dtype: WeightType = None,
@@ -324,8 +353,8 @@ def contexts(
 ) -> None:
     """Compare what can stand before a query: demonstrations, label words, trained contexts.
 
-    Contexts are trained on other queries than those of the comparison. After an interruption the
-    same command goes on.
+    The queries for training and for the comparison differ. Run the same command
+    again to resume after an interruption.
     """
     from . import work
 
@@ -368,17 +397,29 @@ def main() -> None:
 
     Of several processes the main one prints, also what failed in another.
     """
+    with lasting_streams() as results:
+        status = _status()
+    if results.reason:
+        line = f"error: the standard output cannot be written: {results.reason}"
+        stored = "; all files are in --out" if "--out" in _options_of(sys.argv[1:]) else ""
+        say(f"{line}{stored if not status else ''}", err=True)
+    sys.exit(status or int(bool(results.reason)))
+
+
+def _status() -> int:
+    """Run the command that the arguments call; return its exit status."""
     options = _options_of(sys.argv[1:])
-    warnings.formatwarning = lambda message, *_, **__: (
+    warnings.formatwarning = lambda message, *_, **__: printable(
         f"warning: {in_words_of_the_command(str(message), options)}\n"
     )
     try:
         if was_launched():
             _join_launched()
         app()
+    except SystemExit as end:  # the command is over
+        return int(end.code or 0)
     except AnchorlensError as error:
         say(f"error: {in_words_of_the_command(str(error), options)}", err=True)
-        sys.exit(1)
     except Exception as error:
         from ..passes.memory import is_out_of_memory
 
@@ -386,7 +427,7 @@ def main() -> None:
             raise
         reason = str(error).partition("\n")[0]
         typer.echo(f"error: out of memory ({reason}); {need_less_memory(options)}", err=True)
-        sys.exit(1)
+    return 1
 
 
 def _options_of(arguments: Sequence[str]) -> set[str]:

@@ -2,15 +2,18 @@
 
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
 from ..results.text_tables import TextTable, aligned
 from ..system.process_state import is_main
+from ..system.texts import printable
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Output:
         if sys.stdout.isatty():
             _draw(tables)
         else:
-            typer.echo("\n".join(table.text() for table in tables) if text is None else text)
+            say("\n".join(table.text() for table in tables) if text is None else text)
 
     def document(self, values: Mapping[str, Any]) -> None:
         """Print results as json, if they are wanted so."""
@@ -84,9 +87,68 @@ class Output:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print in the main process."""
+    """Print in the main process, without characters that would command the terminal."""
     if is_main():
-        typer.echo(text, err=err)
+        typer.echo(printable(text), err=err)
+
+
+class LastingStream:
+    """The standard output or error, where a text that cannot be written stops no work.
+
+    Attributes:
+        reason: Why a text was lost; empty if none was.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.reason = ""
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        if self._stream is None:
+            self.reason = "it is closed"
+            return len(text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:  # a terminal that does not have all characters
+            encoding = self._stream.encoding
+            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self.reason = error.strerror or str(error)
+        # What waits to be written goes nowhere; otherwise Python would try again at its end.
+        with suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # type: ignore[union-attr]
+            os.close(null)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[LastingStream]:
+    """Inside, work goes on where nothing can be printed; gives the stream of the results."""
+    before = sys.stdout, sys.stderr
+    streams = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    sys.stdout, sys.stderr = streams
+    try:
+        yield streams[0]
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
 
 
 def _draw(tables: Sequence[PrintedTable]) -> None:
@@ -98,11 +160,11 @@ def _draw(tables: Sequence[PrintedTable]) -> None:
         if number:
             console.print()
         if table.title:
-            console.print(Text(table.title, style="bold"))
+            console.print(Text(printable(table.title), style="bold"))
         if table.rows:
             console.print(_drawn(table))
         if table.note:
-            console.print(Text(table.note))
+            console.print(Text(printable(table.note)))
 
 
 def _drawn(table: PrintedTable) -> Any:
@@ -110,18 +172,21 @@ def _drawn(table: PrintedTable) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    def cell(text: str, style: str = "") -> Text:
+        return Text(printable(text), style=style)
+
     columns = list(dict.fromkeys(name for texts in table.rows.values() for name in texts))
     drawn = Table(show_header=bool(table.corner) or any(columns))
-    drawn.add_column(Text(table.corner))
+    drawn.add_column(cell(table.corner))
     for column in columns:
-        drawn.add_column(Text(column), overflow="fold")
+        drawn.add_column(cell(column), overflow="fold")
     for group in dict.fromkeys(group for group, _ in table.rows):
         if group:
             drawn.add_section()
-            drawn.add_row(Text(group, style="bold"))
+            drawn.add_row(cell(group, "bold"))
         for (of_group, row), texts in table.rows.items():
             if of_group == group:
-                drawn.add_row(Text(row), *(Text(texts.get(column, "")) for column in columns))
+                drawn.add_row(cell(row), *(cell(texts.get(column, "")) for column in columns))
     return drawn
 
 

@@ -17,6 +17,7 @@ from ..prompts.chat import ChatTask
 from ..prompts.datafiles import READERS
 from ..prompts.examples import BUNDLED, load_examples
 from ..prompts.tasks import TASKS, Task
+from ..system.parsing import parsed
 from .command_data import Examples, check_task, examples_of_task
 from .option_lists import is_given, words_of
 
@@ -133,11 +134,18 @@ def read_task_file(path: Path) -> dict[str, Any]:
         DataError: There is no such file, or it is not toml, or has entries that no task has.
     """
     try:
-        fields = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise DataError(f"--task-file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"--task-file {path} is not toml: {error}") from error
+        data = path.read_bytes()  # perhaps of a pipe
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"--task-file {path} cannot be read: {reason}") from error
+    fields = parsed(
+        f"--task-file {path}",
+        data,
+        lambda data: tomllib.loads(data.decode("utf-8-sig")),
+        "toml",
+        'write entries such as template = "Q: {text}\\nA:{label}", in UTF-8',
+        DataError,
+    )
     if unknown := [name for name in fields if name not in KEYS]:
         raise DataError(
             f"--task-file {path} has the entries {', '.join(unknown)}; a task has {', '.join(KEYS)}"

@@ -1,5 +1,6 @@
 """The contexts of `anchorlens contexts`: demonstrations, parts of them, and what is trained."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,8 +25,12 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
+from ..runs.store import forget_rows
+from .analysis import forget_files
 from .command_data import Examples
 from .output import Output
+
+_FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")
 
 
 class Split(NamedTuple):
@@ -168,15 +173,16 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
     return {
         f"training, {name}": replace(
             context.training,
-            info={key: context.info[key] for key in context.info if key != "queries_in_training"}
-            | ({"text": texts[name]} if name in texts else {}),
+            info=context.info | ({"text": texts[name]} if name in texts else {}),
         )
         for name, context in contexts.items()
         if context.training is not None
     }
 
 
-def forget_training(folder: Path) -> None:
-    """Delete the stored states, so that training begins again."""
-    for path in folder.glob("*/training.pt"):
+def forget_contexts(folder: Path) -> None:
+    """Delete what the command stored for a task: states of training, rows, contexts, a record."""
+    for path in (folder / "rows").glob("*/training.pt"):
         path.unlink(missing_ok=True)
+    forget_rows(folder / "rows" / "contexts")
+    forget_files(folder, _FILES)

@@ -22,6 +22,17 @@ _REPLACED = (
         "",
     ),
     ("classes=[", "--classes", "--classes [", "classes=["),
+    ("float32 (dtype=torch.float32)", "--dtype", "--dtype float32", "weights in float32"),
+    ("the type (dtype)", "--dtype", "the type (--dtype)", "the type"),
+    ("one prompt (batch_size=1)", "--batch-size", "one prompt (--batch-size 1)", "one prompt"),
+    ("gradient_checkpointing=True", "--gradient-checkpointing", "--gradient-checkpointing", "it"),
+    (" (al.forget_rows)", "--fresh", " (--fresh)", ""),
+    (
+        "a local folder or a .gguf file",
+        "--model",
+        "a local folder or a .gguf file (--model)",
+        "a local folder or a .gguf file",
+    ),
     ("lower shots or ", "--shots", "lower --shots or ", ""),
     ("ask for fewer queries or ", "--queries", "lower --queries or ", ""),
 )
@@ -57,7 +68,7 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
         options: The options of the command.
 
     Examples:
-        >>> in_words_of_the_command("start over (--fresh, in Python al.forget_rows)", ["--fresh"])
+        >>> in_words_of_the_command("start over (al.forget_rows)", ["--fresh"])
         'start over (--fresh)'
     """
     for of_python, option, with_option, without in _REPLACED:
@@ -83,4 +94,4 @@ def need_less_memory(options: Collection[str]) -> str:
     use = f"use {', '.join(cures)} or a smaller model" if cures else "use a smaller model"
     if "--out" not in options:
         return use
-    return f"{use}, with --fresh or another --out. What was computed stays in --out"
+    return f"{use}. That is another run, so give it another --out; this one holds what was computed"

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
 from ..runs.fingerprint import versions
 from ..runs.store import forget_rows
-from ..system.files import write_atomically
+from ..system.files import write_text
 from ..system.processes import fails_together, is_main
-from .analysis import Page, analyse, file_name, make_folder, rows_folder
+from .analysis import Page, analyse, file_name, forget_analysis, make_folders, rows_folder
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
 from .option_lists import is_given
@@ -39,7 +39,7 @@ from .summary import of_contexts
 from .trained_contexts import (
     SplitPrompts,
     Training,
-    forget_training,
+    forget_contexts,
     prompts_of,
     reweighted,
     split_of,
@@ -72,7 +72,7 @@ def demo(
         name: draws_of(TASKS[BUNDLED[name]], examples_of_task(name), shots, queries, seed)
         for name in tasks
     }
-    make_folder(out)
+    make_folders(out, tasks)
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
         return {
@@ -86,7 +86,9 @@ def demo(
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch.float32)
     pages = {}
     for task, batches in prompts(loaded.tokenizer).items():
-        _prepare_rows(loaded, depth, rows_folder(out, task).glob("*") if fresh else ())
+        check_depth(depth, loaded.cfg.n_layers)
+        if fresh:
+            forget_analysis(out / task)
         pages[task] = analyse(loaded, task, batches, out, depth, draws, output)
     after = f"another task or your own: anchorlens run --model {model} --help"
     _finish(pages, settings, out, output, after)
@@ -115,7 +117,7 @@ def run(
     """Analyse a model on a task."""
     chosen = task_with_examples(task)
     drawn = draws_of(chosen.task, chosen.examples, shots, queries, seed)
-    make_folder(out)
+    make_folders(out, [chosen.name])
 
     def prompts(tokenizer: Any) -> list[PromptBatch]:
         return _batches(tokenizer, drawn, batch_size)
@@ -124,7 +126,9 @@ def run(
     output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
     batches = prompts(loaded.tokenizer)
-    _prepare_rows(loaded, depth, rows_folder(out, chosen.name).glob("*") if fresh else ())
+    check_depth(depth, loaded.cfg.n_layers)
+    if fresh:
+        forget_analysis(out / chosen.name)
     page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
     after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
     _finish({chosen.name: page}, {**settings, **chosen.settings}, out, output, after)
@@ -157,7 +161,7 @@ def paper(
         for task in tasks
     }
     check_examples(examples, queries, seeds)
-    make_folder(out)
+    make_folders(out)
 
     def prompts(tokenizer: Any) -> list[PromptBatch]:
         return [batch for task in tasks for batch in _shortest_prompt(tokenizer, task)]
@@ -167,12 +171,14 @@ def paper(
     output.note(f"loading {model}")
     loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
     prompts(loaded.tokenizer)
-    _prepare_rows(loaded, depth, [out / "rows"] if fresh else ())
+    check_depth(depth, loaded.cfg.n_layers)
+    if fresh:
+        forget_rows(out / "rows")
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)
-        write_atomically(out / "numbers.csv", numbers.to_csv(index=False).encode())
-        write_atomically(out / "tables.txt", f"{paper_tables(numbers)}\n".encode())
+        write_text(out / "numbers.csv", numbers.to_csv(index=False))
+        write_text(out / "tables.txt", f"{paper_tables(numbers)}\n")
 
     numbers = paper_numbers(
         loaded,
@@ -233,7 +239,7 @@ def contexts(
     check_task(task)
     examples = examples_of_task(task) if data is None else examples_of_folder(data / task)
     split = split_of(examples, shots, training, held_out, queries, seed)
-    make_folder(out)
+    make_folders(out, [task])
 
     def prompts(tokenizer: Any) -> SplitPrompts:
         return prompts_of(tokenizer, TASKS[BUNDLED.get(task, task)], split, batch_size)
@@ -247,8 +253,7 @@ def contexts(
     check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(parts)])
     rows = rows_folder(out, task)
     if fresh:
-        forget_training(rows)
-        forget_rows(rows / "contexts")
+        forget_contexts(out / task)
     trained = trained_contexts(loaded, parts, Training(length, steps, seed, rows), output)
     compared = {
         **untrained_contexts(draws),
@@ -282,13 +287,6 @@ def _printed(record: ContextsRecord, task: str) -> PrintedTable:
     frame = record.table()
     rows = {("", str(name)): dict(texts) for name, texts in frame.iterrows()}
     return PrintedTable(rows, title=f"{task}, contexts [95 % intervals]", corner="context")
-
-
-def _prepare_rows(model: Any, depth: int, outdated: Iterable[Path]) -> None:
-    """Delete outdated rows, once the model and the prompts are there and the depth is possible."""
-    check_depth(depth, model.cfg.n_layers)
-    for folder in outdated:
-        forget_rows(folder)
 
 
 def torch_type(dtype: str | None) -> torch.dtype | None:
@@ -341,5 +339,5 @@ def _save_settings(settings: Mapping[str, Any], out: Path) -> dict[str, Any]:
     saved = {**settings, "versions": versions()}
     if is_main():
         text = json.dumps(saved, indent=1, default=str)  # a path as text
-        write_atomically(out / "settings.json", f"{text}\n".encode())
+        write_text(out / "settings.json", f"{text}\n")
     return saved

@@ -25,6 +25,7 @@ from ..results.html_tables import table, titled
 from ..results.record import kind_of_file
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .query_pass import QueryPass
 
 
@@ -52,7 +53,7 @@ class CompressedContext:
     def __repr__(self) -> str:
         """One line: the selected positions and their groups, bytes, placement and model."""
         parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
-        return shorten(f"CompressedContext({parts})", 200, placeholder=" …)")
+        return shorten(printable(f"CompressedContext({parts})"), 200, placeholder=" …)")
 
     def _repr_html_(self) -> str:
         return titled("CompressedContext", table(["what", "value"], self._summary().items()))
@@ -261,6 +262,8 @@ def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
     with jaxtyped("context"):  # compares the length of each axis across all tensors
         if not all(isinstance(stored[name], expected[name]) for name in expected):
             return False
+    if len({stored[name].dtype for name in states}) > 1:
+        return False
     count, cached = int(stored["kept"].sum()), stored["key.0"].shape[2]
     return len(stored["key_positions"]) == count and cached in (count, len(stored["tokens"]))
 
@@ -383,9 +386,9 @@ def refuse_gaps(context: CompressedContext, what: str) -> None:
 def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
     """Raise an error if a context of this ``info`` was made with another model, type or weights."""
     different = [
-        f"{name} {info[name]!r}, got {value!r}"
+        f"{name} {info.get(name)!r}, got {value!r}"
         for name, value in model_identity(model).items()
-        if value != info[name]
+        if value != info.get(name)
     ]
     if different:
         raise ModelError(

@@ -19,7 +19,8 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
 from ..system.digest_file import read_tensors, to_bytes_with_digest
-from ..system.files import write_atomically
+from ..system.files import write_atomically, write_text
+from ..system.parsing import bytes_of, parsed
 from .compression import cache_of_demonstrations
 from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
@@ -95,7 +96,7 @@ def context_to_peft(
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
     write_atomically(folder / _WEIGHTS, weights)
-    write_atomically(folder / _CONFIG, json.dumps(config.to_dict(), indent=2).encode())
+    write_text(folder / _CONFIG, json.dumps(config.to_dict(), indent=2))
     return folder
 
 
@@ -262,7 +263,7 @@ def _read(folder: Path) -> _Adapter:
     ours = header.get("adapter")
     sizes = _Sizes(*(config.get(name) for name in _Sizes._fields))  # type: ignore[arg-type]
     is_whole = stored.keys() == {_TENSOR} and sizes.fit(stored[_TENSOR])
-    if not is_whole or (ours is not None and ours["sizes"] != sizes._asdict()):
+    if not is_whole or (ours is not None and not _is_ours(ours, sizes, stored[_TENSOR])):
         found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
         raise StoreError(
             f"{path} should hold one tensor, {_TENSOR!r} of the shape (num_virtual_tokens, "
@@ -276,15 +277,24 @@ def _read(folder: Path) -> _Adapter:
     return _Adapter(prefix_at_start(keys, values), ours)
 
 
+def _is_ours(ours: Any, sizes: _Sizes, embeddings: Tensor) -> bool:
+    """Whether this is what ``context_to_peft`` writes beside keys and values of these sizes."""
+    if not isinstance(ours, dict) or ours.get("sizes") != sizes._asdict():
+        return False
+    tokens, info = ours.get("tokens"), ours.get("info")
+    if not isinstance(tokens, list) or not isinstance(info, dict):
+        return False
+    if not all(type(token) is int for token in tokens) or len(tokens) != sizes.num_virtual_tokens:
+        return False
+    return str(embeddings.dtype) == f"torch.{info.get('dtype')}"
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / _CONFIG
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:  # json and unicode errors are ValueErrors
-        raise StoreError(
-            f"{path} cannot be read: {error}; expected the local folder of an adapter that peft's "
-            "save_pretrained or context_to_peft wrote"
-        ) from error
+    cure = "give the local folder that save_pretrained of peft or context_to_peft wrote"
+    if not path.exists():
+        raise StoreError(f"{folder} has no {_CONFIG}; {cure}")
+    config = parsed(path, bytes_of(path), json.loads, "json", cure)
     if not isinstance(config, dict):
         raise StoreError(f"{path} is damaged: it holds no settings; use a copy of it")
     kind, task = config.get("peft_type"), config.get("task_type")

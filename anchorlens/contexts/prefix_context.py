@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import PromptError, StoreError
@@ -18,6 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..results.html_tables import table, titled
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .context import refuse_another_kind, refuse_another_model
 from .query_pass import QueryPass, bos_of, checked_logits, checked_queries
 from .training import TrainingRecord
@@ -82,7 +83,8 @@ class PrefixContext:
     def __repr__(self) -> str:
         """One line: the number of positions, bytes, the best accuracy and the model."""
         parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
-        return shorten(f"{type(self).__name__}({parts})", 200, placeholder=" …)")
+        text = printable(f"{type(self).__name__}({parts})")
+        return shorten(text, 200, placeholder=" …)")
 
     def _repr_html_(self) -> str:
         return titled(type(self).__name__, table(["what", "value"], self._summary().items()))
@@ -201,7 +203,14 @@ class PrefixContext:
             name: stored[name] if name in stored else header["texts"][name]
             for name in cls._own_fields()
         }
-        return cls(prefix=prefix, training=training, info=dict(header["info"]), **others)
+        info = dict(header["info"])
+        hints = get_type_hints(cls)
+        with jaxtyped("context"):  # so that an axis is as long in all fields
+            misfits = [name for name in others if not isinstance(others[name], hints[name])]
+        if misfits or (training is not None and training._misfit()):
+            raise ValueError(f"{', '.join(misfits) or 'training'} of another type or shape")
+        _refuse_misfit(prefix, others["tokens"], info)
+        return cls(prefix=prefix, training=training, info=info, **others)
 
     @classmethod
     def _own_fields(cls) -> list[str]:
@@ -221,6 +230,19 @@ def prefix_at_start(
         attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
         next_position=torch.tensor([count], device=device),
     )
+
+
+def _refuse_misfit(prefix: Prefix, tokens: Tensor, info: Mapping[str, Any]) -> None:
+    """Raise a ValueError for states, tokens or a BOS that do not fit each other."""
+    states = [*prefix.keys, *prefix.values]
+    shapes = {(state.dtype, state.ndim, state.shape[0], state.shape[2]) for state in states}
+    if shapes != {(states[0].dtype, 4, 1, len(prefix))} or not states[0].is_floating_point():
+        raise ValueError("keys and values of several types or shapes")
+    if tokens.dtype != torch.long or tokens.shape != (len(prefix),):
+        raise ValueError("the tokens are not those of the keys")
+    bos = info["bos"]
+    if not isinstance(bos, list) or not all(type(token) is int for token in bos):
+        raise ValueError(f"the BOS {bos!r} is no list of tokens")
 
 
 def _bos_in_words(info: Mapping[str, Any]) -> str:

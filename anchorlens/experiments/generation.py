@@ -18,6 +18,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from ..prompts.segments import TextPiece, build_segments
+from ..system.texts import printable
 
 ANSWER = "answer"
 """The segment of the tokens that the model writes."""
@@ -42,7 +43,7 @@ class GenerationTrace:
 
     def __repr__(self) -> str:
         """One line: the text and its number of tokens."""
-        return f"GenerationTrace({shorten(self.text)}; {len(self.flows.loss)} tokens)"
+        return f"GenerationTrace({printable(shorten(self.text))}; {len(self.flows.loss)} tokens)"
 
     def plot(self) -> go.Figure:
         """What each written token reads from each segment."""

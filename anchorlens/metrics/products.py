@@ -281,7 +281,7 @@ def require_finite(sums: Tensor, weight: Callable[..., Edges], gradient: Tensor)
     if not gradient.isfinite().all():
         raise NotFiniteError(
             "the gradient of the attention is NaN or infinite, though the logits are finite; try "
-            "float32 (--dtype float32, in Python dtype=torch.float32), and check your hooks"
+            "float32 (dtype=torch.float32), and check your hooks"
         )
     raise MetricError(
         f"the weight {name_of(weight)} gives NaN or infinite numbers for some edges; give a finite "

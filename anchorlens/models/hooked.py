@@ -255,7 +255,7 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
             f"prompts of {shortest} and {longest} tokens are in one batch, but if one is longer "
             f"than {switch} tokens, this model rotates the positions of all prompts differently "
             "(longrope), so that a prompt's numbers would depend on its batch; use batches of one "
-            "prompt (--batch-size 1, in Python batch_size=1), or shorter prompts (in Python "
+            "prompt (batch_size=1), or shorter prompts (in Python "
             "build_prompts(..., max_length=..., drop_too_long=True))"
         )
     refuse_labels_beyond(model, batch)

@@ -1,6 +1,7 @@
 """Load a model as a hooked model, prepare it, and verify that its attention hooks act."""
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,7 +45,7 @@ def load_model(
 ) -> TransformerBridge:
     """Load a language model as a prepared, hooked model.
 
-    Weights stay as trained: nothing is folded or centred.
+    Weights stay as trained: nothing is folded or centred. Code that comes with them is never run.
 
     Args:
         source: Name on the hub, local folder, ``.gguf`` file, or a loaded transformers model.
@@ -61,10 +62,11 @@ def load_model(
         exactly where the tokenizer, as loaded, adds one.
 
     Raises:
-        ModelError: The model cannot be found or read, its weights lack tensors or have tensors of
-            another shape, the device cannot be used, TransformerLens does not know the architecture
-            or computes other logits than transformers, or its attention hooks cannot be made to
-            act.
+        ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
+            cannot be found or read, or needs code of its own; its weights lack tensors or have
+            tensors of another shape, the device cannot be used, TransformerLens does not know the
+            architecture or computes other logits than transformers, or its attention hooks cannot
+            be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -80,6 +82,7 @@ def load_model(
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         name = weights.config.name_or_path or type(weights).__name__
     else:
+        _refuse_other_sources(source)
         name, device = str(source), device or best_device()
         refuse_device(device)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
@@ -178,6 +181,30 @@ def refuse_encoder_decoder(name: str, config: Any) -> None:
         raise ModelError(_ENCODER_DECODER.format(name))
 
 
+def _refuse_other_sources(source: Any) -> None:
+    """Raise an error for what is neither a name nor a path."""
+    if isinstance(source, str | os.PathLike):
+        return
+    if hasattr(source, "peft_config"):
+        cure = (
+            "pass model.merge_and_unload(), or save a prefix and read it with al.context_from_peft"
+        )
+    elif hasattr(source, "_orig_mod"):
+        cure = "pass model._orig_mod, the model before torch.compile"
+    elif hasattr(source, "hook_dict"):
+        cure = "it is a hooked model already: pass it to al.prepare_model"
+    elif isinstance(source, torch.nn.Module) and isinstance(
+        getattr(source, "module", None), torch.nn.Module
+    ):
+        cure = "pass model.module, the model that it wraps"
+    else:
+        cure = "use AutoModelForCausalLM of transformers to load one"
+    raise ModelError(
+        "expected a name, a folder, a .gguf file or a transformers model; got a "
+        f"{type(source).__name__}: {cure}"
+    )
+
+
 def ensure_prepared(model: HookedModel) -> None:
     """Prepare a model at its first use; later calls cost nothing."""
     if model not in verified_operands:
@@ -224,8 +251,8 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
         except RuntimeError as error:  # XGLM in float64
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             raise ModelError(
-                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try another "
-                "type (--dtype float32, in Python dtype=torch.float32)"
+                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try "
+                "float32 (dtype=torch.float32)"
             ) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits

@@ -178,10 +178,7 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
         return f"the pattern has the shape {tuple(pattern.shape)}, not {shape}"
     values = pattern.detach().float()
     if not values.isfinite().all():
-        return (
-            "the pattern is not finite (NaN); try float32 (--dtype float32, in Python "
-            "dtype=torch.float32)"
-        )
+        return "the pattern is not finite (NaN); try float32 (dtype=torch.float32)"
     if values.min() < 0 or values.sum(-1).max() > 1.01:
         return "the pattern is negative somewhere or its rows sum to more than 1"
     if values.triu(1).any():

@@ -17,6 +17,9 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file"
+
 
 class ModelFiles(NamedTuple):
     """What is known of a model without its weights: a configuration and a tokenizer."""
@@ -33,8 +36,8 @@ def read_model_files(name: str) -> ModelFiles:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    source, options = _source(name)
     with _reading(name):
+        source, options = _source(name)
         return ModelFiles(
             AutoConfig.from_pretrained(source, **options),
             AutoTokenizer.from_pretrained(source, **options),
@@ -43,17 +46,21 @@ def read_model_files(name: str) -> ModelFiles:
 
 def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    source, options = _source(name)
-    if options:
+    is_gguf = name.endswith(".gguf")
+    if is_gguf:
         dtype = dtype or torch.float32
-    with _reading(name), gguf_bar_of_transformers() if options else nullcontext():
-        # Eager attention: the fused kernels never form the pattern that the hooks need.
+    with _reading(name), gguf_bar_of_transformers() if is_gguf else nullcontext():
+        source, options = _source(name)
+        config = AutoConfig.from_pretrained(source, **options)
+        # The fused kernels never form the pattern that the hooks need. It is set here because
+        # transformers first verifies the value of the folder, which this machine may not have.
+        config._attn_implementation = "eager"
         result: Any = AutoModelForCausalLM.from_pretrained(
             source,
+            config=config,
             dtype=dtype or "auto",
-            attn_implementation="eager",
             ignore_mismatched_sizes=True,  # the report names them
             output_loading_info=True,
             **options,
@@ -64,13 +71,37 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
     return weights, tokenizer
 
 
-def _source(name: str) -> tuple[str, dict[str, str]]:
-    """What transformers reads: a hub name or a folder, and the name of a .gguf file in it."""
-    if not name.endswith(".gguf"):
-        return name, {}
-    if not Path(name).is_file():
-        raise ModelError(f"there is no file {name}")
-    return str(Path(name).parent), {"gguf_file": Path(name).name}
+def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """What transformers reads, a hub name or a folder, and the options of every reading.
+
+    Code of a folder or of the hub is never run. Without this option transformers asks.
+    """
+    options: dict[str, Any] = {"trust_remote_code": False}
+    path = Path(name)
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"there is no file {name}")
+        return str(path.parent), options | {"gguf_file": path.name}
+    if name and path.is_dir():
+        _refuse_folder_without_model(path)
+    elif not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"there is no folder {name!r}, and the hub has no such names")
+    return name, options
+
+
+def _refuse_folder_without_model(folder: Path) -> None:
+    """Raise an error that names what is in a folder instead of a model."""
+    if (folder / "config.json").exists():
+        return
+    if gguf := sorted(folder.glob("*.gguf")):
+        cure = f"give the file {gguf[0]}"
+    elif (folder / "adapter_config.json").exists():
+        cure = (
+            "it holds an adapter of peft: merge it into its model (merge_and_unload) and save that"
+        )
+    else:
+        cure = "give the folder of a saved transformers model, a .gguf file or a name on the hub"
+    raise ModelError(f"{folder} has no config.json; {cure}")
 
 
 @contextmanager
@@ -78,11 +109,20 @@ def _reading(name: str) -> Iterator[None]:
     """Raises a ModelError in place of the many types of errors that transformers raises."""
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name!r} has code of its own, which is never run here; give a model that "
+                "transformers knows, or, if you trust this code, read the model in Python with "
+                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) and pass it to "
+                "al.load_model with its tokenizer"
+            ) from error
         reason = str(error).partition("\n")[0] or type(error).__name__
+        cure = "" if Path(name).exists() else _NO_HUB
         raise ModelError(
-            f"{name!r} cannot be loaded as a causal language model: {reason} "
-            "If no hub can be reached, give a local folder or a .gguf file (--model)"
+            f"{name!r} cannot be loaded as a causal language model: {reason}{cure}"
         ) from error
 
 
@@ -157,6 +197,6 @@ def _listed(names: Iterable[str]) -> str:
 def _no_device(device: str | torch.device, reason: str) -> ModelError:
     return ModelError(
         f"the model cannot be put on the device {str(device)!r}: {reason.partition(chr(10))[0]}; "
-        "name a device that this machine has (cuda, mps, cpu), and leave the type (--dtype, in "
-        "Python dtype) of quantised weights as it is"
+        "name a device that this machine has (cuda, mps, cpu), and leave the type (dtype) of "
+        "quantised weights as it is"
     )

@@ -359,7 +359,7 @@ def _require_finite(described: Pass, logits: Tensor, where: str) -> None:
         raise NotFiniteError(
             f"the model's logits are not finite (NaN or infinite) {where}, and so is "
             f"what {_first_not_finite(described)} gives out; try float32 "
-            "(--dtype float32, in Python dtype=torch.float32), and check the hooks that act there"
+            "(dtype=torch.float32), and check the hooks that act there"
         )
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
 
-from jinja2 import TemplateError
-
 from ..errors import PromptError
 from .examples import Example
 from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
@@ -140,7 +138,7 @@ class ChatTask(Task):
                     messages, tokenize=False, add_generation_prompt=ask, **self.options
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except Exception as error:  # a template is a program
             roles = " and ".join(dict.fromkeys(turn.role for turn in turns))
             raise PromptError(
                 f"the chat template cannot write the turns of {roles}: {error}. If it knows no "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..errors import PromptError
+from ..system.texts import printable
 from .groups import FORMAT, GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
 
 PROMPT_CSS = """\
@@ -122,7 +123,7 @@ class PromptView:
         for _, text, group in _joined(self.tokens, self.groups, len(self.names)):
             parts += [signs[group]] if group in signs and group != before else []
             parts, before = [*parts, text], group
-        return "".join(parts)
+        return printable("".join(parts))
 
     def _repr_html_(self) -> str:
         return (

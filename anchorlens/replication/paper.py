@@ -152,7 +152,7 @@ def _check_logits(store: Store, number: int, setting: Setting) -> None:
                 raise StoreError(
                     f"the model gives other logits than when the numbers in {store.folder} were "
                     "computed: its hooks or its way of computing are not the same; use another "
-                    "folder, or start over in this one (al.forget_rows, --fresh)"
+                    "folder, or start over in this one (al.forget_rows)"
                 )
 
 

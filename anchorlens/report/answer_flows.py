@@ -15,6 +15,7 @@ from ..errors import MetricError
 from ..metrics.step_flows import StepFlowsRecord
 from ..prompts.groups import GROUPS, PADDING
 from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class, token_spans
+from ..system.texts import printable
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
 
@@ -68,7 +69,8 @@ class AnswerFlows(FlowPage):
 
     def __repr__(self) -> str:
         counts = f"{len(self.tokens)} tokens, {len(self.layers) - 1} layers"
-        return f"AnswerFlows({counts}, {len(self.positions)} steps; {self.heading})"
+        steps = f"{len(self.positions)} steps"
+        return printable(f"AnswerFlows({counts}, {steps}; {self.heading})")
 
     def fragment(self) -> Markup:
         """The HTML of the text, for a page that holds the style and the script once."""

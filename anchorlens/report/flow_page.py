@@ -7,7 +7,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ..prompts.prompt_html import PROMPT_CSS
-from ..system.files import write_atomically
+from ..system.files import write_text
 from .templates import static, template
 
 
@@ -41,7 +41,7 @@ class FlowPage:
             StoreError: The file cannot be written.
         """
         path = Path(path)
-        write_atomically(path, self.page().encode())
+        write_text(path, self.page())
         return path
 
     def _repr_html_(self) -> str:

@@ -18,7 +18,7 @@ from ..experiments.context_comparison import ContextsRecord
 from ..experiments.edge_sweep import CutEdgesRecord, plot_cuts
 from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
-from ..system.files import write_atomically
+from ..system.files import write_text
 from . import flow_page
 from .answer import headline, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
@@ -41,6 +41,8 @@ _NAMES = {
     "drawn": "intervals draw",
     "units": "how many of these",
 }
+# Digests of queries: they tell processes what was used in a training, and a reader nothing.
+_NOT_SHOWN = ("queries_in_training",)
 _HEIGHT, _MIN_WIDTH = 420, 300  # pixels of a figure that names none
 
 
@@ -175,7 +177,7 @@ def write_report(
         script=static("report.js") + (flow_page.script() if has_prompts else ""),
     )
     path = Path(path)
-    write_atomically(path, page.encode())
+    write_text(path, page)
     return path
 
 
@@ -295,7 +297,7 @@ def _figure_section(section_id: str, heading: str, figure: go.Figure | None) -> 
         section_id,
         heading,
         title=". ".join(_plain_text(text) for text in (title, subtitle) if text),
-        figure=json_in_script(plotly.io.json.to_json_plotly(drawn)),
+        figure=json_in_script(plotly.io.json.to_json_plotly(drawn, engine="json")),
         height=int(figure.layout.height or _HEIGHT),
         min_width=int(meta.get("min_width", _MIN_WIDTH)),
         caption=str(meta.get("caption", "")),
@@ -342,7 +344,7 @@ def _subtitle(common: Mapping[str, Any], tasks: Sequence[str]) -> str:
 
 
 def _pairs(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(_words(key), _plain(value)) for key, value in info.items()]
+    return [(_words(key), _plain(value)) for key, value in info.items() if key not in _NOT_SHOWN]
 
 
 def _plain(value: Any) -> str:

@@ -23,6 +23,7 @@ from ..prompts.groups import GROUPS, LABEL, TARGET
 from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.token_texts import token_texts
 from ..runs.fused_trial import try_fused
+from ..system.texts import printable
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
 
@@ -76,7 +77,7 @@ class PromptFlows(FlowPage):
 
     def __repr__(self) -> str:
         counts = f"{len(self.tokens)} tokens, {len(self.layers)} layers"
-        return f"PromptFlows({counts}; {self.heading})"
+        return printable(f"PromptFlows({counts}; {self.heading})")
 
     def fragment(self) -> Markup:
         """The HTML of the prompt, for a page that holds the style and the script once."""

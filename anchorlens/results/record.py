@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import MetricError, StoreError
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
+from ..system.texts import printable
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
@@ -78,7 +79,7 @@ class Record:
         for count in range(len(fields), -1, -1):
             rest = [f"{len(fields) - count} more"] if count < len(fields) else []
             parts = [", ".join(fields[:count] + rest), self._source()]
-            line = f"{type(self).__name__}({'; '.join(part for part in parts if part)})"
+            line = printable(f"{type(self).__name__}({'; '.join(part for part in parts if part)})")
             if len(line) <= _LINE:
                 break
         return line
@@ -225,6 +226,8 @@ class Record:
         values = {name: value for name, value in stored.items() if name[:cut] != _BOUNDS}
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
+        elif not isinstance(info.get("labels", []), list):
+            reason = f"the labels in its info are {info['labels']!r}, not a list"
         elif values.keys() != cls.axes().keys():
             reason = f"it has the fields {sorted(values)}, not {sorted(cls.axes())}"
         else:

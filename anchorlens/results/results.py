@@ -1,5 +1,6 @@
 """Several records by name, which a notebook shows as a table."""
 
+from ..system.texts import printable
 from .html_tables import note, table, titled
 from .in_short import interval_in_short, values_in_short
 from .record import Record, meaning_of
@@ -18,7 +19,8 @@ class Results(dict[str, Record]):
     """
 
     def __repr__(self) -> str:
-        return "\n".join([self._heading(), *(f"  {name}: {self[name]!r}" for name in self)])
+        lines = [f"  {printable(name)}: {self[name]!r}" for name in self]
+        return "\n".join([self._heading(), *lines])
 
     def _repr_html_(self) -> str:
         rows = [(name, meaning_of(type(self[name])), _main_numbers(self[name])) for name in self]

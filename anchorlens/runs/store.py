@@ -17,10 +17,11 @@ from torch import Tensor
 from ..errors import StoreError
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import remove_temporary_files, write_atomically
+from ..system.parsing import bytes_of
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
 
-_CURE = "use another folder, or start over in this one (--fresh, in Python al.forget_rows)"
+_CURE = "use another folder, or start over in this one (al.forget_rows)"
 
 
 class _StoredRows(NamedTuple):
@@ -215,18 +216,18 @@ def _bytes_of_run(run: Mapping[str, str]) -> bytes:
 def _is_foreign(path: Path) -> bool:
     """Whether a file is valid JSON, but was not written by a store."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(bytes_of(path))
         return isinstance(content, dict) and "digest" not in content
-    except (OSError, ValueError, RecursionError):  # brackets deeper than Python reads
+    except (ValueError, RecursionError):  # no file, or brackets deeper than Python reads
         return False
 
 
 def _run_of(path: Path) -> dict[str, str] | None:
     """The run of a folder; None if the file is missing or not as it was written."""
     try:
-        data = path.read_bytes()
+        data = bytes_of(path)
         run = dict(json.loads(data))
         run.pop("digest", None)
         return run if _bytes_of_run(run) == data else None
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):  # a StoreError is a ValueError
         return None

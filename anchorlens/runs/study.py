@@ -40,6 +40,7 @@ from ..system.processes import (
     require_equal_settings,
     require_whole_model,
 )
+from ..system.texts import printable
 from .checkpoint_choice import why_checkpointed
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
@@ -124,7 +125,7 @@ class Study:
         # Only checked batches and models have all attributes.
         model = getattr(getattr(self.model, "cfg", None), "model_name", type(self.model).__name__)
         parts = f"{shorten(str(model), 50)}, {len(self._given)} batches; {shorten(settings, 90)}"
-        return f"Study({parts}{'' if self.folder is None else '; with a folder'})"
+        return printable(f"Study({parts}{'' if self.folder is None else '; with a folder'})")
 
     def __enter__(self) -> "Study":
         with ExitStack() as stack:
@@ -188,7 +189,7 @@ class Study:
             raise MetricError(
                 "gradient_checkpointing=True saves memory of the gradient, but none of "
                 f"{[metric.name for metric in metrics]} needs one and the memory is the same "
-                "without; leave it out (--gradient-checkpointing)"
+                "without; leave it out"
             )
         self._store  # noqa: B018 - the folder of another run is an error before the trial
         changes = [*interventions, no_hooks if hooks is None else hooks]
@@ -383,7 +384,7 @@ class Study:
                 raise StoreError(
                     f"batch {number} gives other numbers than those stored in {store.folder}, so "
                     "hooks, loss or weights are not those of the stored run; use another folder, "
-                    "or start over in this one (--fresh, in Python al.forget_rows)"
+                    "or start over in this one (al.forget_rows)"
                 )
             return
 

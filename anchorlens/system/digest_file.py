@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from ..errors import StoreError
+from .parsing import bytes_of, parsed
 
 _KEY = "anchorlens"
 # Entries of the header in files of earlier versions, which had no digest.
@@ -49,25 +49,18 @@ def read_with_digest(path: str | Path) -> Sealed:
     Raises:
         StoreError: The file cannot be read, is of another kind, or is damaged.
     """
-    data = _bytes_of(path)
+    data = bytes_of(path)
     cure = "use a copy of it, or compute the result again and save it"
-    try:
-        tensors = load(data)
-        metadata = dict(_header_of(data)["__metadata__"])
-        header = dict(json.loads(metadata.get(_KEY, "{}")))
-        whole = (
-            header.pop("digest", None) is not None and to_bytes_with_digest(header, tensors) == data
-        )
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(
-            f"{path} is not a file that anchorlens saved, or is damaged ({error}); {cure}"
-        ) from error
+    metadata, header, tensors = parsed(path, data, _contents, "file that anchorlens saved", cure)
+    is_whole = header.pop("digest", None) is not None
     if any(name in metadata for name in _EARLIER):
         raise StoreError(
             f"{path} was saved by an earlier version of anchorlens, without a digest; compute the "
             "result again and save it with this version"
         )
-    if not whole:
+    if _KEY not in metadata:
+        raise StoreError(f"{path} is no file that anchorlens saved; {cure}")
+    if not is_whole or to_bytes_with_digest(header, tensors) != data:
         raise StoreError(f"{path} is damaged: its bytes are not those that were written; {cure}")
     return Sealed(header, tensors)
 
@@ -78,22 +71,16 @@ def read_tensors(path: str | Path) -> Sealed:
     Raises:
         StoreError: The file cannot be read, is of another kind, or is damaged.
     """
-    data = _bytes_of(path)
-    try:
-        tensors, metadata = load(data), _header_of(data).get("__metadata__", {})
-    except SafetensorError as error:
-        raise StoreError(
-            f"{path} is no safetensors file, or is damaged ({error}); use a copy of it"
-        ) from error
+    data = bytes_of(path)
+    metadata, _, tensors = parsed(path, data, _contents, "safetensors file", "use a copy of it")
     return read_with_digest(path) if _KEY in metadata else Sealed({}, tensors)
 
 
-def _bytes_of(path: str | Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(f"{path} cannot be read: {reason}") from error
+def _contents(data: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The metadata, our header in it, and the tensors of a safetensors file."""
+    tensors = load(data)
+    metadata = dict(_header_of(data).get("__metadata__", {}))
+    return metadata, dict(json.loads(metadata.get(_KEY, "{}"))), tensors
 
 
 def _header_of(data: bytes) -> Any:

@@ -41,6 +41,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     _sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8; what UTF-8 cannot hold, such as a byte of a name, is escaped.
+
+    A text is often written after hours of computing, and a name in it must not lose it.
+    """
+    write_atomically(path, text.encode("utf-8", "backslashreplace"))
+
+
 def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files of processes of this machine that were killed while writing."""
     for path in folder.glob(f"*.{_MACHINE}.*.tmp"):

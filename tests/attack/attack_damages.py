@@ -21,7 +21,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from kill_runs import end_of, forked
 
 import anchorlens as al
+from anchorlens.cli.own_task import read_task_file
 from anchorlens.errors import AnchorlensError, DataError, StoreError
+from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 
 Damage = Callable[[Path, random.Random], None]
 
@@ -94,6 +96,20 @@ def another_header(path: Path, rng: random.Random) -> None:
     )
 
 
+def a_pipe(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def deep_toml(path: Path, rng: random.Random) -> None:
+    path.write_text("template = " + rng.choice(["[", "{a=", "[[a."]) * 5000)
+
+
+def many_digits(path: Path, rng: random.Random) -> None:
+    path.write_text("template = " + rng.choice("123456789") * 5000)
+
+
+TOML: list[Damage] = [deep_toml, many_digits]
 GENERAL: list[Damage] = [
     *(flip, flip, flip_near_the_start, cut, lengthen, blank, swap_parts, another_header),
     *(other_json, deep_json, not_text, a_folder),
@@ -122,7 +138,7 @@ def damaged_rows(rng: random.Random) -> Ending:
     stored, expected = whole()
     run_folder = shutil.copytree(stored, folder() / "rows")
     paths = sorted(run_folder.iterdir())
-    path, damage = rng.choice(paths), rng.choice(GENERAL)
+    path, damage = rng.choice(paths), rng.choice([*GENERAL, a_pipe])
     if path.suffix == ".safetensors" and rng.random() < 0.3:
         # The damages with "another" need more batches.
         name = rng.choice([key for key in DAMAGES if "another" not in key])
@@ -186,6 +202,94 @@ def damaged_context(rng: random.Random) -> Ending:
         ) from error
     if not torch.equal(logits, setup.context.logits(setup.model, setup.batch)):
         raise Fault(f"context, {description}: loads, with other numbers")
+    return "right"
+
+
+def forged(value: Any, rng: random.Random) -> Any:
+    """The value with another value somewhere in it."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        changed = {**value, name: forged(value[name], rng)}
+        if rng.random() < 0.2:
+            del changed[name]
+        return changed
+    return rng.choice([*JSON, -1, 1e300, "9" * 50, [[]], {"": None}])
+
+
+def forged_tensors(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict[str, torch.Tensor]:
+    name = rng.choice(sorted(tensors))
+    tensor = tensors[name]
+    others = [tensor.double(), tensor.long(), tensor[None], torch.tensor(7), tensor.flatten()[:0]]
+    others += [tensor.flatten()[:1], torch.cat([tensor, tensor]) if tensor.ndim else tensor]
+    changed = {**tensors, name: rng.choice(others)}
+    if rng.random() < 0.2:
+        changed[name + "x"] = changed.pop(name)
+    return changed
+
+
+def forged_files(rng: random.Random) -> Ending:
+    """A file of another content with a right digest: an error with its name, or it can be used."""
+    setup = scene()
+    kind = rng.choice(["record", "context", "prefix", "prompt", "adapter"])
+    path = folder() / "forged.safetensors"
+    saved: Any = {
+        "record": setup.results["anchor_distances"],
+        "context": setup.context,
+        "prefix": setup.prefix,
+        "prompt": setup.hard_prompt,
+        "adapter": setup.prefix,
+    }[kind]
+    if kind == "adapter":
+        path = al.context_to_peft(saved, setup.model, path.parent) / "adapter_model.safetensors"
+    else:
+        saved.save(path)
+    header, tensors = read_with_digest(path)
+    if rng.random() < 0.5:
+        header = forged(header, rng)
+        header = header if isinstance(header, dict) else {"": header}
+    else:
+        tensors = forged_tensors(tensors, rng)
+    header.pop("digest", None)
+    path.write_bytes(to_bytes_with_digest(header, tensors))
+    try:
+        if kind == "record":
+            repr(al.load_record(path).to_frame())
+        elif kind == "adapter":
+            al.context_from_peft(path.parent, setup.model).logits(setup.model, setup.batch)
+        else:
+            loaded = al.load_context(path)
+            repr(loaded)
+            loaded.logits(setup.model, setup.batch)
+    except AnchorlensError:
+        return "refused"
+    except Exception as error:
+        raise Fault(f"{kind}, {header}: {type(error).__name__}: {str(error)[:200]}") from error
+    return "right"
+
+
+def odd_settings(rng: random.Random) -> Ending:
+    """A settings file of another program, damaged: the task of a command, a peft adapter."""
+    setup = scene()
+    kind = rng.choice(["toml", "adapter"])
+    if kind == "toml":
+        path = folder() / "task.toml"
+        path.write_text('template = "{text}{label}"\nlabels = [" a", " b"]\nprefix = "P"\n')
+        damages = [*GENERAL, *TOML]
+    else:
+        al.context_to_peft(setup.prefix, setup.model, folder_of_adapter := folder())
+        path, damages = folder_of_adapter / "adapter_config.json", [*GENERAL, a_pipe]
+    description = apply_damage(path, rng.choice(damages), rng)
+    try:
+        if kind == "toml":
+            read_task_file(path)
+        else:
+            al.context_from_peft(path.parent, setup.model)
+    except AnchorlensError as error:
+        if path.parent.name not in str(error):
+            raise Fault(f"{description}: no file is named: {error}") from error
+        return "refused"
+    except Exception as error:
+        raise Fault(f"{description}: {type(error).__name__}: {str(error)[:200]}") from error
     return "right"
 
 

@@ -34,6 +34,8 @@ PAYLOADS = [
     "{{7*7}}${7*7}`alert(1)`",
     "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16") + "<i>",
     "<plaintext>",
+    "latin-1 caf\udce9",
+    "\ud800 \x1b]0;title\x07",
 ]
 
 

@@ -36,6 +36,10 @@ class Scene:
         self.beta = al.train_reweighting(self.model, self.batches, epochs=1, **QUIET)
         self.isolation = al.isolation_loyalty(self.model, self.batches, 0, draws=1, **QUICK)
         self.context = al.compress(self.model, self.batch)
+        self.hard_prompt = al.hard_prompt(self.model, [300, 301], held_out=self.batches)
+        self.prefix = al.train_prefix(
+            self.model, self.batches[:1], length=2, steps=0, held_out=self.batches[1:], **QUIET
+        )
         self.logits = al.target_logits(self.model, self.batches, **QUIET)
         self.correct = {"a": torch.ones(4), "b": torch.zeros(4)}
         self.data = self.folder / "data.jsonl"

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 from attack_configurations import random_configurations
-from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
+from attack_damages import (
+    damaged_context,
+    damaged_data,
+    damaged_record,
+    damaged_rows,
+    forged_files,
+    odd_settings,
+)
 from attack_inputs import bad_values, wrong_types
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
@@ -24,6 +31,8 @@ SMALL: list[tuple[Section, int]] = [
     (damaged_record, 10),
     (damaged_context, 10),
     (damaged_data, 10),
+    (forged_files, 15),
+    (odd_settings, 15),
     (random_configurations, 5),
     (payloads, 6),
 ]

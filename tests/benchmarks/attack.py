@@ -21,7 +21,14 @@ import torch
 
 sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("support", "attack"))
 from attack_configurations import random_configurations
-from attack_damages import damaged_context, damaged_data, damaged_record, damaged_rows
+from attack_damages import (
+    damaged_context,
+    damaged_data,
+    damaged_record,
+    damaged_rows,
+    forged_files,
+    odd_settings,
+)
 from attack_inputs import bad_values, wrong_types
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
@@ -42,6 +49,8 @@ SECTIONS: list[tuple[str, Section]] = [
     ("damages", damaged_record),
     ("damages", damaged_context),
     ("damages", damaged_data),
+    ("damages", forged_files),
+    ("damages", odd_settings),
     ("configurations", random_configurations),
     ("payloads", payloads),
 ]

@@ -310,3 +310,18 @@ def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -
         assert page.locator(".rows li").first.inner_text() == evil
     with Visit(browser, replace(flows, heading="x").save(tmp_path / "one.html"), PHONE) as page:
         assert page.locator(".rows li").count() == 3
+
+
+def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Path) -> None:
+    count = 12_001
+    flows = al.PromptFlows(
+        tokens=["x"] * count,
+        groups=[1] * count,
+        parts=[(k, k, "text", f"t{k}") for k in range(count)],
+        layers=[[al.report.prompt_flows.Strongest([3], [count - 1], [1.0], 1.0)] * 2],
+        start=0,
+        heading="A long text",
+    )
+    with Visit(browser, flows.save(tmp_path / "long.html"), WIDE) as page:
+        (title,) = page.locator(".arcs svg title").all_text_contents()
+        assert title == f"t3 → t{count - 1}: 1.00 nats"

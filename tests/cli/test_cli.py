@@ -122,6 +122,33 @@ def test_a_different_run_in_the_same_folder_needs_fresh(
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_fresh_leaves_no_record_of_the_run_before(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Eight queries are too few for distances; everything else is computed, and this is said."""
+    out, folder = tmp_path / "out", tmp_path / "out" / "questions"
+    arguments = ["--model", str(shallow_folder), "--task", "questions", "--out", str(out)]
+    assert call(monkeypatch, "run", *arguments, "--queries", "11", "--depth", "1") == 0
+    of_a_user = ["isolation_mine.safetensors", "mine.txt", "rows/mine.txt"]
+    for name in of_a_user:
+        (folder / name).write_text("mine")
+    capsys.readouterr()
+    arguments += ["--queries", "8", "--depth", "2", "--draws", "1", "--fresh"]
+    assert call(monkeypatch, "run", *arguments) == 0
+    records = {path.name for path in folder.glob("*.safetensors")}
+    assert records == {
+        *("saliency_flows.safetensors", "attention_aucroc.safetensors"),
+        *("isolation_first_2_layers.safetensors", "isolation_last_2_layers.safetensors"),
+        "isolation_mine.safetensors",
+    }
+    assert all((folder / name).read_text() == "mine" for name in of_a_user)
+    message = "warning: no result for anchor_distances: anchor distances need more prompts than"
+    assert message in capsys.readouterr().err
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
 def test_without_a_picture_of_a_prompt_there_is_still_a_report(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -152,6 +179,7 @@ def test_out_of_memory_is_an_error_of_one_line(
         "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
     assert "use a smaller --dtype, --gradient-checkpointing" in error and "more" not in error
+    assert error.endswith("so give it another --out; this one holds what was computed")
 
 
 @pytest.mark.parametrize("command", ["demo", "run", "paper", "check"])
@@ -172,7 +200,7 @@ def test_the_error_for_memory_names_options_of_the_command(
     assert call(monkeypatch, command, *arguments[command]) == 1
     error = error_of(capsys.readouterr())
     named = set(re.findall(r"--[a-z-]+", error))
-    cures = {"--dtype", "--gradient-checkpointing", "--device", "--fresh", "--out"}
+    cures = {"--dtype", "--gradient-checkpointing", "--device", "--out"}
     options = {option for parameter in COMMANDS[command].params for option in parameter.opts}
     assert named == cures & options
 
@@ -203,7 +231,6 @@ def test_help_lists_the_options(monkeypatch: Any, capsys: Any) -> None:
             ["--task", "questions", "--depth", "7"],
             "is more than the 6 layers of the model; isolate fewer",
         ),
-        (["--task", "questions", "--queries", "5"], "more prompts than directions (10)"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line(

@@ -37,6 +37,10 @@ def data(tmp_path: Path) -> Path:
             (tmp_path / name / "sentiment" / f"{split}.jsonl").write_text(content)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "sentiment").write_text("")
+    for folder in ("report.html", "sentiment"):
+        (tmp_path / "folders" / folder).mkdir(parents=True)
     return tmp_path
 
 
@@ -57,15 +61,13 @@ def data(tmp_path: Path) -> Path:
         (["--shots", HUGE], f"but {HUGE} of each class are asked for; lower --shots"),
         (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
         (
-            ["--queries", "10"],
-            "need more prompts than directions (10) for each seed; got --queries",
-        ),
-        (
             ["--seed", "1", "--seed", "1"],
             "each --seed has its own prompts, so that seeds must differ",
         ),
         (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
         (["--out", "good.jsonl/under"], "cannot be a folder: Not a directory"),
+        (["--out", "taken"], "--out taken/sentiment cannot be a folder: File exists"),
+        (["--out", "folders"], "folders/report.html is a folder, so that no file can have"),
     ],
 )
 def test_run_finds_mistakes_before_it_loads_weights(
@@ -109,10 +111,6 @@ def test_paper_finds_mistakes_before_it_loads_weights(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["--queries", "10"],
-            "need more prompts than directions (10) for each seed; got --queries",
-        ),
         (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
     ],
 )

@@ -1,7 +1,9 @@
 """Numbers go to the standard output, as tables or json; bars and notes to the standard error."""
 
+import io
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from test_cli import QUICK, call
 
 import anchorlens as al
 from anchorlens.cli import work
-from anchorlens.cli.output import Output, PrintedTable
+from anchorlens.cli.output import Output, PrintedTable, lasting_streams
 from anchorlens.models.quiet import quiet_datasets, quiet_libraries
 from anchorlens.replication.paper_parts import Number, Setting
 
@@ -141,3 +143,77 @@ def test_other_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
     with pytest.raises(KeyError), quiet_libraries(), quiet_datasets():
         raise KeyError
     assert state() == before
+
+
+class Full:
+    """A standard output on a full disk; what is not flushed waits in it."""
+
+    def __init__(self) -> None:
+        self.file = open("/dev/full", "w")  # noqa: SIM115 - a command writes into it
+
+    def __enter__(self) -> Any:
+        return self.file
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize(
+    ("stdout", "reason"),
+    [(Full, "No space left on device"), (lambda: nullcontext(None), "it is closed")],
+)
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_a_command_stores_everything_where_nothing_can_be_printed(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any, stdout: Any, reason: str
+) -> None:
+    arguments = ["--model", str(shallow_folder), "--out", str(tmp_path), "--task", "questions"]
+    run = ["run", *arguments, "--queries", "12", "--depth", "1"]
+    for command in (run, ["models"]):
+        with stdout() as stream:
+            monkeypatch.setattr("sys.stdout", stream)
+            assert call(monkeypatch, *command) == 1
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    error = f"error: the standard output cannot be written: {reason}"
+    assert errors == [f"{error}; all files are in --out", error]
+    assert (tmp_path / "report.html").exists() and (tmp_path / "settings.json").exists()
+    assert (tmp_path / "questions" / "isolation_first_layer.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+def test_names_that_are_no_text_lose_no_report_and_command_no_terminal(
+    monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A byte that is not UTF-8 is half of a surrogate pair in Python."""
+    model = tmp_path / "model \x1b[31m red"
+    model.symlink_to(shallow_folder)
+    out = tmp_path / "caf\udce9"
+    arguments = ["--model", str(model), "--out", str(out), "--task", "questions"]
+    for on_a_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_one=on_a_terminal: is_one)
+        monkeypatch.setenv("TERM", "dumb")  # no bold letters
+        assert call(monkeypatch, "run", *arguments, "--queries", "12", "--depth", "1") == 0
+        printed = capsys.readouterr()
+        assert "\x1b" not in printed.out + printed.err
+        assert r"loading" in printed.err and r"model \x1b[31m red" in printed.err
+        assert r"caf\udce9/report.html" in printed.out
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert r"caf\udce9" in page
+    assert json.loads((out / "settings.json").read_text())["model"] == str(model)
+
+
+def test_a_terminal_without_all_characters_shows_their_escapes(monkeypatch: Any) -> None:
+    bytes_written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(bytes_written, encoding="latin-1"))
+    with lasting_streams() as results:
+        Output().tables([PrintedTable({("", "a … é"): {"": "1"}})])
+    assert not results.reason
+    assert bytes_written.getvalue().decode("latin-1") == "a \\u2026 é  1\n"
+
+
+@pytest.mark.parametrize("option", ["--out", "--data", "--task-file"])
+def test_an_empty_text_is_not_the_current_folder(
+    monkeypatch: Any, capsys: Any, option: str
+) -> None:
+    assert call(monkeypatch, "run", "--model", "x", option, "") == 2
+    assert "an empty text is no path" in capsys.readouterr().err

@@ -309,7 +309,9 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
         (["--task", "sst2", "--text-column", "a"], "--text-column came without --data or"),
         (["--task", "sst2", "--task-file", "film.toml"], "--task and --task-file both name a task"),
         (["--task-file", "none.toml"], "--task-file none.toml cannot be read: No such file"),
-        (["--task-file", "reviews.csv"], "--task-file reviews.csv is not toml"),
+        (["--task-file", "reviews.csv"], "--task-file reviews.csv is no toml"),
+        (["--task-file", "deep.toml"], "--task-file deep.toml is no toml, or is damaged (maximum"),
+        (["--task-file", "digits.toml"], "digits.toml is no toml, or is damaged (Exceeds"),
         (["--task-file", "bad.toml"], "has the entries labelz; a task has template, labels"),
         (["--task-file", "number.toml"], "data in --task-file number.toml must be a text in quo"),
         (["--task-file", "chat.toml"], "chat in --task-file chat.toml must be true or false; got"),
@@ -325,6 +327,8 @@ def test_mistakes_are_found_before_weights_are_loaded_and_named_by_option(
     (folder / "bad.toml").write_text(TASK_FILE.replace("labels", "labelz"))
     (folder / "number.toml").write_text(TASK_FILE.replace('"reviews.csv"', "3"))
     (folder / "empty.toml").write_text("")
+    (folder / "deep.toml").write_text(f"template = {'[' * 5000}")
+    (folder / "digits.toml").write_text(f"template = {'9' * 5000}")
     (folder / "chat.toml").write_text('chat = "yes"')
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     assert call(monkeypatch, "run", "--model", "x", *QUICK, *arguments) == 1

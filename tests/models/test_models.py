@@ -71,13 +71,51 @@ def test_the_error_names_the_model_that_cannot_be_loaded(
     cure = "give a local folder or a .gguf file"
     with pytest.raises(ModelError, match=f"'nobody/no-such-model' cannot be loaded.*{cure}"):
         al.load_model("nobody/no-such-model")
-    with pytest.raises(ModelError, match=f"cannot be loaded.*{cure}"):
+    with pytest.raises(ModelError, match=r"has no config\.json; give the folder of a saved"):
         al.load_model(tmp_path)  # an empty folder
+    with pytest.raises(ModelError, match=r"there is no folder '/no/such/folder'"):
+        al.load_model("/no/such/folder")
     with pytest.raises(ModelError, match=r"there is no file .*missing\.gguf"):
         al.load_model(tmp_path / "missing.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing more")
     with pytest.raises(ModelError, match="cannot be loaded"):
         al.load_model(tmp_path / "broken.gguf")
+    with pytest.raises(ModelError, match=r"no config\.json; give the file .*broken\.gguf"):
+        al.load_model(tmp_path)
+
+
+def as_peft(weights: Any) -> Any:
+    import peft
+
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(weights, config)
+
+
+# What torch.compile imports, and what peft asks of transformers.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*checkpointing")
+@pytest.mark.parametrize(
+    ("wrapped", "got", "cure"),
+    [
+        (as_peft, "PeftModelForCausalLM", r"pass model\.merge_and_unload\(\)"),
+        (torch.compile, "OptimizedModule", r"pass model\._orig_mod"),
+        (torch.nn.DataParallel, "DataParallel", r"pass model\.module"),
+        (lambda weights: weights.state_dict(), "OrderedDict", "use AutoModelForCausalLM"),
+        (lambda weights: None, "NoneType", "use AutoModelForCausalLM"),
+    ],
+)
+def test_a_wrapped_model_is_refused_in_one_line(
+    byte_level: Any, wrapped: Any, got: str, cure: str
+) -> None:
+    """The error does not print the module, which may be thousands of lines."""
+    source = wrapped(tiny_gpt2(len(byte_level)))
+    with pytest.raises(ModelError, match=f"expected a name, .*; got a {got}: {cure}") as error:
+        al.load_model(source, tokenizer=byte_level)
+    assert len(str(error.value)) < 250
+
+
+def test_a_hooked_model_is_not_loaded_again(gpt2: Any) -> None:
+    with pytest.raises(ModelError, match=r"hooked model already: pass it to al\.prepare_model"):
+        al.load_model(gpt2)
 
 
 @pytest.mark.without_jaxtyping
@@ -146,7 +184,7 @@ def test_quantised_weights_cannot_be_cast(byte_level: Any) -> None:
     al.load_model(weights, tokenizer=byte_level, device="cpu")
     with pytest.raises(
         ModelError,
-        match=r"cannot be put .* leave the type \(--dtype, in Python dtype\) of quantised",
+        match=r"cannot be put .* leave the type \(dtype\) of quantised",
     ):
         al.load_model(weights, tokenizer=byte_level, dtype=torch.bfloat16)
 

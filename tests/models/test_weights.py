@@ -22,6 +22,7 @@ from transformers import (
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.quiet import quiet_libraries
+from anchorlens.models.weights import read_model_files
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error")]
 VOCABULARY = 700
@@ -135,6 +136,75 @@ def test_complete_weights_load_without_a_warning(tmp_path: Path, byte_level: Any
     other_head = save(classifier, byte_level, tmp_path / "classifier")
     for folder in (plain, sharded, untied, masks, other_head):
         load(folder, byte_level)
+
+
+ITS_CODE = """
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+Path(__file__).with_name("ran").touch()
+Path({ran!r}).touch()
+
+class Config(GPT2Config):
+    model_type = "own"
+
+class Model(GPT2LMHeadModel):
+    config_class = Config
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("of", ["config", "model", "tokenizer"])
+@pytest.mark.parametrize("reads", ["load_model", "read_model_files"])
+def test_code_in_a_folder_never_runs_and_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, byte_level: Any, of: str, reads: str
+) -> None:
+    if (of, reads) == ("model", "read_model_files"):
+        pytest.skip("it reads no weights")
+    asked: list[str] = []
+
+    def yes(question: str = "") -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", yes)
+    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path / "model")
+    (folder / "own.py").write_text(ITS_CODE.format(ran=str(tmp_path / "ran")))
+    if of == "tokenizer":
+        path = folder / "tokenizer_config.json"
+        own: dict[str, Any] = {
+            "tokenizer_class": "Own",
+            "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]},
+        }
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        (folder / "tokenizer.json").unlink()
+    elif of == "model":
+        change_config(folder, model_type="vit", auto_map={"AutoModelForCausalLM": "own.Model"})
+    else:
+        change_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    # Instead of such a tokenizer transformers takes the class of the architecture.
+    message = r"has code of its own, which is never run.*AutoModel"
+    with pytest.raises(ModelError, match="tokenizer" if of == "tokenizer" else message):
+        al.load_model(folder, device="cpu") if reads == "load_model" else read_model_files(
+            str(folder)
+        )
+    assert not asked and not [*tmp_path.rglob("ran")]
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "someone/kernel", "unknown", 3])
+def test_an_attention_in_the_configuration_that_is_not_installed_does_not_matter(
+    tmp_path: Path, byte_level: Any, attention: Any
+) -> None:
+    """The hooks need eager attention, whatever the model was trained with."""
+    weights = tiny_gpt2(VOCABULARY)
+    folder = save(weights, byte_level, tmp_path)
+    change_config(folder, _attn_implementation=attention)
+    model = load(folder, byte_level)
+    tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), weights(tokens).logits)
 
 
 def write_gguf(path: Path, weights: Any, without: tuple[str, ...] = ()) -> None:

@@ -322,6 +322,16 @@ def test_numbers_are_shown_in_full_where_they_are_whole_or_missing(tmp_path: Pat
     assert "value" in Page(write(tmp_path, {"x": missing})).cells
 
 
+def test_digests_of_queries_are_not_on_the_page(tmp_path: Path) -> None:
+    digest = 18432419456431636
+    for others in ({}, {"seed": 2}):  # common to all records, and of one section
+        records = {"a": plain(seed=1, queries_in_training=[digest]), "b": plain(**others)}
+        text = write(tmp_path, records).read_text(encoding="utf-8")
+        assert str(digest) not in text and "queries in training" not in text
+    text = write(tmp_path, {"a": records["a"]}).read_text(encoding="utf-8")
+    assert str(digest) not in text and ">seed<" in text
+
+
 def test_settings_of_isolations_are_shown_for_each_site(
     results: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -129,10 +129,10 @@ def test_a_file_of_another_kind_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"none\.safetensors cannot be read: No such"):
         Means.load(tmp_path / "none.safetensors")
     (tmp_path / "text").write_text("not a record at all")
-    with pytest.raises(StoreError, match=r"text is not a file that anchorlens saved"):
+    with pytest.raises(StoreError, match=r"text is no file that anchorlens saved"):
         Means.load(tmp_path / "text")
     save_file({"mean": torch.zeros(1)}, tmp_path / "bare.safetensors")
-    with pytest.raises(StoreError, match=r"bare\.safetensors is not a file that"):
+    with pytest.raises(StoreError, match=r"bare\.safetensors is no file that"):
         Means.load(tmp_path / "bare.safetensors")
 
 
@@ -208,7 +208,7 @@ def test_load_record_raises_an_error_for_a_file_without_a_known_record(tmp_path:
     with pytest.raises(StoreError, match=r"record\.safetensors holds no record"):
         al.load_record(path)
     path.write_text("not a record at all")
-    with pytest.raises(StoreError, match=r"is not a file that anchorlens saved"):
+    with pytest.raises(StoreError, match=r"is no file that anchorlens saved"):
         al.load_record(path)
     with pytest.raises(StoreError, match=r"none cannot be read: No such"):
         al.load_record(tmp_path / "none")

@@ -54,9 +54,11 @@ for (const root of document.querySelectorAll(".prompt")) {
     const { keys, sizes } = flows(), queries = view.queries();
     sizes.forEach((size, k) => {
       const [from, to] = [rowOf[keys[k]], rowOf[queries[k]]];
-      if (from !== to) sums.set(from * 1e4 + to, (sums.get(from * 1e4 + to) ?? 0) + size);
+      const pair = from * rows.length + to;
+      if (from !== to) sums.set(pair, (sums.get(pair) ?? 0) + size);
     });
-    return [...sums].map(([pair, size]) => [Math.floor(pair / 1e4), pair % 1e4, size]);
+    return [...sums].map(([pair, size]) =>
+      [Math.floor(pair / rows.length), pair % rows.length, size]);
   };
 
   const drawArcs = (rows) => {
