@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .acting_hooks import acting_hooks
 from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
@@ -218,7 +219,12 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
 
 
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
-    with frozen_in_eval_mode(model), without_user_hooks(model), torch.no_grad():
+    with (
+        frozen_in_eval_mode(model),
+        without_user_hooks(model),
+        torch.no_grad(),
+        acting_hooks(model),
+    ):
         try:
             outputs = model(tokens, attention_mask=torch.ones_like(tokens))
         except RuntimeError as error:  # XGLM in float64

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
+from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -188,7 +189,7 @@ def logits_at(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        model.hooks(fwd_hooks=[*needed, *hooks, rows]),
+        acting_hooks(model, [*needed, *hooks, rows]),
     ):
         tokens, inputs = _inputs(model, batch, None, None)
         logits = model(tokens, **inputs)
@@ -246,7 +247,7 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        model.hooks(fwd_hooks=[*needed, *hooks, *observers, *last]),
+        acting_hooks(model, [*needed, *hooks, *observers, *last]),
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         cache = cache_of(model, len(batch), prefix)
@@ -283,9 +284,10 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         ExitStack() as hooks,
     ):
         hooks.enter_context(
-            model.hooks(
-                fwd_hooks=[*needed, *described.hooks, *observers, *last],
-                bwd_hooks=described.backward_hooks,
+            acting_hooks(
+                model,
+                [*needed, *described.hooks, *observers, *last],
+                described.backward_hooks,
             )
         )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
@@ -362,7 +364,7 @@ def _first_not_finite(described: Pass) -> str:
     prefix = described.prefix
     cache = None if prefix is None else cache_of(model, len(batch), prefix)
     tokens, inputs = _inputs(model, batch, prefix, cache)
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+    with torch.no_grad(), acting_hooks(model, hooks):
         model(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 
