@@ -18,7 +18,7 @@ from ..errors import StoreError
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import remove_temporary_files, write_atomically
 
-_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
+_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
 
 class _StoredRows(NamedTuple):
