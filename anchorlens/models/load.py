@@ -8,7 +8,16 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .acting_hooks import acting_hooks
-from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .hooked import (
+    HookedModel,
+    Operands,
+    device_of,
+    modules_of,
+    pattern_name,
+    scores_name,
+    verified_operands,
+)
+from .implementations import implementations_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -36,6 +45,8 @@ _BIDIRECTIONAL = (
 )
 
 
+# An inference_mode of the caller would make tensors that autograd rejects.
+@torch.inference_mode(False)
 def load_model(
     source: Any,
     *,
@@ -64,8 +75,8 @@ def load_model(
     Raises:
         ModelError: The model cannot be found or read, its weights lack tensors or have tensors of
             another shape, the device cannot be used, TransformerLens does not know the architecture
-            or computes other logits than transformers, or its attention hooks cannot be made to
-            act.
+            or computes other logits than transformers, it was made inside
+            ``torch.inference_mode``, or its attention hooks cannot be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -80,6 +91,7 @@ def load_model(
         if dtype is not None or device is not None:
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         name = weights.config.name_or_path or type(weights).__name__
+        _refuse_inference_tensors(name, weights)
     else:
         name, device = str(source), device or best_device()
         refuse_device(device)
@@ -98,6 +110,7 @@ def load_model(
     return prepare_model(model)
 
 
+@torch.inference_mode(False)
 def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
@@ -139,6 +152,7 @@ def prepare_model(model: Model) -> Model:
             f"expected a TransformerBridge or HookedTransformer; got {got}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
+    _refuse_inference_tensors(model.cfg.model_name, model)
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
@@ -203,6 +217,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     config = copy.deepcopy(weights.config)
+    set_as_found = implementations_of(weights)
     try:
         weights.set_attn_implementation("eager")
         return build_bridge_from_module(
@@ -213,9 +228,25 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             model_name=name,
         )
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
+        set_as_found()
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
+
+
+def _refuse_inference_tensors(name: str, model: Any) -> None:
+    """Raise an error for tensors of an inference mode, through which no gradient can go."""
+    tensors = (
+        tensor
+        for module in modules_of(model)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ModelError(
+            f"{name} was made inside torch.inference_mode(), so that no gradient can go through "
+            "its tensors; make it outside, or give a copy that is made outside: "
+            "copy.deepcopy(model)"
+        )
 
 
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
