@@ -109,3 +109,21 @@ def packages_of(tree: ast.Module) -> Iterator[str]:
             yield (node.module or "").partition(".")[0]
         elif isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
+
+
+def test_one_file_puts_hooks_on_models() -> None:
+    """Elsewhere an interrupt between storing a hook and its handle would leave the hook."""
+    methods = {
+        *("hooks", "add_hook", "add_perma_hook", "run_with_hooks", "run_with_cache"),
+        *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
+    }
+    calling = {
+        name
+        for name, path in FILES.items()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in methods
+        and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self")
+    }
+    assert calling == {"models.acting_hooks"}

@@ -5,6 +5,7 @@ the name.
 """
 
 import ast
+import copy
 import inspect
 import re
 import warnings
@@ -91,6 +92,23 @@ def handles_mark_permanent_hooks() -> bool:
     return attributes_hold and list(point._forward_hooks) == [handle.hook.id]
 
 
+def adding_hooks_changes_what_is_put_back() -> bool:
+    point: Any = HookPoint()
+
+    def state() -> dict[str, Any]:
+        values = vars(point).items()
+        return {name: copy.copy(value) for name, value in values if name != "name"}
+
+    before = state()
+    point.add_hook(print)
+    point.add_hook(print, dir="bwd")
+    changed = {name for name, value in state().items() if before.get(name) != value}
+    return changed == {
+        *("_forward_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks"),
+        "_is_full_backward_hook",
+    }
+
+
 def a_call_of_a_module_is_one_frame() -> bool:
     code = nn.Module.__call__.__code__
     counts = []
@@ -134,7 +152,9 @@ def configurations_name_the_attention() -> bool:
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
     model.set_attn_implementation("eager")
-    return model.config._attn_implementation == "eager"
+    named = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    return (named, model.config._attn_implementation) == ("eager", "sdpa")
 
 
 def registrations_can_be_undone() -> bool:
@@ -223,6 +243,14 @@ USES = [
     ),
     Use(
         "torch",
+        ("_forward_hooks", "_backward_hooks", "_is_full_backward_hook"),
+        ("models/acting_hooks.py",),
+        "adding a hook to a hook point changes these and the lists fwd_hooks and bwd_hooks, and "
+        "nothing else",
+        adding_hooks_changes_what_is_put_back,
+    ),
+    Use(
+        "torch",
         ("__call__.__code__",),
         ("models/native_attention.py",),
         "each call of a Module is one Python frame of Module.__call__",
@@ -253,7 +281,12 @@ USES = [
     Use(
         "transformers",
         ("_attn_implementation",),
-        ("models/native_attention.py", "models/weights.py", "runs/fingerprint.py"),
+        (
+            "models/implementations.py",
+            "models/native_attention.py",
+            "models/weights.py",
+            "runs/fingerprint.py",
+        ),
         "the configuration of a model names its attention implementation",
         configurations_name_the_attention,
     ),
@@ -281,7 +314,7 @@ USES = [
     Use(
         "transformer_lens",
         ("_pattern",),
-        ("passes/recompute.py",),
+        ("passes/recompute.py", "models/acting_hooks.py"),
         "an AttentionBridge stores its last pattern as _pattern, which is None at first",
         a_bridge_stores_its_last_pattern,
     ),

@@ -440,7 +440,7 @@ class _StateFile:
         if different:
             raise StoreError(
                 f"{self.path} is of a training with another {', '.join(different)}; use another "
-                "folder, or start over in this one (--fresh, in Python delete the file)"
+                "folder, or start over in this one: delete the file"
             )
         try:
             with torch.no_grad():

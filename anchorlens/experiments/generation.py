@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
+from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -160,7 +161,12 @@ def _written(
     device = device_of(model)
     devices = [device] if device.type == "cuda" else []
     defaults = {"do_sample": False, "verbose": False, "stop_at_eos": end is not None}
-    with frozen_in_eval_mode(model), torch.random.fork_rng(devices), torch.no_grad():
+    with (
+        frozen_in_eval_mode(model),
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        acting_hooks(model),
+    ):
         torch.manual_seed(seed)
         tokens: Tensor = model.generate(
             prompt.tokens.to(device),

@@ -19,8 +19,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from ..system.put_back import put_back
 from .attention_mask import Mask, Seen, causal_mask, mask_of
 from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
+from .implementations import implementations_of
 from .replaced import replaced_methods
 
 Heads = Float[Tensor, "batch head position d_head"]
@@ -207,17 +209,19 @@ def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
     def run_of(layer: int, attention: Any) -> Callable[..., Any]:
         return partial(interface.run, layer, attention)
 
-    try:
-        AttentionInterface.register(name, interface.attention)
-        AttentionMaskInterface.register(name, _mask_of_interface)
-        original.set_attn_implementation(name)
-        with replaced_methods(attentions, "forward", run_of):
-            yield
-    finally:
+    set_as_found = implementations_of(original)
+
+    def restore() -> None:
+        set_as_found()
         for registry in (AttentionInterface, AttentionMaskInterface):
             # Private in transformers, which has no public way to undo a registration.
             registry._global_mapping.pop(name, None)
-        original.set_attn_implementation("eager")  # as prepare_model made it
+
+    with put_back(restore), replaced_methods(attentions, "forward", run_of):
+        AttentionInterface.register(name, interface.attention)
+        AttentionMaskInterface.register(name, _mask_of_interface)
+        original.set_attn_implementation(name)
+        yield
 
 
 @dataclass

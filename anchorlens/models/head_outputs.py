@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .acting_hooks import acting_hooks
 from .hooked import (
     Hook,
     HookedModel,
@@ -78,7 +79,7 @@ def _layers_that_mix(model: HookedModel) -> frozenset[int]:
         frozen_in_eval_mode(model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        model.hooks(fwd_hooks=hooks),
+        acting_hooks(model, hooks),
     ):
         logits = model(tokens, attention_mask=torch.ones_like(tokens))
         logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()

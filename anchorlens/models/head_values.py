@@ -1,7 +1,6 @@
 """What each head writes for each key before its attention weighs it: its values times W_O."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
+from .acting_hooks import acting_hooks
 from .hooked import (
     HookedModel,
     device_of,
@@ -79,17 +79,17 @@ def _layers_with_other_outputs(model: Any) -> dict[int, str]:
     ]
     points = model.hook_dict  # made anew at each access
     known = [hook for hook in hooks if hook[0] in points]
+    attentions = [
+        (block.attn, _append_to(of_layer))
+        for block, of_layer in zip(model.blocks, outputs, strict=True)
+    ]
     tokens = torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
     with (
         without_user_hooks(model),
         frozen_in_eval_mode(model),
         torch.no_grad(),
-        model.hooks(fwd_hooks=known),
-        ExitStack() as handles,
+        acting_hooks(model, known, of_modules=attentions),
     ):
-        for block, of_layer in zip(model.blocks, outputs, strict=True):
-            handle = block.attn.register_forward_hook(_append_to(of_layer))
-            handles.callback(handle.remove)
         model(tokens, attention_mask=torch.ones_like(tokens))
     reasons = {
         layer: _reason(model, layer, patterns.get(layer), values.get(layer), of_layer)

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .acting_hooks import acting_hooks
+from .hooked import (
+    HookedModel,
+    Operands,
+    device_of,
+    modules_of,
+    pattern_name,
+    scores_name,
+    verified_operands,
+)
+from .implementations import implementations_of
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -36,6 +46,8 @@ _BIDIRECTIONAL = (
 )
 
 
+# An inference_mode of the caller would make tensors that autograd rejects.
+@torch.inference_mode(False)
 def load_model(
     source: Any,
     *,
@@ -63,10 +75,10 @@ def load_model(
 
     Raises:
         ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
-            cannot be found or read, or needs code of its own; its weights lack tensors or have
-            tensors of another shape, the device cannot be used, TransformerLens does not know the
-            architecture or computes other logits than transformers, or its attention hooks cannot
-            be made to act.
+            cannot be found or read, needs code of its own, or was made inside
+            ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, the
+            device cannot be used, TransformerLens does not know the architecture or computes other
+            logits than transformers, or its attention hooks cannot be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
@@ -81,6 +93,7 @@ def load_model(
         if dtype is not None or device is not None:
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         name = weights.config.name_or_path or type(weights).__name__
+        _refuse_inference_tensors(name, weights)
     else:
         _refuse_other_sources(source)
         name, device = str(source), device or best_device()
@@ -100,6 +113,7 @@ def load_model(
     return prepare_model(model)
 
 
+@torch.inference_mode(False)
 def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
@@ -141,6 +155,7 @@ def prepare_model(model: Model) -> Model:
             f"expected a TransformerBridge or HookedTransformer; got {got}. "
             "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
         )
+    _refuse_inference_tensors(model.cfg.model_name, model)
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
@@ -229,6 +244,7 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.init_kwargs = {"name_or_path": name, **tokenizer.init_kwargs, "add_bos_token": True}
     config = copy.deepcopy(weights.config)
+    set_as_found = implementations_of(weights)
     try:
         weights.set_attn_implementation("eager")
         return build_bridge_from_module(
@@ -239,13 +255,34 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
             model_name=name,
         )
     except Exception as error:  # an unknown architecture, or an adapter that does not fit
+        set_as_found()
         raise ModelError(
             f"TransformerLens cannot wrap {name!r} ({type(weights).__name__}): {str(error)[:200]}"
         ) from error
 
 
+def _refuse_inference_tensors(name: str, model: Any) -> None:
+    """Raise an error for tensors of an inference mode, through which no gradient can go."""
+    tensors = (
+        tensor
+        for module in modules_of(model)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ModelError(
+            f"{name} was made inside torch.inference_mode(), so that no gradient can go through "
+            "its tensors; make it outside, or give a copy that is made outside: "
+            "copy.deepcopy(model)"
+        )
+
+
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
-    with frozen_in_eval_mode(model), without_user_hooks(model), torch.no_grad():
+    with (
+        frozen_in_eval_mode(model),
+        without_user_hooks(model),
+        torch.no_grad(),
+        acting_hooks(model),
+    ):
         try:
             outputs = model(tokens, attention_mask=torch.ones_like(tokens))
         except RuntimeError as error:  # XGLM in float64

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..system.put_back import put_back
 from .hooked import modules_of
 
 # Hooks of these packages on a module are a part of what the model computes.
@@ -39,17 +40,19 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             for parameter in module.parameters(recurse=False)
             if parameter.requires_grad
         ]
-        try:
+
+        def restore() -> None:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
+
+        with put_back(restore):
             for parameter in trained:
                 parameter.requires_grad_(False)
             for module in training:
                 module.training = False
             yield
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            for module in training:
-                module.training = True
 
 
 @contextmanager
@@ -60,15 +63,17 @@ def without_user_hooks(model: Any) -> Iterator[None]:
     made for prompts of another length would fail.
     """
     stored = [(hooks, dict(hooks), needed) for hooks, needed in _hooks_with_users(model)]
-    try:
+    complete: dict[int, Hooks] = {}
+
+    def restore() -> None:
+        for number, (hooks, whole, _) in enumerate(stored):
+            # A bridge adds some hooks during its first pass, and only then.
+            _replace(hooks, complete.setdefault(number, whole | hooks))
+
+    with put_back(restore):
         for hooks, _, needed in stored:
             _replace(hooks, needed)
         yield
-    finally:
-        for hooks, whole, needed in stored:
-            # A bridge adds some hooks during its first pass, and only then.
-            added = {number: hook for number, hook in hooks.items() if number not in needed}
-            _replace(hooks, whole | added)
 
 
 def has_user_hooks(model: Any) -> bool:
@@ -103,26 +108,31 @@ def _needed(module: nn.Module, hooks: Hooks) -> Hooks:
     """The hooks that a library put on a module, which are a part of what the model computes."""
     point: Any = module
     if not hasattr(point, "fwd_hooks"):
-        return {number: hook for number, hook in hooks.items() if _is_of_library(hook)}
+        return {number: hook for number, hook in hooks.items() if is_of_library(hook)}
     # A hook point wraps every hook in a function of transformer_lens, also those of the user. Its
     # handles say which of them are permanent.
     numbers = {
         handle.hook.id
         for handle in (*point.fwd_hooks, *point.bwd_hooks)
-        if handle.is_permanent and _is_of_library(getattr(handle, "user_hook", None))
+        if handle.is_permanent and is_of_library(getattr(handle, "user_hook", None))
     }
     return {number: hook for number, hook in hooks.items() if number in numbers}
 
 
-def _is_of_library(hook: Any) -> bool:
+def is_of_library(hook: Any) -> bool:
+    """Whether a hook on a module is a part of what the model computes."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
 def _replace(hooks: Hooks, others: Hooks) -> None:
     """Change the dictionary itself, because the handles of hooks point to it."""
-    hooks.clear()
-    hooks.update(others)
+    for number in [number for number in hooks if number not in others]:
+        hooks.pop(number, None)
+    for number, hook in others.items():
+        # Moved to the end, so that all are in the order of the others after the last.
+        hooks.pop(number, None)
+        hooks[number] = hook
 
 
 def _lock_of(model: Any) -> Any:

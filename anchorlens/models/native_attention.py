@@ -10,6 +10,7 @@ arithmetic for each architecture, and a global registration.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,14 +21,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
+from .implementations import implementations_of
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 # A call of any module is one frame of this code; tests/test_private_names.py verifies it.
 _MODULE_CALL = torch.nn.Module.__call__.__code__
 
-# Models that ran a fused attention, which forms no pattern, and the name of that implementation.
-_fused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# Models that ran a fused attention, which forms no pattern, and what sets it again.
+_fused: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 
 
 def wrap_attention(attention: Any) -> bool:
@@ -59,10 +61,9 @@ def use_eager_attention(model: Any) -> None:
     """Make transformers form the attention pattern, which its fused kernels never form."""
     config = getattr(model.original_model, "config", None)  # none in TransformerLens's own models
     # Private in transformers, which has a public way to set it and none to read it.
-    implementation = getattr(config, "_attn_implementation", "eager")
-    if implementation != "eager":
+    if getattr(config, "_attn_implementation", "eager") != "eager":
+        _fused[model] = implementations_of(model.original_model)
         model.original_model.set_attn_implementation("eager")
-        _fused[model] = implementation
 
 
 def unwrap_model(model: Any) -> None:
@@ -70,7 +71,8 @@ def unwrap_model(model: Any) -> None:
     for module in model.modules():
         unwrap(module)
     if model in _fused:
-        model.original_model.set_attn_implementation(_fused.pop(model))
+        _fused[model]()
+        del _fused[model]
 
 
 def unwrap(attention: Any) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..system.put_back import put_back
+
 
 @contextmanager
 def replaced_methods(
@@ -16,16 +18,18 @@ def replaced_methods(
         name: The name of the method, such as ``forward``.
         method_of: Function of the number of a module, from 0, and the module.
     """
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for number, module in enumerate(modules):
-            # In __dict__, because a bridge sets its attributes on the module that it wraps.
-            attributes = vars(module)
-            replaced.append((attributes, attributes.get(name)))
-            attributes[name] = method_of(number, module)
-        yield
-    finally:
-        for attributes, method in replaced:
-            attributes.pop(name, None)
-            if method is not None:
+    modules = list(modules)
+    # In __dict__, because a bridge sets its attributes on the module that it wraps.
+    found = [(vars(module), vars(module).get(name)) for module in modules]
+
+    def restore() -> None:
+        for attributes, method in found:
+            if method is None:
+                attributes.pop(name, None)
+            else:
                 attributes[name] = method
+
+    with put_back(restore):
+        for number, module in enumerate(modules):
+            vars(module)[name] = method_of(number, module)
+        yield

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .acting_hooks import acting_hooks
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
 from .model_state import frozen_in_eval_mode
 
@@ -53,7 +54,7 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
         frozen_in_eval_mode(model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        model.hooks(fwd_hooks=hooks),
+        acting_hooks(model, hooks),
     ):
         try:
             logits = model(tokens, attention_mask=torch.ones_like(tokens))
@@ -84,7 +85,7 @@ def n_tokens_of(model: HookedModel) -> int:
 def attends_to_later(model: HookedModel) -> bool:
     """Whether the last of three tokens changes the logits at the two tokens before it."""
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
-    with frozen_in_eval_mode(model), torch.no_grad():
+    with frozen_in_eval_mode(model), torch.no_grad(), acting_hooks(model):
         logits = model(tokens % vocabulary_of(model))[:, :-1].float()
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
 

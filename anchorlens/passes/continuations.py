@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
+from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel
 from ..models.kv_cache import Prefix, cache_of, inputs_after, keys_and_values
 from ..prompts.batch import PromptBatch
@@ -44,7 +45,8 @@ def log_probs_after(
         rows = tokens.repeat(prompts, 1)
         mask = is_token[:, :-1].repeat(prompts, 1)
         inputs = inputs_after(model, mask, cache_of(model, len(rows), before), before)
-        later = model(rows[:, :-1], **inputs)
+        with acting_hooks(model):
+            later = model(rows[:, :-1], **inputs)
         later = later.to(torch.promote_types(later.dtype, torch.float32)).log_softmax(-1)
         of_tokens = later.gather(2, rows[:, 1:, None])[..., 0].unflatten(0, (prompts, count))
         log_probs = torch.cat([log_probs, of_tokens], dim=2)

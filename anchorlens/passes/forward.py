@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
+from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -35,6 +36,9 @@ from .losses import (
     targets_of,
 )
 from .recompute import Checkpoints, checkpointed
+from .silent_hooks import WatchedHooks
+
+CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
 
 _after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=lambda: None)
 
@@ -135,7 +139,8 @@ def run_pass(
         PromptError: The prompts do not fit the model, or do not begin where the prefix ends.
         MetricError: The loss is not finite or has no graph, or gradient checkpointing is used
             without a loss or with a prefix.
-        HookError: A block gave another output when it ran again.
+        HookError: The model does not have or call the point of a hook, or a block gave another
+            output when it ran again.
     """
     described = Pass(
         model,
@@ -202,15 +207,17 @@ def logits_at(
         PromptError: The prompts do not fit the model.
     """
     described = Pass(model, batch, hooks)
+    changes = WatchedHooks.of(CHANGES, hooks)
     rows = rows_hook(model, columns_of(positions)[0])
     needed = _padding_hooks(model, batch)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        model.hooks(fwd_hooks=[*needed, *hooks, rows]),
+        acting_hooks(model, [*needed, *changes.hooks, rows]),
     ):
         tokens, inputs = _inputs(model, batch, None, None)
         logits = model(tokens, **inputs)
+    changes.require_calls()
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
@@ -258,6 +265,7 @@ def run_prefix(
     """
     require_prepared(model)
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
+    changes, observed = WatchedHooks.of(CHANGES, hooks), WatchedHooks.of(OBSERVERS, observers)
     points: list[tuple[Tensor, HookFunction]] = []
     needed = _padding_hooks(model, batch) + ([leaf_hook([])] if backward_hooks else [])
     last = [_point_hook(points, *hook) for hook in backward_hooks]
@@ -265,11 +273,13 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        model.hooks(fwd_hooks=[*needed, *hooks, *observers, *last]),
+        acting_hooks(model, [*needed, *changes.hooks, *observed.hooks, *last]),
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         cache = cache_of(model, len(batch), prefix)
         model(tokens, **inputs_after(model, mask, cache, prefix))
+        changes.require_calls()
+        observed.require_calls()
         return prefix_of(cache, mask, points, prefix)
 
 
@@ -288,7 +298,10 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     rows = described.rows
     last = [rows_hook(model, rows)] if described.runs_targets_alone else []
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
-    observers = described.observers
+    changes = WatchedHooks.of(CHANGES, described.hooks)
+    observed = WatchedHooks.of(OBSERVERS, described.observers)
+    of_gradients = WatchedHooks.of("hooks on gradients", described.backward_hooks)
+    observers = observed.hooks
     if checkpoints is not None:
         observers = checkpoints.observers(observers)
     losses, is_finite = None, False
@@ -302,14 +315,16 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         ExitStack() as hooks,
     ):
         hooks.enter_context(
-            model.hooks(
-                fwd_hooks=[*needed, *described.hooks, *observers, *last],
-                bwd_hooks=described.backward_hooks,
+            acting_hooks(
+                model,
+                [*needed, *changes.hooks, *observers, *last],
+                of_gradients.hooks,
             )
         )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
         tokens, inputs = _inputs(model, batch, prefix, cache)
         outputs = model(tokens, **inputs)
+        changes.require_calls()
         every = outputs if last else _at_rows(outputs, rows)
         every = every.float() if every.dtype.itemsize < 4 else every
         logits = every[:, -1]
@@ -326,8 +341,12 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
                 _backward(losses, leaves)
                 if graph is not None:
                     graph.pass_gradients_on(copies)
-    if checkpoints is not None and is_finite:
-        checkpoints.require_all(model)
+    if loss is None or is_finite:
+        observed.require_calls()
+    if is_finite:
+        of_gradients.require_calls()
+        if checkpoints is not None:
+            checkpoints.require_all(model)
     return logits.detach(), losses
 
 
@@ -381,7 +400,7 @@ def _first_not_finite(described: Pass) -> str:
     prefix = described.prefix
     cache = None if prefix is None else cache_of(model, len(batch), prefix)
     tokens, inputs = _inputs(model, batch, prefix, cache)
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+    with torch.no_grad(), acting_hooks(model, hooks):
         model(tokens, **inputs)
     return f"layer {min(wrong)}" if wrong else "the final norm or the unembedding"
 

@@ -6,10 +6,11 @@ costs only those layers. This works in both lines of TransformerLens.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.acting_hooks import acting_hooks
 from ..models.replaced import replaced_methods
 
 
@@ -37,10 +38,9 @@ def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start
 
         return store
 
-    with ExitStack() as handles:
-        for layer in sorted(set(layers) - {0}):
-            block = model.blocks[layer - 1]
-            handles.enter_context(block.register_forward_hook(store_for(layer)))
+    later = sorted(set(layers) - {0})
+    blocks = [(model.blocks[layer - 1], store_for(layer)) for layer in later]
+    with acting_hooks(model, of_modules=blocks):
         yield starts
 
 

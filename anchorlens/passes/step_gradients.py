@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..errors import NotFiniteError
+from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -86,7 +87,7 @@ def step_gradients(
             *_outputs_in_the_graph(model, outputs),
             _storing(rows_hook(model, columns), selected),
         ]
-        with model.hooks(fwd_hooks=hooks):
+        with acting_hooks(model, hooks):
             logits = model(batch.tokens, attention_mask=batch.attention_mask.long())[0]
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if not torch.stack(logits.aminmax()).isfinite().all():

@@ -19,7 +19,7 @@ from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import remove_temporary_files, write_atomically
 from ..system.parsing import bytes_of
 
-_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w-]+\.\d+\.tmp)?")
+_FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
 _CURE = "use another folder, or start over in this one (al.forget_rows)"
 

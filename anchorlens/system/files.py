@@ -3,6 +3,8 @@
 import os
 import platform
 import re
+import secrets
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +23,9 @@ def write_atomically(path: Path, data: bytes) -> None:
         StoreError: The disk is full, the folder does not exist, or it may not be written into. An
             earlier file of this name is unchanged, and no temporary file is left.
     """
-    temporary = path.with_name(f"{path.name}.{_MACHINE}.{os.getpid()}.tmp")
+    # Threads share the number of their process, and containers may share it and their name.
+    writer = f"{secrets.token_hex(4)}-{threading.get_native_id()}"
+    temporary = path.with_name(f"{path.name}.{_MACHINE}.{writer}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -1,0 +1,119 @@
+"""The only place that puts hooks on a model. Afterwards it is as before, also after an interrupt.
+
+``model.hooks`` of TransformerLens removes the hooks whose handles it has. PyTorch stores a hook
+before it returns the handle, so that Ctrl-C in between leaves a hook that nothing removes. Here the
+tables of hooks are stored before the first change, and put back whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import HookError
+from ..system.put_back import put_back
+from .hooked import Hook
+from .model_state import is_of_library
+
+# What changes when a hook is added: private tables of torch, which tests/test_private_names.py
+# verifies, and lists of handles at hook points.
+_TABLES = ("_forward_hooks", "_backward_hooks")
+_HANDLES = ("fwd_hooks", "bwd_hooks")
+# What PyTorch sets with the first backward hook, and the last pattern, which the attention of some
+# bridges stores together with its graph.
+_VALUES = ("_is_full_backward_hook", "_pattern")
+
+# A function of (module, inputs, output), as PyTorch calls it.
+ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
+
+
+@contextmanager
+def acting_hooks(
+    model: Any,
+    forward: Sequence[Hook] = (),
+    backward: Sequence[Hook] = (),
+    of_modules: Sequence[ModuleHook] = (),
+) -> Iterator[None]:
+    """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
+
+    Args:
+        model: A hooked model.
+        forward: Hooks on what hook points give out.
+        backward: Hooks on the gradients there.
+        of_modules: Functions of (module, inputs, output) that see what modules give out.
+
+    Raises:
+        HookError: The model has no such hook point.
+    """
+    points = model.hook_dict if forward or backward else {}  # made anew at each access
+    added = [
+        (point, act, direction)
+        for hooks, direction in ((forward, "fwd"), (backward, "bwd"))
+        for name, act in hooks
+        for point in _points_of(points, name)
+    ]
+    changed = dict.fromkeys([point for point, *_ in added] + [module for module, _ in of_modules])
+    found = [_Found.of(module) for module in [*changed, *_attentions_of(model)]]
+
+    def restore() -> None:
+        for of_module in found:
+            of_module.restore()
+
+    with put_back(restore):
+        for point, act, direction in added:
+            point.add_hook(act, dir=direction)
+        for module, observe in of_modules:
+            module.register_forward_hook(observe)
+        yield
+
+
+def _points_of(points: Any, name: Any) -> list[Any]:
+    """The hook points of a name, or those that a function of the name selects, each once."""
+    if callable(name):
+        selected = {id(point): point for other, point in points.items() if name(other)}
+        return list(selected.values())
+    if name not in points:
+        raise HookError(f"the model has no hook point {name!r}; see model.hook_dict")
+    return [points[name]]
+
+
+def _attentions_of(model: Any) -> list[nn.Module]:
+    blocks = getattr(model, "blocks", ())  # none in a model of transformers
+    return [block.attn for block in blocks if hasattr(block, "attn")]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What adding hooks changes in a module, as it was found."""
+
+    attributes: dict[str, Any]  # of the module
+    numbers: Mapping[str, Sequence[int]]  # of the hooks in each table
+    handles: Mapping[str, Sequence[Any]]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Found":
+        # In __dict__, because a bridge passes attributes on to the module that it wraps.
+        attributes = vars(module)
+        return cls(
+            attributes,
+            {name: list(attributes[name]) for name in _TABLES},
+            {name: list(attributes[name]) for name in _HANDLES if name in attributes},
+            {name: attributes[name] for name in _VALUES if name in attributes},
+        )
+
+    def restore(self) -> None:
+        """Remove what was added. What was found stays where it is, in its order."""
+        for name, numbers in self.numbers.items():
+            hooks = self.attributes[name]
+            added = {number: hook for number, hook in hooks.items() if number not in numbers}
+            for number, hook in added.items():
+                # A bridge adds some hooks to its modules during its first pass, and only then.
+                if self.handles or not is_of_library(hook):
+                    hooks.pop(number, None)
+        for name, found in self.handles.items():
+            handles = self.attributes[name]
+            handles[:] = [handle for handle in handles if any(handle is each for each in found)]
+        self.attributes.update(self.values)

@@ -1,0 +1,182 @@
+"""Interrupts calls of the package at random moments, and counts what they leave on the model.
+
+    python tests/attack/attack_interrupts.py [--count 2000] [--seed 0]
+
+Every attempt starts a timer whose signal raises KeyboardInterrupt, as Ctrl-C does; two of five
+attempts are interrupted twice. Then hooks, modes, forwards, patterns and global state must be those
+of before, and the logits equal bit for bit. Prints a line for each kind of call. Exit status 1 if
+anything was left.
+"""
+
+import argparse
+import logging
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
+from unchanged import global_state
+
+import anchorlens as al
+from anchorlens.models.hooked import modules_of
+from anchorlens.passes.fused_attention import fused_attention
+
+QUIET: dict[str, Any] = {"progress": False}
+TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
+VALUES = ("training", "forward", "context_level", "is_caching", "_is_full_backward_hook")
+
+
+def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
+    """What is interrupted: each way in which the package changes a model for a while."""
+    batches = questions(model, count=4, batch_size=4)
+    halve = [("blocks.0.hook_resid_post", lambda resid, hook: resid * 0.5)]
+    run: dict[str, Any] = {"resamples": 0, **QUIET}
+
+    def fused() -> None:
+        with fused_attention(model):
+            al.target_logits(model, batches[:1], **QUIET)
+
+    return {
+        "own hooks": lambda: al.target_logits(model, batches, hooks=lambda batch: halve, **QUIET),
+        "isolated": lambda: al.target_logits(
+            model, batches, hooks=lambda batch: al.isolate_labels(model, batch, 0), **QUIET
+        ),
+        "saliency": lambda: al.saliency(model, batches[0]),
+        "run": lambda: al.run(model, batches, [al.SaliencyFlows()], **run),
+        "checkpoints": lambda: al.run(
+            model, batches, [al.SaliencyFlows()], gradient_checkpointing=True, **run
+        ),
+        "integrated": lambda: al.integrated_flows(model, batches, steps=1, **run),
+        "sweep": lambda: al.isolation_loyalty(model, batches, 0, draws=1, **run),
+        "fused": fused,
+        "prepare": lambda: al.prepare_model(model),
+    }
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """Everything that an interrupt could leave, to be compared by ==."""
+    from transformers import AttentionInterface
+
+    state: dict[str, Any] = dict(global_state(with_python=True))
+    state["attention"] = model.original_model.config._attn_implementation
+    state["interface"] = sorted(AttentionInterface._global_mapping)
+    for number, module in enumerate(modules_of(model)):
+        attributes = vars(module)
+        for name in TABLES:
+            table = attributes.get(name) or ()
+            kept = table.values() if isinstance(table, dict) else table
+            state[f"{number} {name}"] = [id(hook) for hook in kept]
+        state[f"{number}"] = [attributes.get(name) for name in VALUES]
+        state[f"{number} _pattern"] = id(attributes.get("_pattern"))
+        state[f"{number} frozen"] = [
+            parameter.requires_grad for parameter in module.parameters(recurse=False)
+        ]
+    return state
+
+
+@dataclass
+class Interrupts:
+    """Attempts on one model.
+
+    Attributes:
+        left: For each fault the call, and what was left.
+        counts: For each call how many were interrupted before their end.
+    """
+
+    model: Any
+    batches: list[al.PromptBatch]
+    before: dict[str, Any]
+    logits: Tensor
+    left: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, model: Any) -> "Interrupts":
+        batches = questions(model, count=4, batch_size=4)
+        logits = al.target_logits(model, batches, **QUIET)
+        for call in calls_of(model).values():
+            call()  # a model gets hooks of libraries in its first passes
+        return cls(model, batches, state_of(model), logits)
+
+    def check(self, name: str) -> None:
+        """Compare everything with the state before."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+        after = state_of(self.model)
+        changed = [key for key in after if after[key] != self.before[key]]
+        if changed:
+            self.left.append(f"{name}: {changed[:3]}")
+        elif not torch.equal(al.target_logits(self.model, self.batches, **QUIET), self.logits):
+            self.left.append(f"{name}: other logits")
+
+
+@contextmanager
+def interrupted_after(seconds: float, again: float | None) -> Iterator[None]:
+    """Raise KeyboardInterrupt inside after some seconds, and after some more a second time."""
+    delays = [] if again is None else [again]
+
+    def interrupt(number: int, frame: Any) -> None:
+        if delays:
+            signal.setitimer(signal.ITIMER_REAL, delays.pop())
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        with suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def random_interrupts(model: Any, count: int, seed: int) -> Interrupts:
+    """Interrupt ``count`` calls at random moments."""
+    chosen = random.Random(seed)
+    attempts, calls = Interrupts.on(model), calls_of(model)
+    seconds = {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        call()
+        seconds[name] = time.perf_counter() - start
+    while sum(attempts.counts.values()) < count and not attempts.left:
+        name = chosen.choice(list(calls))
+        again = chosen.uniform(1e-5, 1e-3) if chosen.random() < 0.4 else None
+        try:
+            with interrupted_after(chosen.uniform(0, seconds[name]) + 1e-6, again):
+                calls[name]()
+        except KeyboardInterrupt:
+            attempts.check(name)
+    return attempts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    tokenizer = byte_level_tokenizer()
+    model = al.load_model(tiny_gpt2(len(tokenizer), n_layer=2), tokenizer=tokenizer)
+    attempts = random_interrupts(model, options.count, options.seed)
+    for name, number in sorted(attempts.counts.items()):
+        print(f"{name}: interrupted {number} times")
+    print(f"left something: {len(attempts.left)} of {sum(attempts.counts.values())}")
+    print("\n".join(attempts.left))
+    sys.exit(bool(attempts.left))
+
+
+if __name__ == "__main__":
+    main()
