@@ -121,7 +121,7 @@ class _Walk:
             case MethodType():
                 self._add_all("method", value.__func__, value.__self__)
             case _ if isinstance(value, _OF_C):
-                self._write(type(value).__name__, str(value))
+                self._write("written in C", str(value))
             case BuiltinFunctionType():
                 self._write("builtin", str(value.__module__), value.__qualname__)
                 owner = value.__self__
