@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from .cached_step import verify_cached_step
 from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .kv_cache import without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -93,7 +95,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_different_logits(name, expected, _few_logits(model, tokens))
+        _refuse_different_logits(name, expected, _logits_of_bridge(name, model, tokens))
     return prepare_model(model)
 
 
@@ -142,6 +144,7 @@ def prepare_model(model: Model) -> Model:
         _refuse_missing_hooks(model)
         try:
             verified_operands[model] = _wrap_and_verify(model)
+            verify_cached_step(model)
         except ModelError as error:
             restore_model(model)
             if attends_to_later(model):
@@ -168,6 +171,7 @@ def restore_model(model: Model) -> Model:
         >>> model = al.prepare_model(model)
     """
     verified_operands.pop(model, None)
+    without_cache.pop(model, None)
     unwrap_model(model)
     return model
 
@@ -229,6 +233,17 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
             ) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
+
+
+def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
+    try:
+        return _few_logits(model, tokens)
+    # CodeGen from transformers 5.24 on
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"TransformerLens cannot run {name!r} after wrapping it: {error}. Its adapter does not "
+            "fit this version of transformers; try another version of either"
+        ) from error
 
 
 def _refuse_different_logits(name: str, expected: Tensor, computed: Tensor) -> None:
