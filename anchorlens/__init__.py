@@ -7,6 +7,7 @@ model.
 from typing import TYPE_CHECKING
 
 from .system.public_names import imported_at_first_use
+from .system.version import __version__ as __version__
 
 # PyTorch, pandas and SciPy take seconds to import; `anchorlens --help` needs none of them.
 if TYPE_CHECKING:

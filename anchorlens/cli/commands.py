@@ -20,6 +20,7 @@ from ..errors import AnchorlensError
 from ..prompts.examples import BUNDLED, HUB_SOURCES
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
+from ..system.version import __version__
 from .option_lists import seeds_of, words_of
 from .output import Output, say
 from .wording import in_words_of_the_command, need_less_memory
@@ -58,7 +59,7 @@ def _show_version(value: bool) -> None:
     if value:
         packages = ("transformer-lens", "transformers", "torch")
         others = ", ".join(f"{package} {version(package)}" for package in packages)
-        typer.echo(f"anchorlens {version('anchorlens')} ({others})")
+        typer.echo(f"anchorlens {__version__} ({others})")
         raise typer.Exit
 
 

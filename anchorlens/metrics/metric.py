@@ -7,7 +7,7 @@ are run once for all of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..models.kv_cache import Prefix
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
+from ..system.methods import has_methods
 
 RowsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
@@ -133,6 +134,27 @@ class ObservesPrefix(Protocol):
         ...
 
 
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Whether it is an instance with what every metric needs."""
+    # A class has the attributes of its instances.
+    return (
+        not isinstance(value, type)
+        and has_methods(value, "observe", "result")
+        and hasattr(value, "name")
+        and hasattr(value, "needs_gradient")
+    )
+
+
+def checks_batches(metric: Metric) -> TypeGuard[ChecksBatches]:
+    """Whether a metric has ``check``."""
+    return has_methods(metric, "check")
+
+
+def has_observe_prefix(metric: Metric) -> TypeGuard[ObservesPrefix]:
+    """Whether a metric has ``observe_prefix``; ``observes_prefix`` asks if it can be used."""
+    return has_methods(metric, "observe_prefix")
+
+
 def possible(
     model: HookedModel, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
 ) -> tuple[list[Metric], dict[str, AnchorlensError]]:
@@ -149,7 +171,7 @@ def possible(
         try:
             if metric.needs_gradient:
                 refuse_folded_value_biases(model)
-            if isinstance(metric, ChecksBatches):
+            if checks_batches(metric):
                 metric.check(model, batches, changed=False)
         except (MetricError, ModelError) as error:
             errors[metric.name] = error

@@ -8,7 +8,16 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .cached_step import verify_cached_step
-from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .hooked import (
+    HookedModel,
+    Operands,
+    device_of,
+    embeds_tokens,
+    pattern_name,
+    scores_name,
+    verified_operands,
+    why_not_hooked,
+)
 from .kv_cache import without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
@@ -132,14 +141,8 @@ def prepare_model(model: Model) -> Model:
             f"{model.cfg.model_name} is a RemoteBridge, which vLLM or inspect runs elsewhere: it "
             "gives no gradients and no attention patterns; load the same weights with al.load_model"
         )
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
-        got = type(model).__name__
-        if got in ("TransformerBridge", "HookedTransformer"):
-            got = f"a {got} that is not fully built, so that it has no hook points"
-        raise ModelError(
-            f"expected a TransformerBridge or HookedTransformer; got {got}. "
-            "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
-        )
+    if reason := why_not_hooked(model):
+        raise ModelError(reason)
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
@@ -266,10 +269,10 @@ def _refuse_missing_hooks(model: Any) -> None:
     original = getattr(model, "original_model", None)
     generates = getattr(original, "can_generate", None)
     if generates is not None and not generates():
-        if isinstance(model, HookedModel) and attends_to_later(model):
+        if embeds_tokens(model) and attends_to_later(model):
             raise ModelError(_BIDIRECTIONAL.format(name))
         raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
-    if not isinstance(model, HookedModel):
+    if not embeds_tokens(model):
         raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
     # This setting is right for a HookedTransformer, but not for a bridge over BERT.
     if original is None and getattr(model.cfg, "attention_dir", None) == "bidirectional":

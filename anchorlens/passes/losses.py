@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,7 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..system.methods import has_methods
 
 WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]
@@ -92,6 +93,11 @@ def columns_of(
     marked = positions.long().argsort(dim=1, descending=True, stable=True)
     last = (counts - 1).clamp(min=0)[:, None]
     return marked.gather(1, order.minimum(last)), order <= last
+
+
+def needs_positions(loss: object) -> TypeGuard[LossAtPositions]:
+    """Whether a loss gets the logits at several positions."""
+    return has_methods(loss, "positions")
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,11 @@ class LossOfContinuations(Protocol):
         ...
 
 
+def needs_continuations(loss: object) -> TypeGuard[LossOfContinuations]:
+    """Whether a loss gets the probabilities of texts after each prompt."""
+    return has_methods(loss, "continuations")
+
+
 @dataclass(frozen=True)
 class WordCrossEntropy:
     """See ``word_cross_entropy``."""
@@ -334,7 +345,7 @@ def _gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:
 
 def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
     """The positions whose logits a loss gets; none where it gets those of the target alone."""
-    if isinstance(loss, LossAtPositions):
+    if needs_positions(loss):
         return columns_of(loss.positions(batch))[0]
     return batch.tokens[:, :0]
 
@@ -350,9 +361,9 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
     for batch in batches:
         moved = batch.to(device)
         shape: tuple[int, ...] = (vocabulary_of(model),)
-        if isinstance(loss, LossOfContinuations):
+        if needs_continuations(loss):
             shape = tuple(continuations_of(loss, moved, model).shape)
-        elif isinstance(loss, LossAtPositions):
+        elif needs_positions(loss):
             shape = (targets_of(loss, moved).shape[1], *shape)
         zeros = torch.zeros(len(batch), *shape, device=device)
         require_one_a_prompt(loss(zeros, moved), len(zeros))
@@ -374,7 +385,7 @@ def continuations_of(
 
 def refuse_several_targets(loss: Loss) -> None:
     """Raise an error for a loss of several tokens where only the target's logits are known."""
-    if isinstance(loss, LossAtPositions | LossOfContinuations):
+    if needs_positions(loss) or needs_continuations(loss):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
             "target position; use al.label_cross_entropy, or a function of (logits, batch) of your "

@@ -17,8 +17,8 @@ from ..errors import AnchorlensError
 from ..experiments.context_comparison import ContextsRecord
 from ..experiments.edge_sweep import CutEdgesRecord, plot_cuts
 from ..results.record import Record, has_plot, meaning_of
-from ..runs.fingerprint import versions
 from ..system.files import write_atomically
+from ..system.version import __version__
 from . import flow_page
 from .answer import headline, sentences, surprises
 from .claims import HOW_VERDICTS_ARE_REACHED, Claim, claims, reason_against_ability
@@ -167,7 +167,7 @@ def write_report(
         command=command,
         settings=_pairs({**given, **{key: common[key] for key in common if key not in given}}),
         how=HOW_VERDICTS_ARE_REACHED,
-        version=versions()["anchorlens"],
+        version=__version__,
         numeric=_NUMERIC,
         has_figures=has_figures,
         sortable=static("sortable.min.js"),

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..errors import StoreError
 from ..prompts.batch import PromptBatch
 from ..system.checksum import digest_of
+from ..system.version import __version__
 
-PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
+PACKAGES = ("transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _version_of = cache(version)  # it reads files of the installed package
 
 # The address in an object's default repr tells nothing about the object.
@@ -27,7 +28,7 @@ _ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch
 
 def versions() -> dict[str, str]:
     """Versions of the packages that decide the numbers."""
-    return {package: _version_of(package) for package in PACKAGES}
+    return {"anchorlens": __version__} | {package: _version_of(package) for package in PACKAGES}
 
 
 def fingerprint(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..hooks import block_in_batch
-from ..metrics.metric import Metric, ObservesPrefix
+from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.hooked import (
     BatchHook,
@@ -24,7 +24,7 @@ from ..models.hooked import (
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import fused_attention, outside_attention
-from ..passes.losses import Loss, LossOfContinuations
+from ..passes.losses import Loss, needs_continuations
 from ..passes.shared_prefix import (
     TOLERANCE,
     HooksOfBatch,
@@ -125,7 +125,7 @@ def _tried(
     passes = Passes(model, shared_lengths(batches, None, least=1), "", is_fused=True)
     if has_user_hooks(model):
         return passes, "hooks may act on them"
-    if isinstance(loss, LossOfContinuations):
+    if needs_continuations(loss):
         return passes, "the words of the loss continue the prompts"
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
@@ -167,7 +167,7 @@ def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
     if metric.needs_gradient:
         return observed.use_rows is not None
     after = passes.after_prefix(batch.prompt(0))
-    if after.is_whole or not isinstance(metric, ObservesPrefix) or not observes_prefix(metric):
+    if after.is_whole or not has_observe_prefix(metric) or not observes_prefix(metric):
         return False
     in_prefix = metric.observe_prefix(passes.model, passes.shared_tokens(after))
     operands = verified_operands[passes.model]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
-from ..metrics.metric import Metric, ObservesPrefix
+from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks
 from ..models.hooked import BatchHook, Hook, HookedModel, device_of, pattern_name
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
@@ -242,7 +242,7 @@ def _why_not_observed(passes: Passes, batch: PromptBatch, metrics: Sequence[Metr
     after = passes.after_prefix(batch.to(device_of(model)))
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
     for metric in metrics:
-        if metric.needs_gradient and isinstance(metric, ObservesPrefix):
+        if metric.needs_gradient and has_observe_prefix(metric):
             try:
                 observation = metric.observe_prefix(model, passes.shared_tokens(after))
             except MetricError as error:
@@ -258,7 +258,7 @@ def observes_prefix(metric: Metric) -> bool:
 
     A subclass that changes only one of the two could observe different things in them.
     """
-    if not isinstance(metric, ObservesPrefix):
+    if not has_observe_prefix(metric):
         return False
     of_whole, of_prefix = (
         str(getattr(method, "__qualname__", "")).rpartition(".")[0]
