@@ -127,3 +127,42 @@ def test_one_file_puts_hooks_on_models() -> None:
         and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self")
     }
     assert calling == {"models.acting_hooks"}
+
+
+def protocols() -> set[str]:
+    """The names of all protocols of the package."""
+    classes = [
+        node
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {node.name for node in classes if any(map(is_protocol, node.bases))}
+
+
+def is_protocol(base: ast.expr) -> bool:
+    return isinstance(base, ast.Name) and base.id == "Protocol"
+
+
+def asked_by_isinstance(tree: ast.Module) -> set[str]:
+    """Names in the second argument of every ``isinstance``."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    questions = [call for call in calls if getattr(call.func, "id", "") == "isinstance"]
+    return {
+        node.id
+        for call in questions
+        for node in ast.walk(call.args[1])
+        if isinstance(node, ast.Name)
+    }
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_no_file_asks_isinstance_of_a_protocol(name: str) -> None:
+    """Its answer depends on the version of Python: see system/methods.py."""
+    assert not asked_by_isinstance(ast.parse(FILES[name].read_text())) & protocols()
+
+
+def test_questions_about_protocols_are_found() -> None:
+    assert {"Metric", "Context", "HookedModel"} <= protocols()
+    tree = ast.parse("isinstance(a, Metric | int) or isinstance(b, (str, Context))")
+    assert asked_by_isinstance(tree) == {"Metric", "int", "str", "Context"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import OTHER, PADDING
+from ..system.methods import has_methods
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,12 @@ class Context(Protocol):
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of a batch; the model is checked."""
         ...
+
+
+def is_context(value: object) -> TypeGuard[Context]:
+    """Whether it is an instance with the methods of a context, and a size."""
+    is_instance = not isinstance(value, type)
+    return is_instance and has_methods(value, "query_pass", "logits") and hasattr(value, "size")
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:

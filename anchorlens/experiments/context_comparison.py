@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..contexts.context import refuse_another_model
-from ..contexts.query_pass import Context, QueryPass, bos_of
+from ..contexts.query_pass import Context, QueryPass, bos_of, is_context
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.aucroc import predicted_class
@@ -225,9 +225,7 @@ def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
     for name, context in contexts.items():
         if not isinstance(name, str) or not name.strip():
             raise PromptError(f"the name of a context must be text; got {name!r}")
-        # A class has the attributes of its instances, so that the protocol alone would accept it.
-        is_context = isinstance(context, Context) or callable(context)
-        if isinstance(context, type) or not is_context:
+        if isinstance(context, type) or not (is_context(context) or callable(context)):
             got = f"the class {context.__name__}" if isinstance(context, type) else repr(context)
             raise PromptError(
                 f"{name!r} must be a context, which has size, query_pass and logits, or a function "
@@ -245,7 +243,7 @@ def _check_prompts(
     for batch in batches:
         require_gold(batch.gold, "accuracy")
     for name, context in contexts.items():
-        if not isinstance(context, Context):
+        if not is_context(context):
             if any(only_set(batch) is None for batch in batches):
                 raise PromptError(
                     f"{name!r} makes a context for each set of demonstrations, but a batch has "
@@ -287,8 +285,8 @@ def _made(
     """All contexts for the demonstrations of a batch."""
     made: list[Context] = []
     for name, given in contexts.items():
-        context = given if isinstance(given, Context) else given(model, batch)
-        if not isinstance(context, Context):
+        context: Any = given if is_context(given) else given(model, batch)  # type: ignore[operator]
+        if not is_context(context):
             raise PromptError(
                 f"the function of {name!r} must return a context, which has size, query_pass and "
                 f"logits; it returned a {type(context).__name__}"

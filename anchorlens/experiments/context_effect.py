@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..contexts.query_pass import Context, QueryPass
+from ..contexts.query_pass import Context, QueryPass, is_context
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PrefixEffect,
@@ -114,7 +114,7 @@ def prefix_effect(
 
 def check_context(context: Context) -> None:
     """Raise an error for what is no context."""
-    if not isinstance(context, Context):
+    if not is_context(context):
         raise MetricError(
             "a context has size, query_pass and logits, as that of al.compress; got a "
             f"{type(context).__name__}"

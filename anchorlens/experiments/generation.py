@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from reprlib import repr as shorten
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import ModelError, PromptError
 from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
@@ -25,7 +28,12 @@ ANSWER = "answer"
 """The segment of the tokens that the model writes."""
 
 # What ``generate`` gets and returns.
-_SET_HERE = ("input", "max_new_tokens", "return_type", "output_logits", "return_cache")
+_SET_HERE = (
+    *("input", "max_new_tokens", "return_type"),
+    *("output_logits", "return_cache", "return_input_tokens"),
+)
+
+_ROUNDING = 1e-4  # of the largest logit, between tokens after a cache and all tokens at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +71,10 @@ def trace_generation(
 ) -> GenerationTrace:
     """Let the model write after a prompt, and find where each written token comes from.
 
-    The model writes with its key-value cache. Then one pass over the whole text, with the written
-    tokens given, computes the flows: the same logits up to rounding.
+    The model writes with its key-value cache, or without it where ``prepare_model`` found that it
+    continues from none. Then one pass over the whole text, with the written tokens given, computes
+    the flows. In both, each written token must have the same probability up to rounding: otherwise
+    the flows would be those of another model than the one that wrote.
 
     Args:
         model: A hooked model with its tokenizer.
@@ -82,7 +92,8 @@ def trace_generation(
             the model has no tokenizer, it ends the text at once, or ``generate`` has no such
             option.
         MetricError: ``weight`` or ``chunk`` is wrong; see ``step_flows``.
-        ModelError: The value biases of the model are folded, or its logits are not finite.
+        ModelError: The value biases of the model are folded, its logits are not finite, or the pass
+            over the whole text gives the written tokens another probability.
 
     Examples:
         >>> pieces = [("document", "The museum opens at ten. "), ("question", "When? At")]
@@ -120,7 +131,7 @@ def trace_generation(
             f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
         )
     check_fits(model, prompt_batch)
-    tokens = _written(model, prompt_batch, max_new_tokens, seed, options)
+    tokens, logits = _written(model, prompt_batch, max_new_tokens, seed, options)
     batch = PromptBatch.from_segments(
         tokens,
         torch.cat(
@@ -133,11 +144,9 @@ def trace_generation(
         [*prompt_batch.segment_names, ANSWER],
         begins_with_bos=prompt_batch.begins_with_bos,
     )
-    return GenerationTrace(
-        text=str(tokenizer.decode(tokens[0, length:].tolist())),
-        batch=batch,
-        flows=step_flows(model, batch, ANSWER, weight=weight, chunk=chunk),
-    )
+    flows = step_flows(model, batch, ANSWER, weight=weight, chunk=chunk)
+    _refuse_another_text(model, tokens[0, length:], logits, flows.loss)
+    return GenerationTrace(str(tokenizer.decode(tokens[0, length:].tolist())), batch, flows)
 
 
 def _check_names(model: Any, options: dict[str, Any]) -> None:
@@ -155,25 +164,38 @@ def _check_names(model: Any, options: dict[str, Any]) -> None:
 
 def _written(
     model: Any, prompt: PromptBatch, count: int, seed: int, options: dict[str, Any]
-) -> Tensor:
-    """The prompt and the tokens that the model writes after it, without the end of the text."""
+) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
+    """The prompt and the tokens that the model writes after it, without the end of the text.
+
+    And the logits from which each of these tokens was taken.
+    """
     end = model.tokenizer.eos_token_id
     device = device_of(model)
     devices = [device] if device.type == "cuda" else []
-    defaults = {"do_sample": False, "verbose": False, "stop_at_eos": end is not None}
+    defaults = {
+        "do_sample": False,
+        "verbose": False,
+        "stop_at_eos": end is not None,
+        "use_past_kv_cache": model not in without_cache,
+    }
     with (
         frozen_in_eval_mode(model),
         torch.random.fork_rng(devices),
         torch.no_grad(),
         acting_hooks(model),
+        catch_warnings(),
     ):
+        # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
+        filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
         torch.manual_seed(seed)
-        tokens: Tensor = model.generate(
+        written = model.generate(
             prompt.tokens.to(device),
             max_new_tokens=count,
             return_type="tokens",
+            output_logits=True,
             **(defaults | options),
-        ).cpu()
+        )
+    tokens = written.sequences.cpu()
     length = prompt.tokens.shape[1]
     ends = (tokens[0, length:] == end).nonzero().flatten() if end is not None else []
     stop = length + int(ends[0]) if len(ends) else tokens.shape[1]
@@ -182,4 +204,25 @@ def _written(
             "the model ends the text at once, so that there is nothing to trace; let the prompt "
             "end where a text goes on, or pass stop_at_eos=False"
         )
-    return tokens[:, :stop]
+    return tokens[:, :stop], torch.cat(list(written.logits[: stop - length])).float().cpu()
+
+
+def _refuse_another_text(
+    model: Any,
+    tokens: Int[Tensor, " step"],
+    logits: Float[Tensor, "step vocab"],
+    losses: Float[Tensor, " step"],
+) -> None:
+    """Raise an error if written tokens have another probability in the pass over the whole text."""
+    at_writing = -logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    allowed = max(_ROUNDING, 8 * torch.finfo(next(model.parameters()).dtype).eps)
+    wrong = ~((at_writing - losses).abs() <= 2 * allowed * logits.abs().amax(1))
+    if wrong.any():
+        step = int(wrong.nonzero()[0])
+        written, whole = (float(each[step].neg().exp()) for each in (at_writing, losses))
+        raise ModelError(
+            f"the model wrote token {step + 1} of the answer with the probability {written:.3g}, "
+            f"but in one pass over the whole text the token has {whole:.3g}. Its key-value cache "
+            "changes what it writes, so that the flows would explain another text; pass "
+            "use_past_kv_cache=False, and remove hooks that act on whole prompts"
+        )

@@ -32,12 +32,14 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
     """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
 
     Raises:
-        HookError: The model has fewer layers.
+        HookError: ``depths`` is no list of whole numbers, or the model has fewer layers.
 
     Examples:
         >>> list(al.sites.first_and_last(model, [1, 2]))
         ['first layer', 'last layer', 'first 2 layers', 'last 2 layers']
     """
+    if not isinstance(depths, Iterable):
+        raise HookError(f"depths are a list of numbers of layers, such as [1, 3]; got {depths!r}")
     sites = {}
     for depth in depths:
         if not isinstance(depth, int) or not 1 <= depth <= model.cfg.n_layers:

@@ -7,7 +7,7 @@ are run once for all of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..models.kv_cache import Prefix
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
+from ..system.methods import has_methods
 
 RowsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
@@ -66,7 +67,6 @@ def observes_nothing() -> Observation:
     return Observation(lambda logits, clean_logits: {})
 
 
-@runtime_checkable
 class Metric(Protocol):
     """What every metric needs; usually a frozen dataclass whose fields are its options."""
 
@@ -94,8 +94,7 @@ class Metric(Protocol):
         ...
 
 
-@runtime_checkable
-class ChecksBatches(Protocol):
+class ChecksBatches(Metric, Protocol):
     """A metric that raises errors before any model runs. Optional."""
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
@@ -109,8 +108,7 @@ class ChecksBatches(Protocol):
         ...
 
 
-@runtime_checkable
-class ObservesPrefix(Protocol):
+class ObservesPrefix(Metric, Protocol):
     """A metric that can observe the tokens that prompts share once for all of them. Optional.
 
     Without it whole prompts are run. Write ``observe_prefix`` in the class that has
@@ -133,8 +131,7 @@ class ObservesPrefix(Protocol):
         ...
 
 
-@runtime_checkable
-class SelectsTokens(Protocol):
+class SelectsTokens(Metric, Protocol):
     """A metric that selects tokens or edges by functions of the batch. Optional.
 
     What it selects in tokens that prompts share may depend on what follows them.
@@ -143,6 +140,32 @@ class SelectsTokens(Protocol):
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt are selected as in a batch of these alone."""
         ...
+
+
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Whether it is an instance with what every metric needs."""
+    # A class has the attributes of its instances.
+    return (
+        not isinstance(value, type)
+        and has_methods(value, "observe", "result")
+        and hasattr(value, "name")
+        and hasattr(value, "needs_gradient")
+    )
+
+
+def checks_batches(metric: Metric) -> TypeGuard[ChecksBatches]:
+    """Whether a metric has ``check``."""
+    return has_methods(metric, "check")
+
+
+def has_observe_prefix(metric: Metric) -> TypeGuard[ObservesPrefix]:
+    """Whether a metric has ``observe_prefix``; ``observes_prefix`` asks if it can be used."""
+    return has_methods(metric, "observe_prefix")
+
+
+def selects_tokens(metric: Metric) -> TypeGuard[SelectsTokens]:
+    """Whether a metric has ``begins_as``."""
+    return has_methods(metric, "begins_as")
 
 
 def possible(
@@ -161,7 +184,7 @@ def possible(
         try:
             if metric.needs_gradient:
                 refuse_folded_value_biases(model)
-            if isinstance(metric, ChecksBatches):
+            if checks_batches(metric):
                 metric.check(model, batches, changed=False)
         except (MetricError, ModelError) as error:
             errors[metric.name] = error

@@ -40,6 +40,24 @@ class HookedModel(Protocol):
     def hooks(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+def why_not_hooked(model: Any) -> str:
+    """Why a model has no hook points; empty if it has."""
+    if isinstance(model, torch.nn.Module) and hasattr(model, "hook_dict"):
+        return ""
+    got = type(model).__name__
+    if got in ("TransformerBridge", "HookedTransformer"):
+        got = f"a {got} that is not fully built, so that it has no hook points"
+    return (
+        f"expected a TransformerBridge or HookedTransformer; got {got}. "
+        "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
+    )
+
+
+def embeds_tokens(model: Any) -> bool:
+    """Whether a hooked model has an embedding of tokens, unlike one of images."""
+    return hasattr(model, "W_E")
+
+
 @runtime_checkable
 class LearnedBeta(Protocol):
     """A beta that checks which prompts it was trained for; ``train_reweighting`` returns one."""

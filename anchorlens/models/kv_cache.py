@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction
+
+# Models in which prepare_model found that a step after a cache fails, and why.
+without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +133,18 @@ class Prefix:
 
 def takes_positions(model: Any) -> bool:
     """Whether the model's forward takes the position of each token."""
+    return _takes(model, "position_ids")
+
+
+def name_of_cache(model: Any) -> str:
+    """The argument by which the transformers model in a bridge takes its key-value cache."""
+    return "cache" if _takes(model, "cache") else "past_key_values"  # until transformers 5.23
+
+
+def _takes(model: Any, name: str) -> bool:
     original = getattr(model, "original_model", None)  # none in a HookedTransformer
     forward = getattr(type(original), "forward", None)
-    return forward is not None and "position_ids" in inspect.signature(forward).parameters
+    return forward is not None and name in inspect.signature(forward).parameters
 
 
 def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any:
@@ -139,7 +152,12 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
 
     The cache of transformers is made without the model's settings, so that it stores all positions
     also in sliding-window layers. Their masks still limit what they attend to.
+
+    Raises:
+        ModelError: ``prepare_model`` found that the model does not continue from a cache.
     """
+    if model in without_cache:
+        raise ModelError(without_cache[model])
     pairs = () if prefix is None else zip(prefix.keys, prefix.values, strict=True)
     rows = [(key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1)) for key, value in pairs]
     if not hasattr(model, "original_model"):
@@ -170,7 +188,7 @@ def inputs_after(
         return {"past_kv_cache": cache, "attention_mask": mask.long()}
     before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
-    inputs = {"past_key_values": cache, "use_cache": True, "attention_mask": whole.long()}
+    inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
     if takes_positions(model):
         start = 0 if prefix is None else prefix.next_position.to(mask.device)[:, None]
         inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)

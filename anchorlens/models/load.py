@@ -9,16 +9,20 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .acting_hooks import acting_hooks
+from .cached_step import verify_cached_step
 from .hooked import (
     HookedModel,
     Operands,
     device_of,
+    embeds_tokens,
     modules_of,
     pattern_name,
     scores_name,
     verified_operands,
+    why_not_hooked,
 )
 from .implementations import implementations_of
+from .kv_cache import without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -109,7 +113,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_different_logits(name, expected, _few_logits(model, tokens))
+        _refuse_different_logits(name, expected, _logits_of_bridge(name, model, tokens))
     return prepare_model(model)
 
 
@@ -147,19 +151,14 @@ def prepare_model(model: Model) -> Model:
             f"{model.cfg.model_name} is a RemoteBridge, which vLLM or inspect runs elsewhere: it "
             "gives no gradients and no attention patterns; load the same weights with al.load_model"
         )
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "hook_dict"):
-        got = type(model).__name__
-        if got in ("TransformerBridge", "HookedTransformer"):
-            got = f"a {got} that is not fully built, so that it has no hook points"
-        raise ModelError(
-            f"expected a TransformerBridge or HookedTransformer; got {got}. "
-            "al.load_model makes one from a name, a folder, a .gguf file or a transformers model"
-        )
+    if reason := why_not_hooked(model):
+        raise ModelError(reason)
     _refuse_inference_tensors(model.cfg.model_name, model)
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
             verified_operands[model] = _wrap_and_verify(model)
+            verify_cached_step(model)
         except ModelError as error:
             restore_model(model)
             if attends_to_later(model):
@@ -186,6 +185,7 @@ def restore_model(model: Model) -> Model:
         >>> model = al.prepare_model(model)
     """
     verified_operands.pop(model, None)
+    without_cache.pop(model, None)
     unwrap_model(model)
     return model
 
@@ -295,6 +295,17 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
+def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
+    try:
+        return _few_logits(model, tokens)
+    # CodeGen from transformers 5.24 on
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"TransformerLens cannot run {name!r} after wrapping it: {error}. Its adapter does not "
+            "fit this version of transformers; try another version of either"
+        ) from error
+
+
 def _refuse_different_logits(name: str, expected: Tensor, computed: Tensor) -> None:
     """Raise an error if a bridge computes other logits than the model that it wraps."""
     if not (expected.isfinite().all() and computed.isfinite().all()):
@@ -315,10 +326,10 @@ def _refuse_missing_hooks(model: Any) -> None:
     original = getattr(model, "original_model", None)
     generates = getattr(original, "can_generate", None)
     if generates is not None and not generates():
-        if isinstance(model, HookedModel) and attends_to_later(model):
+        if embeds_tokens(model) and attends_to_later(model):
             raise ModelError(_BIDIRECTIONAL.format(name))
         raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
-    if not isinstance(model, HookedModel):
+    if not embeds_tokens(model):
         raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
     # This setting is right for a HookedTransformer, but not for a bridge over BERT.
     if original is None and getattr(model.cfg, "attention_dir", None) == "bidirectional":

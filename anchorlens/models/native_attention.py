@@ -7,6 +7,10 @@ bridge calls the hook points afterwards, when an edit changes nothing. This file
 matrix product) pass through the hook points. The arithmetic stays that of transformers, with its
 scaling, soft caps and masks. The attention interface of transformers would need a copy of the
 arithmetic for each architecture, and a global registration.
+
+From version 5.24 on, transformers gives the key-value cache to an attention as ``cache``. Attention
+that the bridge rebuilds knows only the former name, and would store nothing. ``rename_cache`` gives
+it the cache under that name.
 """
 
 import inspect
@@ -57,6 +61,28 @@ def wrap_operands(attention: Any) -> bool:
     return True
 
 
+def rename_cache(attention: Any) -> bool:
+    """Replace ``forward`` so that a bridge's own attention gets ``cache`` as ``past_key_values``.
+
+    Returns:
+        False where transformers computes the attention, or another library replaced ``forward``.
+    """
+    if not isinstance(attention, _bridge_class()) or is_native(attention):
+        return False
+    run = _replacement(attention) or type(attention).forward
+    if run is _run_renamed or ("forward" in vars(attention) and run is not _run_rebuilt):
+        return False
+    _replace_forward(attention, _run_renamed, run)
+    return True
+
+
+def restore_cache_name(attention: Any) -> None:
+    """Undo ``rename_cache``."""
+    _, run = vars(attention).pop("forward").args
+    if run is _run_rebuilt:
+        _replace_forward(attention, run)
+
+
 def use_eager_attention(model: Any) -> None:
     """Make transformers form the attention pattern, which its fused kernels never form."""
     config = getattr(model.original_model, "config", None)  # none in TransformerLens's own models
@@ -89,7 +115,7 @@ def is_native(attention: Any) -> bool:
 def _replacement(attention: Any) -> Any:
     """The function by which this file replaced the ``forward`` of a module, or None."""
     forward = vars(attention).get("forward")
-    if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt):
+    if isinstance(forward, partial) and forward.func in (_run_native, _run_rebuilt, _run_renamed):
         return forward.func
     return None
 
@@ -100,10 +126,10 @@ def _bridge_class() -> Any:
     return AttentionBridge
 
 
-def _replace_forward(attention: Any, run: Any) -> None:
+def _replace_forward(attention: Any, run: Any, *arguments: Any) -> None:
     # Into __dict__, because a bridge passes attributes that are set on it to the module that it
     # wraps. A partial of a function of this file is copied and pickled together with the model.
-    vars(attention)["forward"] = partial(run, attention)
+    vars(attention)["forward"] = partial(run, attention, *arguments)
 
 
 def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +157,13 @@ def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the bridge's own forward, and call the rotary hook points, which it leaves out."""
     with _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0):
         return type(attention).forward(attention, *args, **kwargs)
+
+
+def _run_renamed(attention: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the bridge's forward with the cache under the name that it knows."""
+    if "cache" in kwargs:
+        kwargs["past_key_values"] = kwargs.pop("cache")
+    return run(attention, *args, **kwargs)
 
 
 def _shape_of_rows(attention: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:

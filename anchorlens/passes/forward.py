@@ -28,10 +28,10 @@ from ..prompts.batch import PromptBatch
 from .continuations import log_probs_after
 from .losses import (
     Loss,
-    LossAtPositions,
-    LossOfContinuations,
     columns_of,
     continuations_of,
+    needs_continuations,
+    needs_positions,
     require_one_a_prompt,
     targets_of,
 )
@@ -66,13 +66,13 @@ class Pass:
             )
         if self.loss is not None or has_sinks(self.model):
             refuse_folded_value_biases(self.model)
-        if self.gradient_checkpointing and isinstance(self.loss, LossOfContinuations):
+        if self.gradient_checkpointing and needs_continuations(self.loss):
             raise MetricError(
                 "a loss of texts after the prompts needs the keys and values of one pass, which "
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
             )
         check_fits(self.model, self.batch)
-        if isinstance(self.loss, LossOfContinuations):
+        if needs_continuations(self.loss):
             continuations_of(self.loss, self.batch, self.model)
         cached = 0 if self.prefix is None else len(self.prefix)
         if self.batch.first_query != cached:
@@ -305,7 +305,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     if checkpoints is not None:
         observers = checkpoints.observers(observers)
     losses, is_finite = None, False
-    continues = isinstance(loss, LossOfContinuations)
+    continues = needs_continuations(loss)
 
     # An inference_mode of the caller would make tensors that autograd rejects.
     with (
@@ -329,8 +329,8 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         every = every.float() if every.dtype.itemsize < 4 else every
         logits = every[:, -1]
         if loss is not None:
-            of_loss = every[:, :-1] if isinstance(loss, LossAtPositions) else logits
-            if isinstance(loss, LossOfContinuations):
+            of_loss = every[:, :-1] if needs_positions(loss) else logits
+            if needs_continuations(loss):
                 hooks.close()  # they are for the rows of the prompts
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,7 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..system.methods import has_methods
 from ..system.names import name_of
 
 WeightsOfBatch = Callable[
@@ -95,6 +96,11 @@ def columns_of(
     marked = positions.long().argsort(dim=1, descending=True, stable=True)
     last = (counts - 1).clamp(min=0)[:, None]
     return marked.gather(1, order.minimum(last)), order <= last
+
+
+def needs_positions(loss: object) -> TypeGuard[LossAtPositions]:
+    """Whether a loss gets the logits at several positions."""
+    return has_methods(loss, "positions")
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,11 @@ class LossOfContinuations(Protocol):
         ...
 
 
+def needs_continuations(loss: object) -> TypeGuard[LossOfContinuations]:
+    """Whether a loss gets the probabilities of texts after each prompt."""
+    return has_methods(loss, "continuations")
+
+
 @dataclass(frozen=True)
 class WordCrossEntropy:
     """See ``word_cross_entropy``."""
@@ -337,7 +348,7 @@ def _gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:
 
 def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
     """The positions whose logits a loss gets; none where it gets those of the target alone."""
-    if isinstance(loss, LossAtPositions):
+    if needs_positions(loss):
         return columns_of(loss.positions(batch))[0]
     return batch.tokens[:, :0]
 
@@ -414,7 +425,7 @@ def continuations_of(
 
 def refuse_several_targets(loss: Loss) -> None:
     """Raise an error for a loss of several tokens where only the target's logits are known."""
-    if isinstance(loss, LossAtPositions | LossOfContinuations):
+    if needs_positions(loss) or needs_continuations(loss):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
             "target position; use al.label_cross_entropy, or a function of (logits, batch) of your "

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..metrics.metric import ChecksBatches, Metric, Observation
+from ..metrics.metric import Metric, Observation, checks_batches, is_metric
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..passes.losses import Loss, check_gradient_of_loss, check_loss
@@ -34,7 +34,7 @@ def check_metrics(
             "al.run"
         )
     for metric in metrics:
-        if isinstance(metric, ChecksBatches):
+        if checks_batches(metric):
             metric.check(model, batches, changed=hooks is not None)
     if gradient and loss is not None:
         refuse_folded_value_biases(model)
@@ -51,11 +51,7 @@ def require_metrics(metrics: Sequence[Metric]) -> None:
     """Raise an error unless these are metrics with different names."""
     if not isinstance(metrics, Sequence):
         raise MetricError(f"expected a list of metrics; got a {type(metrics).__name__}")
-    # A class has the attributes of its instances, so that the protocol alone would accept it.
-    wrong = [
-        metric for metric in metrics if isinstance(metric, type) or not isinstance(metric, Metric)
-    ]
-    if wrong:
+    if wrong := [metric for metric in metrics if not is_metric(metric)]:
         raise MetricError(
             f"a metric has name, needs_gradient, observe and result; got {wrong[0]!r} "
             "(an instance is needed, SaliencyFlows() and not SaliencyFlows)"

@@ -4,7 +4,6 @@ import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
 from ..system.names import name_of
 from ..system.process_state import is_main
+from ..system.versions import installed_version
 from .identity import identity_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
 _LONGEST = 2000  # characters of a setting in words
-_version_of = cache(version)  # it reads files of the installed package
+_version_of = cache(installed_version)  # it reads files of the installed package
 
 
 class Fingerprint(NamedTuple):

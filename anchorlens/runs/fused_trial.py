@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..hooks import block_in_batch
-from ..metrics.metric import Metric, ObservesPrefix
+from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, verified_operands
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
-from ..passes.losses import Loss, LossOfContinuations
+from ..passes.losses import Loss, needs_continuations
 from ..passes.shared_prefix import (
     TOLERANCE,
     HooksOfBatch,
@@ -117,7 +117,7 @@ def _tried(
     passes = Passes(model, shared_lengths(batches, None, least=1), "", is_fused=True)
     if has_user_hooks(model):
         return passes, "hooks may act on them"
-    if isinstance(loss, LossOfContinuations):
+    if needs_continuations(loss):
         return passes, "the words of the loss continue the prompts"
     shortest = min(batches, key=lambda batch: batch.tokens.shape[1]).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]
@@ -156,7 +156,7 @@ def _can_observe(passes: Passes, batch: PromptBatch, metric: Metric) -> bool:
     if metric.needs_gradient:
         return observed.use_rows is not None
     after = passes.after_prefix(batch.prompt(0))
-    if after.is_whole or not isinstance(metric, ObservesPrefix) or not observes_prefix(metric):
+    if after.is_whole or not has_observe_prefix(metric) or not observes_prefix(metric):
         return False
     in_prefix = metric.observe_prefix(passes.model, passes.shared_tokens(after))
     operands = verified_operands[passes.model]

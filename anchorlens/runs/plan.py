@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, RunError
-from ..metrics.metric import Metric, Observation, ObservesPrefix, observes_nothing
+from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, read_only, unedited
 from ..models.kv_cache import Prefix
@@ -206,7 +206,7 @@ class Plan:
             shared = self.passes.shared_tokens(batch)
             observations = []
             for metric in metrics:
-                if not (isinstance(metric, ObservesPrefix) and observes_prefix(metric)):
+                if not (has_observe_prefix(metric) and observes_prefix(metric)):
                     observations.append(observes_nothing())  # it has no hooks; see fused_trial
                     continue
                 observations.append(metric.observe_prefix(self.passes.model, shared))

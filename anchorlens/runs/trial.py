@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
-from ..metrics.metric import Metric, ObservesPrefix, SelectsTokens
+from ..metrics.metric import Metric, has_observe_prefix, selects_tokens
 from ..metrics.products import product_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name
@@ -248,12 +248,12 @@ def _why_not_observed(
         after = passes.after_prefix(batch)
         shared = first.setdefault(only_set(batch), passes.shared_tokens(after))
         for metric in metrics:
-            if isinstance(metric, SelectsTokens) and not metric.begins_as(after, shared):
+            if selects_tokens(metric) and not metric.begins_as(after, shared):
                 return f"{metric.name} differs between prompts that share their demonstrations"
     after = passes.after_prefix(batches[0].to(device_of(model)))
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
     for metric in metrics:
-        if metric.needs_gradient and isinstance(metric, ObservesPrefix):
+        if metric.needs_gradient and has_observe_prefix(metric):
             try:
                 observation = metric.observe_prefix(model, passes.shared_tokens(after))
             except MetricError as error:
@@ -269,7 +269,7 @@ def observes_prefix(metric: Metric) -> bool:
 
     A subclass that changes only one of the two could observe different things in them.
     """
-    if not isinstance(metric, ObservesPrefix):
+    if not has_observe_prefix(metric):
         return False
     of_whole, of_prefix = (
         str(getattr(method, "__qualname__", "")).rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Key-value caches of every architecture: shared demonstrations and compressed contexts."""
+"""Key-value caches of every architecture: shared demonstrations, contexts, written text."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,11 +39,24 @@ NEVER_MOVED = {"GPT-2", "GPT-Neo", "OPT", "GPTBigCode", "XGLM", "HunYuan", "Llam
 NEVER_MOVED |= {"DeepSeek V2", "DeepSeek V3", "JetMoe"}
 NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_type"] == "standard"}
 # What a bridge does with a cache is much the same on both lines, so it is tested on the newest.
+# These are tested on both, because transformers names the cache in another way from 5.24 on.
+ON_BOTH = {"GPT-2", "GPT-J", "GPT-NeoX (Pythia)", "Bloom", "Llama", "Mistral", "Qwen2", "Qwen3"}
+ON_BOTH |= {"Gemma 2", "Phi", "Phi-3", "DeepSeek V3"}
 KIND = "bridge" if LINE.startswith("4.") else "HookedTransformer"
 CASES = [
     pytest.param(row.name, KIND, id=f"{row.name}-{KIND}", marks=marks_of(row))
     for row in ALL
     if KIND in row.kinds and not {LINE, KIND} & {*row.refused, *row.wrong}
+]
+CASES += [
+    pytest.param(
+        name,
+        "bridge",
+        id=f"{name}-bridge",
+        marks=[pytest.mark.xdist_group(name), pytest.mark.every_kind],
+    )
+    for name in ON_BOTH
+    if KIND != "bridge"
 ]
 
 
@@ -63,6 +76,8 @@ def test_a_cache_gives_the_results_of_whole_prompts(
     check_sharing(model, batch, monkeypatch)
     check_cut(name, kind, model, batch)
     check_moved(name, kind, model, batch)
+    if name in ON_BOTH:
+        check_written(name, model)
 
 
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +175,14 @@ def check_moved(name: str, kind: str, model: Any, batch: al.PromptBatch) -> None
     )
     assert (moved.query_position, still.query_position) == (len(moved.kept) - 11, len(still.kept))
     assert difference(moved.logits(model, batch), still.logits(model, batch)) < 1e-5
+
+
+def check_written(name: str, model: Any) -> None:
+    """Each token of a text written from the cache is the likeliest one of plain transformers."""
+    trace = al.trace_generation(model, "Where to? ->", max_new_tokens=4, stop_at_eos=False)
+    tokens = trace.batch.tokens
+    with torch.no_grad():
+        logits = weights_of(name, torch.float32)(tokens, use_cache=False).logits[0, -5:-1]
+    assert tokens[0, -4:].tolist() == logits.argmax(-1).tolist()
+    expected = -logits.log_softmax(-1).gather(1, tokens[0, -4:, None])[:, 0]
+    assert difference(trace.flows.loss, expected) < 1e-5

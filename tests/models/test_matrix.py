@@ -44,7 +44,7 @@ from anchorlens.models.hooked import scores_name
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
 # Errors for a model that is refused, from the package or from TransformerLens itself.
-REFUSAL = "makes another model|cannot wrap|does not support compatibility mode"
+REFUSAL = "makes another model|cannot wrap|cannot run|does not support compatibility mode"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from architecture_row import Architecture, row
 from toys import TOYS, Toy
+from transformers.models.codegen import modeling_codegen
 
 WINDOW = 12  # shorter than the prompts, so that it has an effect
 GROUPED = {"num_key_value_heads": 2}
@@ -26,6 +27,12 @@ LATENT = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ADJACENT_PAIRS = {"3.9": "rotates halves where the model rotates adjacent pairs"}
+# From version 5.24 on, transformers has the rotary table of CodeGen outside of the attention.
+ROTARY_MOVED = (
+    dict.fromkeys(("bridge", "processed"), "looks for the rotary table inside the attention")
+    if hasattr(modeling_codegen, "CodeGenRotaryEmbedding")
+    else {}
+)
 
 ROWS = [
     row("GPT-2", "learned positions, value biases", "GPT2Config"),
@@ -182,7 +189,13 @@ ROWS = [
     ),
     row("StarCoder2", "sliding window, biases", "Starcoder2Config", GROUPED, sliding_window=WINDOW),
     row("GPTBigCode", "multi-query, learned positions", "GPTBigCodeConfig"),
-    row("CodeGen", "joint projections in four parts", "CodeGenConfig", rotary_dim=4),
+    row(
+        "CodeGen",
+        "joint projections in four parts",
+        "CodeGenConfig",
+        rotary_dim=4,
+        refused=ROTARY_MOVED,
+    ),
     row(
         "GPT-OSS",
         "attention sinks, sliding and full layers, experts",

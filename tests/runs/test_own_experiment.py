@@ -14,6 +14,7 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
+from anchorlens.metrics.metric import has_observe_prefix, is_metric
 
 DOCS = Path(al.__file__).parents[1] / "docs"
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
@@ -130,7 +131,7 @@ def test_share_prefix_false_runs_whole_prompts(gpt2: Any) -> None:
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
-    assert isinstance(metric, al.ObservesPrefix) and isinstance(metric, al.Metric)
+    assert has_observe_prefix(metric) and is_metric(metric)
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert "run once for all" in record.info["shared_prefix"]
     rows = []

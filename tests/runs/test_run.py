@@ -13,6 +13,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError, RunError
+from anchorlens.metrics.metric import is_metric
 from anchorlens.models.hooked import Hook, pattern_name
 
 pytestmark = [
@@ -78,7 +79,7 @@ def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: 
 
 
 def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
-    assert isinstance(SelfAttention(), al.Metric)
+    assert is_metric(SelfAttention())
     batches = questions(gpt2, 7, batch_size=3)
     results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)
     record = results["self_attention"]

@@ -1,0 +1,72 @@
+"""Verify in two tiny passes that a model continues from its key-value cache."""
+
+import logging
+from typing import Any
+
+import torch
+
+from ..errors import ModelError
+from .hooked import HookedModel, device_of, vocabulary_of
+from .kv_cache import (
+    cache_of,
+    inputs_after,
+    keys_and_values,
+    name_of_cache,
+    prefix_of,
+    without_cache,
+)
+from .model_state import frozen_in_eval_mode
+from .native_attention import rename_cache, restore_cache_name
+from .verify import n_tokens_of
+
+_log = logging.getLogger(__name__)
+
+
+def verify_cached_step(model: Any) -> None:
+    """Make the cache act where only its name differs; remember why where it does not act.
+
+    TransformerLens takes the cache by the name that it had until transformers 5.23.
+    """
+    without_cache.pop(model, None)
+    reason = why_no_cached_step(model)
+    if reason and name_of_cache(model) == "cache":
+        renamed = [block.attn for block in model.blocks if rename_cache(block.attn)]
+        reason = why_no_cached_step(model)
+        for attention in renamed if reason else ():
+            restore_cache_name(attention)
+    if reason:
+        without_cache[model] = reason
+
+
+def why_no_cached_step(model: HookedModel) -> str:
+    """Why the model cannot continue from a cache; empty if it can.
+
+    The last of a few tokens, run after a cache of the others, must have the logits that it has when
+    all tokens run at once, up to rounding.
+    """
+    length, device = n_tokens_of(model), device_of(model)
+    tokens = torch.arange(length, device=device)[None] % vocabulary_of(model)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    with frozen_in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+        try:
+            cache = cache_of(model, 1)
+            expected = model(tokens, **inputs_after(model, mask, cache))[:, -1].float()
+            before = prefix_of(cache, mask).before(length - 1)
+            cache = cache_of(model, 1, before)
+            inputs = inputs_after(model, mask[:, -1:], cache, before)
+            logits = model(tokens[:, -1:], **inputs)[:, -1].float()
+            keys_and_values(cache, length)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a forward that knows no cache may raise anything
+            if not isinstance(error, (ModelError, RuntimeError)):
+                _log.warning("a cached step failed with an unexpected error", exc_info=error)
+            return str(error).partition("\n")[0] or type(error).__name__
+    dtype = next(iter(model.parameters())).dtype  # type: ignore[attr-defined]
+    difference = float((logits - expected).abs().max() / expected.abs().max())
+    if difference <= max(1e-3, 8 * torch.finfo(dtype).eps):
+        return ""
+    return (
+        "after cached tokens the model gives a token other logits than in the whole text (off by "
+        f"{difference:.1e} of the largest)"
+    )

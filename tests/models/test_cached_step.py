@@ -1,0 +1,114 @@
+"""A model continues from its key-value cache as from the whole text, or no path takes its cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from measures import hooks_on
+from tiny_models import questions, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import ModelError
+from anchorlens.models.cached_step import why_no_cached_step
+from anchorlens.models.kv_cache import name_of_cache, without_cache
+from anchorlens.models.native_attention import rename_cache, restore_cache_name
+
+pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
+
+TEXT = "The museum opens at ten. When? At"
+
+
+def leave_empty(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every attention ignore its cache, as one that does not know the cache's name does."""
+    if hasattr(model, "original_model"):
+        from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+
+        monkeypatch.setattr(AttentionBridge, "_update_kv_cache", lambda self, k, v, **more: (k, v))
+    else:
+        from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
+
+        monkeypatch.setattr(TransformerLensKeyValueCacheEntry, "append", lambda self, k, v: (k, v))
+
+
+@pytest.mark.changes_model
+def test_a_model_whose_cache_stays_empty_runs_whole_or_is_refused(
+    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_empty(gpt2, monkeypatch)
+    al.prepare_model(gpt2)
+    reason = "takes no key-value cache, or stores only a part of it"
+    assert reason in without_cache[gpt2]
+    batches = questions(gpt2, 4)
+    with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
+        al.compress(gpt2, batches[0])
+    record = al.run(gpt2, batches, [al.Accuracy()], resamples=0, progress=False)["accuracy"]
+    assert record.info["shared_prefix"].startswith("off: no run from a key-value cache")
+    trace = al.trace_generation(gpt2, TEXT, max_new_tokens=4, stop_at_eos=False)
+    with torch.no_grad():
+        likeliest = gpt2(trace.batch.tokens)[0].argmax(-1)
+    assert likeliest[-5:-1].tolist() == trace.batch.tokens[0, -4:].tolist()
+    monkeypatch.undo()
+    al.prepare_model(gpt2)
+    assert gpt2 not in without_cache
+    assert len(al.compress(gpt2, batches[0]).prefix) > 0
+
+
+@pytest.mark.changes_model
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}])
+def test_text_of_another_model_than_the_pass_is_refused(
+    options: dict[str, Any], gpt2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is emptied after the model was verified."""
+    if not hasattr(gpt2, "original_model"):
+        pytest.skip("a HookedTransformer fails on a cache that is too short")
+    leave_empty(gpt2, monkeypatch)
+    options = {"max_new_tokens": 4, "stop_at_eos": False, **options}
+    with pytest.raises(ModelError, match="the model wrote token 2 of the answer with the prob"):
+        al.trace_generation(gpt2, TEXT, **options)
+    al.trace_generation(gpt2, TEXT, use_past_kv_cache=False, **options)
+
+
+@pytest.mark.changes_model
+def test_a_cache_that_is_filled_and_read_wrongly_is_found(
+    gemma3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(gemma3, "original_model"):
+        pytest.skip("a HookedTransformer reads what its cache stores")
+    from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+
+    update: Any = AttentionBridge._update_kv_cache
+
+    def update_and_mix(self: Any, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        keys, values = update(self, k, v, **more)
+        return (keys.flip(2) if k.shape[2] == 1 else keys), values
+
+    monkeypatch.setattr(AttentionBridge, "_update_kv_cache", update_and_mix)
+    assert "gives a token other logits than in the whole text" in why_no_cached_step(gemma3)
+
+
+def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_level: Any) -> None:
+    weights = tiny_llama(len(byte_level))
+    tokens = torch.tensor([[1, 2, 3]])
+    output = weights(tokens, use_cache=True)
+    if hasattr(llama, "original_model"):
+        assert name_of_cache(llama) in output  # under the same name as the argument
+    assert llama not in without_cache and not why_no_cached_step(llama)
+
+
+@pytest.mark.changes_model
+def test_a_renamed_cache_is_undone(llama: Any) -> None:
+    if not hasattr(llama, "original_model") or name_of_cache(llama) != "cache":
+        pytest.skip("transformers names the cache as TransformerLens does")
+    hooks = hooks_on(llama)
+    al.restore_model(llama)
+    assert not any("forward" in vars(block.attn) for block in llama.blocks)
+    assert "takes no key-value cache" in why_no_cached_step(llama)
+    renamed = [rename_cache(block.attn) for block in llama.blocks]
+    assert renamed == [True] * len(llama.blocks)
+    assert not any(rename_cache(block.attn) for block in llama.blocks)  # once is enough
+    assert not why_no_cached_step(llama)
+    for block in llama.blocks:
+        restore_cache_name(block.attn)
+    assert not any("forward" in vars(block.attn) for block in llama.blocks)
+    assert hooks_on(llama) == hooks

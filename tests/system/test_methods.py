@@ -1,0 +1,55 @@
+"""Questions about the methods of an object have one answer in every version of Python."""
+
+from typing import Any
+
+import pytest
+
+import anchorlens as al
+from anchorlens.contexts.query_pass import is_context
+from anchorlens.metrics.metric import checks_batches, has_observe_prefix, is_metric
+from anchorlens.passes.losses import needs_continuations, needs_positions
+from anchorlens.system.methods import has_methods
+
+
+class Wrapper:
+    """Hands every attribute of another object on; ``isinstance`` misses it from Python 3.12 on."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+class Expensive:
+    """``isinstance`` evaluates its property until Python 3.11."""
+
+    @property
+    def rows(self) -> Any:
+        raise AssertionError("a property that nobody asked for was evaluated")
+
+    def observe(self) -> None: ...
+
+
+def test_attributes_from_getattr_count() -> None:
+    metric = Wrapper(al.SaliencyFlows())
+    assert is_metric(metric) and has_observe_prefix(metric) and checks_batches(metric)
+    assert is_context(Wrapper(al.NoContext()))
+
+
+def test_only_the_methods_are_read() -> None:
+    assert has_methods(Expensive(), "observe")
+    assert not has_methods(Expensive(), "observe", "result")
+    assert not has_methods(Wrapper({"observe": 1}), "observe")
+
+
+@pytest.mark.parametrize("value", [None, "text", 3, al.SaliencyFlows, al.NoContext, Expensive()])
+def test_other_objects_and_classes_are_neither_metrics_nor_contexts(value: Any) -> None:
+    assert not is_metric(value) and not is_context(value)
+
+
+def test_losses_say_what_they_need() -> None:
+    assert needs_positions(al.span_cross_entropy("query"))
+    assert not needs_continuations(al.span_cross_entropy("query"))
+    assert needs_continuations(al.word_cross_entropy([[1], [2]]))
+    assert not needs_positions(al.label_cross_entropy)
