@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, Operands, device_of, pattern_name, scores_name, verified_operands
+from .kv_cache import inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -16,7 +17,7 @@ from .native_attention import (
     wrap_attention,
     wrap_operands,
 )
-from .verify import attends_to_later, n_tokens_of, verify_hooks
+from .verify import attends_to_later, cannot_run, n_tokens_of, verify_hooks
 from .weights import best_device, moved, read_weights, refuse_device
 
 if TYPE_CHECKING:
@@ -220,13 +221,10 @@ def _boot(name: str, weights: Any, tokenizer: Any) -> Any:
 def _few_logits(model: Any, tokens: Tensor) -> Tensor:
     with frozen_in_eval_mode(model), without_user_hooks(model), torch.no_grad():
         try:
-            outputs = model(tokens, attention_mask=torch.ones_like(tokens))
-        except RuntimeError as error:  # XGLM in float64
-            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try another "
-                "type (--dtype float32, in Python dtype=torch.float32)"
-            ) from error
+            inputs = inputs_without_cache(model, torch.ones_like(tokens).bool())
+            outputs = model(tokens, **inputs)
+        except RuntimeError as error:  # XGLM in float64, OLMo 2 in bfloat16
+            raise ModelError(cannot_run(model, error)) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
 
