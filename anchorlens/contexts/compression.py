@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import ModelError, PromptError
@@ -14,6 +14,7 @@ from ..models.hooked import Hook, HookedModel, check_fits, device_of
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
+from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
 from ..prompts.batch import PromptBatch, check_batch
@@ -21,7 +22,7 @@ from ..prompts.groups import GROUPS
 from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
-from .query_pass import bos_of
+from .query_pass import bos_of, queries_after
 from .selection import Keep, anchors_and_format
 
 
@@ -54,7 +55,8 @@ def compress(
 
     Raises:
         PromptError: The prompts have several sets of demonstrations, their texts are not known,
-            nothing is selected, or a demonstration is too short for a random control.
+            nothing is selected, a demonstration is too short for a random control, or the model
+            rotates the demonstrations differently before a query (longrope).
         ModelError: The model takes no key-value cache, or its logits with these positions would
             not be exact.
 
@@ -88,7 +90,10 @@ def contexts(
             make = _context_maker(model, prompt, whole, masks[0], positions)
         if has_user_hooks(model):
             whole = run_prefix(model, shared)
-        return [make(whole, selected) for selected in masks]
+        made = [make(whole, selected) for selected in masks]
+        for context in made:
+            context.query_pass(model, prompt)  # an error now, and not when queries are answered
+        return made
 
 
 def checked_selections(
@@ -116,27 +121,32 @@ def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, "
     return selected
 
 
-def cache_of_demonstrations(model: HookedModel, batch: PromptBatch) -> Prefix:
-    """Keys and values of what stands before the query of the first prompt, which were verified.
+def cache_of_tokens(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> Prefix:
+    """Verified keys and values of tokens that stand before the query of the first prompt.
 
     Raises:
         ModelError: As ``verified_cache``.
     """
-    prompt = batch.to(device_of(model)).prompt(0)
-    return verified_cache(model, prompt, prompt.before(int(prompt.query_start[0])))
+    prompt = queries_after(batch.to(device_of(model)).prompt(0), tokens)
+    return verified_cache(model, prompt, prompt.before(len(tokens)))
 
 
 def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
-    """The keys and values of the demonstrations.
+    """The keys and values of the first tokens of a prompt.
 
     Raises:
         ModelError: With them the model gives other logits than from the whole prompt.
+        PromptError: The model rotates them differently in texts as long as the prompt.
     """
     expected = run_pass(model, prompt)
     after_prefix = prompt.after(shared.tokens.shape[1])
     try:
         whole = run_prefix(model, shared)
         difference = logit_difference(run_pass(model, after_prefix, prefix=whole), expected)
+    except PromptError:
+        raise
     except Exception as error:
         raise ModelError(
             f"{model.cfg.model_name} does not run from a key-value cache, which a context "
@@ -184,6 +194,7 @@ def _context_maker(
         return context(whole, selected, as_in_prompt)
 
     def moved(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        refuse_another_rotation(model, length, int(selected.sum()))
         prefix = _moved(model, prompt.before(length), selected)
         return context(prefix, selected, positions)
 
@@ -246,6 +257,8 @@ def _off(
     try:
         contexts = (make(), expected)
         return logit_difference(*(context.logits_unchecked(model, prompt) for context in contexts))
+    except PromptError:
+        raise
     except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
         reason_of(error)
         return inf

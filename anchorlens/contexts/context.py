@@ -18,6 +18,7 @@ from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode, without_user_hooks
+from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
@@ -180,11 +181,13 @@ class CompressedContext:
             )
         layers = range(len(stored) // 2 - 1)
         keys = tuple(stored[f"key.{n}"] for n in layers)
+        in_prompt = torch.equal(stored["key_positions"], stored["kept"].nonzero().flatten())
         prefix = Prefix(
             keys=keys,
             values=tuple(stored[f"value.{n}"] for n in layers),
             attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool),
             next_position=torch.tensor([fields["query_position"]]),
+            text_length=len(stored["tokens"] if in_prompt else stored["key_positions"]),
         )
         return cls(
             prefix=prefix,
@@ -204,6 +207,7 @@ class CompressedContext:
                 f"{model.cfg.n_ctx} are left after this compressed context; use shorter queries "
                 "or fewer demonstrations, or in Python positions=al.placement.rebased"
             )
+        refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
 
     @property
     def has_no_gap(self) -> bool:

@@ -21,7 +21,7 @@ from ..prompts.batch import PromptBatch, check_batch
 from ..system.digest_file import read_tensors, to_bytes_with_digest
 from ..system.files import write_atomically, write_text
 from ..system.parsing import bytes_of, parsed
-from .compression import cache_of_demonstrations
+from .compression import cache_of_tokens
 from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
 from .prefix_context import PrefixContext, prefix_at_start
@@ -343,7 +343,7 @@ def _as_cached(model: HookedModel, batch: PromptBatch, prefix: Prefix) -> Prefix
     Raises:
         ModelError: The model caches other shapes, or no keys and values.
     """
-    cached = cache_of_demonstrations(model, batch)
+    cached = cache_of_tokens(model, batch, batch.tokens.new_zeros(len(prefix)))
     expected = (model.cfg.n_layers, *_one_shape(model, cached))
     got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])
     if got != expected:

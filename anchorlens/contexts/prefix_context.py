@@ -20,7 +20,13 @@ from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import printable
 from .context import refuse_another_kind, refuse_another_model
-from .query_pass import QueryPass, bos_of, checked_logits, checked_queries
+from .query_pass import (
+    QueryPass,
+    bos_of,
+    checked_logits,
+    checked_queries,
+    checked_queries_after_cache,
+)
 from .training import TrainingRecord
 
 _C = TypeVar("_C", bound="PrefixContext")
@@ -114,8 +120,8 @@ class PrefixContext:
         """
         self.check_bos(batch)
         device = device_of(model)
-        queries = checked_queries(model, batch.to(device), self.tokens)
-        return QueryPass(queries.after(len(self.tokens)), self.prefix.to(device))
+        queries = checked_queries_after_cache(model, batch.to(device), self.tokens)
+        return QueryPass(queries, self.prefix.to(device))
 
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of the queries of a batch.
@@ -229,6 +235,7 @@ def prefix_at_start(
         values=tuple(values),
         attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
         next_position=torch.tensor([count], device=device),
+        text_length=count,
     )
 
 

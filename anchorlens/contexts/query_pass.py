@@ -13,6 +13,7 @@ from ..models.hooked import Hook, HookedModel, check_fits
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
+from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import OTHER, PADDING
@@ -144,10 +145,19 @@ def checked_queries(
     return queries
 
 
+def checked_queries_after_cache(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> PromptBatch:
+    """The same, where these tokens are cached and only the queries are run."""
+    queries = checked_queries(model, batch, tokens)
+    refuse_another_rotation(model, len(tokens), len(tokens) + longest_query(batch))
+    return queries.after(len(tokens))
+
+
 def check_queries(model: HookedModel, batches: Sequence[PromptBatch], count: int) -> None:
-    """Raise an error for queries that do not fit the model after ``count`` positions."""
+    """Raise an error for queries that do not fit the model after ``count`` cached positions."""
     for batch in batches:
-        checked_queries(model, batch, batch.tokens.new_zeros(count))
+        checked_queries_after_cache(model, batch, batch.tokens.new_zeros(count))
 
 
 def checked_logits(

@@ -122,7 +122,7 @@ def train_soft_prompt(
         random = random_tokens(model, length, seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
         check_queries(model, study.batches, len(tokens))
-        check_training(model, training, others, settings)
+        check_training(model, training, others, settings, tokens)
         _check_reads_embeddings_alone(model, training[0], tokens, len(bos))
         with torch.inference_mode(False):
             embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()

@@ -16,11 +16,11 @@ from ..prompts.insertion import insert_after_bos
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.study import Study
 from ..system.processes import gather_from_processes
-from .compression import cache_of_demonstrations
+from .compression import cache_of_tokens
 from .context import model_identity
 from .embedded import prefix_of_tokens, start_tokens
 from .prefix_context import PrefixContext
-from .query_pass import QueryPass, bos_of, check_queries, checked_queries
+from .query_pass import QueryPass, bos_of, check_queries, checked_queries_after_cache
 from .trained_prefix import check_length
 from .training import TrainingRecord, answers
 
@@ -206,7 +206,7 @@ def answers_after_tokens(
     prefix = prefix_of_tokens(model, batches[0], tokens)
 
     def query_pass(batch: PromptBatch) -> QueryPass:
-        return QueryPass(checked_queries(model, batch, tokens).after(len(tokens)), prefix)
+        return QueryPass(checked_queries_after_cache(model, batch, tokens), prefix)
 
     moved = [batch.to(device_of(model)) for batch in batches]
     return answers(model, query_pass, moved, loss)
@@ -230,7 +230,7 @@ def _measured(
         chosen = [start_tokens(model, ids, len(ids)) for ids in choose(tokenizer)]
         prompts = [torch.cat([bos, ids]) for ids in chosen]
         check_queries(model, study.batches, max(map(len, prompts)))
-        cache_of_demonstrations(model, study.batches[0])
+        cache_of_tokens(model, study.batches[0], prompts[0])
         info = {
             **study.describe(),
             **model_identity(model),

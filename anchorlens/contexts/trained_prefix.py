@@ -116,7 +116,8 @@ def train_prefix(
             _check_start(model, start, bos)
             count = len(start.prefix)
         check_queries(model, study.batches, count)
-        check_training(model, training, others, settings)
+        tokens = torch.cat([bos, random_tokens(model, count - len(bos), seed)])
+        check_training(model, training, others, settings, tokens)
         first = random_prefix(model, training[0], length, seed) if start is None else start.prefix
         trainable = _TrainedKeys(model, bos, *_split(first.to(device_of(model)), len(bos)))
         best, record = train(model, trainable, training, others, settings)

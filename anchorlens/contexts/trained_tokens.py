@@ -124,7 +124,7 @@ def train_hard_prompt(
         tokens = torch.cat([bos, ids])
         _check_fluency(method, tokens)
         check_queries(model, study.batches, len(tokens))
-        check_training(model, training, others, settings)
+        check_training(model, training, others, settings, tokens)
         check_embeds_by_table(model, training[0], tokens)
         with torch.inference_mode(False):
             embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()

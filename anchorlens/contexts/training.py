@@ -27,7 +27,7 @@ from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
 from ..system.files import write_atomically
 from ..system.processes import is_main
-from .compression import cache_of_demonstrations
+from .compression import cache_of_tokens
 from .context import model_identity
 from .query_pass import QueryPass, bos_of
 
@@ -222,8 +222,16 @@ def check_training(
     batches: Sequence[PromptBatch],
     held_out: Sequence[PromptBatch],
     settings: Settings,
+    tokens: Int[Tensor, " position"],
 ) -> None:
     """Raise an error for prompts with which training would fail or mislead.
+
+    Args:
+        model: A prepared model.
+        batches: Training prompts.
+        held_out: Other prompts.
+        settings: How to train.
+        tokens: As many tokens as will stand before a query, with the BOS.
 
     Raises:
         PromptError: A query is in both lists or has no true label, or some prompts begin with
@@ -249,7 +257,7 @@ def check_training(
         )
     refuse_several_targets(settings.loss)
     check_loss(settings.loss, [*batches, *held_out], model)
-    cache_of_demonstrations(model, batches[0])
+    cache_of_tokens(model, batches[0], tokens)
 
 
 def query_digests(batches: Sequence[PromptBatch]) -> list[int]:

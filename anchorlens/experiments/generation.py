@@ -20,6 +20,7 @@ from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
+from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
 from ..prompts.segments import TextPiece, build_segments
 from ..system.texts import printable
@@ -131,6 +132,7 @@ def trace_generation(
             f"max_new_tokens={max_new_tokens} does not fit; use a shorter prompt or fewer tokens"
         )
     check_fits(model, prompt_batch)
+    refuse_another_rotation(model, length, length + max_new_tokens)
     tokens, logits = _written(model, prompt_batch, max_new_tokens, seed, options)
     batch = PromptBatch.from_segments(
         tokens,

@@ -18,6 +18,7 @@ from .hooked import (
     vocabulary_of,
     z_name,
 )
+from .kv_cache import inputs_without_cache
 from .model_state import frozen_in_eval_mode
 from .verify import n_tokens_of
 
@@ -81,7 +82,7 @@ def _layers_that_mix(model: HookedModel) -> frozenset[int]:
         torch.enable_grad(),
         acting_hooks(model, hooks),
     ):
-        logits = model(tokens, attention_mask=torch.ones_like(tokens))
+        logits = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
         logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()
     return frozenset(
         missing

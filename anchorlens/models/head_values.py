@@ -18,7 +18,7 @@ from .hooked import (
     values_name,
     vocabulary_of,
 )
-from .kv_cache import cached_heads
+from .kv_cache import cached_heads, inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .verify import n_tokens_of
 
@@ -90,7 +90,7 @@ def _layers_with_other_outputs(model: Any) -> dict[int, str]:
         torch.no_grad(),
         acting_hooks(model, known, of_modules=attentions),
     ):
-        model(tokens, attention_mask=torch.ones_like(tokens))
+        model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
     reasons = {
         layer: _reason(model, layer, patterns.get(layer), values.get(layer), of_layer)
         for layer, of_layer in enumerate(outputs)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import HookError, ModelError, PromptError
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.checksum import row_sums
+from .rotary import refuse_rotations_in_a_batch
 
 HookFunction = Callable[..., Tensor | None]
 Hook = tuple[str, HookFunction]
@@ -245,13 +246,6 @@ def has_sinks(model: Any) -> bool:
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
-def rotary_switch(model: Any) -> int | None:
-    """The length above which a model rotates all positions of a batch differently (longrope)."""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("original_max_position_embeddings") if "long_factor" in rope else None
-
-
 def refuse_longer_than(context: int, batch: PromptBatch) -> None:
     """Raise an error for prompts with more tokens than the context of the model."""
     longest = longest_prompt([batch])
@@ -266,16 +260,9 @@ def refuse_longer_than(context: int, batch: PromptBatch) -> None:
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     refuse_longer_than(model.cfg.n_ctx, batch)
-    longest = longest_prompt([batch])
-    switch, shortest = rotary_switch(model), int(batch.attention_mask.sum(1).min())
-    if switch is not None and shortest <= switch < longest:
-        raise PromptError(
-            f"prompts of {shortest} and {longest} tokens are in one batch, but if one is longer "
-            f"than {switch} tokens, this model rotates the positions of all prompts differently "
-            "(longrope), so that a prompt's numbers would depend on its batch; use batches of one "
-            "prompt (batch_size=1), or shorter prompts (in Python "
-            "build_prompts(..., max_length=..., drop_too_long=True))"
-        )
+    if batch.is_whole:  # after a prefix, kv_cache compares the lengths
+        shortest = int(batch.attention_mask.sum(1).min())
+        refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
     refuse_labels_beyond(model, batch)
     largest = max(int(batch.tokens.max()), _largest_label_token(batch))
     if largest >= vocabulary_of(model):

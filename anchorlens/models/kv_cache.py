@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction
+from .rotary import refuse_another_rotation
 
 # Models in which prepare_model found that a step after a cache fails, and why.
 without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -62,6 +63,7 @@ class Prefix:
         values: Values of each layer, as the model caches them.
         attention_mask: False where a column is padding.
         next_position: The position of the next token, as the model counts positions.
+        text_length: Tokens of the longest text in whose pass the keys were rotated; see rotary.py.
         graph: For gradients through the prefix; None if it was computed without gradients.
     """
 
@@ -69,6 +71,7 @@ class Prefix:
     values: tuple[Float[Tensor, "batch _ position _"], ...]
     attention_mask: Bool[Tensor, "batch position"]
     next_position: Int[Tensor, " batch"]
+    text_length: int
     graph: Graph | None = None
 
     def __len__(self) -> int:
@@ -105,6 +108,7 @@ class Prefix:
             values=tuple(value[:, :, :position] for value in self.values),
             attention_mask=mask,
             next_position=mask.sum(1),
+            text_length=self.text_length,
         )
 
     def columns(self, selected: Bool[Tensor, " position"]) -> "Prefix":
@@ -128,6 +132,7 @@ class Prefix:
             values=tuple(value.to(device) for value in self.values),
             attention_mask=self.attention_mask.to(device),
             next_position=self.next_position.to(device),
+            text_length=self.text_length,
         )
 
 
@@ -170,6 +175,19 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
     return cache
 
 
+def inputs_without_cache(
+    model: HookedModel, mask: Bool[Tensor, "batch position"]
+) -> dict[str, Any]:
+    """Arguments of the model's forward other than the tokens, for whole prompts.
+
+    Without a cache, which would copy all keys, and to which a block that runs twice would append
+    its keys twice. All trials use these arguments too: some models compute with other types where
+    there is a cache (OLMo 2 in bfloat16).
+    """
+    without = {"use_cache": False} if hasattr(model, "original_model") else {}
+    return {"attention_mask": mask.long(), **without}
+
+
 def inputs_after(
     model: HookedModel,
     mask: Bool[Tensor, "batch query"],
@@ -183,9 +201,14 @@ def inputs_after(
         mask: False where a token that is run is padding.
         cache: A cache of ``cache_of``.
         prefix: What the cache holds.
+
+    Raises:
+        PromptError: The keys of the prefix would be rotated differently in texts of this length.
     """
     if not hasattr(model, "original_model"):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}
+    if prefix is not None:
+        refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
     before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
     inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
@@ -213,7 +236,7 @@ def prefix_of(
     Raises:
         ModelError: The cache is empty or does not hold all positions.
     """
-    next_position = attention_mask.sum(1)
+    next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:
         mask = before.attention_mask.to(attention_mask.device).expand(len(attention_mask), -1)
         attention_mask = torch.cat([mask, attention_mask], dim=1)
@@ -224,8 +247,15 @@ def prefix_of(
         values=tuple(value.detach() for value in values),
         attention_mask=attention_mask,
         next_position=next_position,
+        text_length=text_length,
         graph=Graph((*keys, *values), tuple(points)) if points else None,
     )
+
+
+def _text_length(mask: Bool[Tensor, "batch query"], before: Prefix | None) -> int:
+    """Tokens of the longest text of a pass, as the model counts positions."""
+    start = 0 if before is None else before.next_position.to(mask.device)
+    return int((mask.sum(1) + start).max())
 
 
 def keys_and_values(

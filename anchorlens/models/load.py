@@ -22,7 +22,7 @@ from .hooked import (
     why_not_hooked,
 )
 from .implementations import implementations_of
-from .kv_cache import without_cache
+from .kv_cache import inputs_without_cache, without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     unwrap,
@@ -31,7 +31,7 @@ from .native_attention import (
     wrap_attention,
     wrap_operands,
 )
-from .verify import attends_to_later, n_tokens_of, verify_hooks
+from .verify import attends_to_later, cannot_run, n_tokens_of, verify_hooks
 from .weights import best_device, moved, read_weights, refuse_device
 
 if TYPE_CHECKING:
@@ -284,13 +284,10 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
         acting_hooks(model),
     ):
         try:
-            outputs = model(tokens, attention_mask=torch.ones_like(tokens))
-        except RuntimeError as error:  # XGLM in float64
-            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{type(model).__name__} cannot run in {dtype}: {str(error)[:200]}; try "
-                "float32 (dtype=torch.float32)"
-            ) from error
+            inputs = inputs_without_cache(model, torch.ones_like(tokens).bool())
+            outputs = model(tokens, **inputs)
+        except RuntimeError as error:  # XGLM in float64, OLMo 2 in bfloat16
+            raise ModelError(cannot_run(model, error)) from error
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
 

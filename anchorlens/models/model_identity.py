@@ -56,7 +56,9 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
         for path, module in root.named_modules():
             tensors = chain(
                 module.named_parameters(path, recurse=False),
-                module.named_buffers(path, recurse=False),
+                # With duplicates: after a long text the rotations of dynamic NTK are one tensor
+                # under two names, of which the first is left out below.
+                module.named_buffers(path, recurse=False, remove_duplicate=False),
             )
             for name, tensor in tensors:
                 if id(tensor) in counted or _follows_the_prompts(module, name):

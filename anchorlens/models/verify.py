@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import ModelError
 from .acting_hooks import acting_hooks
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
+from .kv_cache import inputs_without_cache
 from .model_state import frozen_in_eval_mode
 
 # Hook points that may hold queries and keys, the latest in the computation first.
@@ -42,7 +43,8 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
         the queries and keys that each layer's attention multiplies.
 
     Raises:
-        ModelError: The model has no backward pass, or its forward takes no attention mask.
+        ModelError: The model cannot run in its type of numbers, has no backward pass, or its
+            forward takes no attention mask.
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
@@ -57,7 +59,9 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
         acting_hooks(model, hooks),
     ):
         try:
-            logits = model(tokens, attention_mask=torch.ones_like(tokens))
+            logits = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
+        except RuntimeError as error:
+            raise ModelError(cannot_run(model, error)) from error
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
@@ -86,8 +90,24 @@ def attends_to_later(model: HookedModel) -> bool:
     """Whether the last of three tokens changes the logits at the two tokens before it."""
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
     with frozen_in_eval_mode(model), torch.no_grad(), acting_hooks(model):
-        logits = model(tokens % vocabulary_of(model))[:, :-1].float()
+        try:
+            # Without a mask, which the bridge of GPT-1 takes for a causal one.
+            logits = model(tokens % vocabulary_of(model))[:, :-1].float()
+        except RuntimeError:  # not known: it cannot run, as verify_hooks says
+            return False
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
+
+
+def cannot_run(model: Any, error: RuntimeError) -> str:
+    """The message for a model whose forward fails, mostly by its type of numbers."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    cure = "float32 (--dtype float32, in Python dtype=torch.float32)"
+    name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
+    return f"{name} cannot run in {dtype}: {str(error)[:200]}; " + (
+        "its configuration does not fit the code of the model"
+        if dtype == "float32"
+        else f"use {cure}; if that fails too, its configuration does not fit the code of the model"
+    )
 
 
 def _make_leaf(resid: Tensor, hook: Any) -> Tensor:

@@ -83,4 +83,5 @@ def _up_to_targets(batch: PromptBatch, cache: Any, prefix: Prefix | None, count:
         values=tuple(map(rows_of, values)),
         attention_mask=up_to_target.gather(1, columns).repeat_interleave(count, 0),
         next_position=(start + in_rows).repeat_interleave(count, 0),
+        text_length=int((start + in_rows).max()),
     )

@@ -23,7 +23,13 @@ from ..models.hooked import (
     require_prepared,
     scores_name,
 )
-from ..models.kv_cache import Prefix, cache_of, inputs_after, prefix_of
+from ..models.kv_cache import (
+    Prefix,
+    cache_of,
+    inputs_after,
+    inputs_without_cache,
+    prefix_of,
+)
 from ..prompts.batch import PromptBatch
 from .continuations import log_probs_after
 from .losses import (
@@ -356,9 +362,7 @@ def _inputs(
     """The tokens that are run, and the other arguments of the model's forward."""
     tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
     if cache is None:
-        # A cache copies all keys, and a block that runs twice would append its keys twice.
-        without = {"use_cache": False} if hasattr(model, "original_model") else {}
-        return tokens, {"attention_mask": mask.long(), **without}
+        return tokens, inputs_without_cache(model, mask)
     return tokens, inputs_after(model, mask, cache, prefix)
 
 

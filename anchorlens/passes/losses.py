@@ -13,8 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MetricError
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
+from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.methods import has_methods
 from ..system.names import name_of
 
@@ -419,7 +420,10 @@ def continuations_of(
             f"the words of the loss have the token {int(texts.max())}, but the model has only "
             f"{count}; give the tokens of this model's tokenizer"
         )
-    refuse_longer_than(model.cfg.n_ctx - texts.shape[1] + 1, batch)  # the last token is not run
+    after = texts.shape[1] - 1  # the last token is not run
+    refuse_longer_than(model.cfg.n_ctx - after, batch)
+    longest = longest_prompt([batch])
+    refuse_another_rotation(model, longest, longest + after)
     return texts
 
 

@@ -29,7 +29,7 @@ from ..models.hooked import (
     values_name,
     z_name,
 )
-from ..models.kv_cache import cached_heads
+from ..models.kv_cache import cached_heads, inputs_without_cache
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from .forward import leaf_hook, rows_hook
@@ -88,7 +88,8 @@ def step_gradients(
             _storing(rows_hook(model, columns), selected),
         ]
         with acting_hooks(model, hooks):
-            logits = model(batch.tokens, attention_mask=batch.attention_mask.long())[0]
+            inputs = inputs_without_cache(model, batch.attention_mask)
+            logits = model(batch.tokens, **inputs)[0]
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         if not torch.stack(logits.aminmax()).isfinite().all():
             raise NotFiniteError(

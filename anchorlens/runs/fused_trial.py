@@ -36,6 +36,7 @@ from .trial import (
     tokens_of,
     two_of,
     why_not_after_prefix,
+    why_rotated_differently,
 )
 
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
@@ -175,6 +176,8 @@ def _why_no_prefix(
     """Why demonstrations cannot run with a fused attention, once for all queries of a set."""
     if any(passes.after_prefix(batch).is_whole for batch in batches):
         return "a batch has prompts of several sets, or a target is in the demonstrations"
+    if reason := why_rotated_differently(passes.model, batches, passes.lengths):
+        return reason
     for change in changes:
         if change is no_hooks:
             continue

@@ -14,6 +14,7 @@ from ..metrics.products import product_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
+from ..models.rotary import rotate_alike
 from ..passes.forward import run_pass, run_prefix
 from ..passes.late_start import stored_starts
 from ..passes.losses import Loss, targets_of
@@ -28,7 +29,7 @@ from ..passes.shared_prefix import (
     reason_of,
     whole_passes,
 )
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.processes import gather_from_processes
 
 _HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
@@ -79,6 +80,8 @@ def _tried(
         return whole_passes(
             model, "no two prompts share their demonstrations, or a target is in them"
         )
+    if reason := why_rotated_differently(model, batches, lengths):
+        return whole_passes(model, reason)
     passes = Passes(model, lengths, "")
     for change in changes:
         if change is no_hooks:
@@ -89,7 +92,7 @@ def _tried(
     sharing = [batch for batch in batches if int(batch.demonstrations_id[0]) in lengths]
     if reason := _why_not_observed(passes, sharing, metrics):
         return whole_passes(model, reason)
-    # The trial needs the longest prompt: rotary embeddings may change with the length.
+    # The longest prompt: most can differ there.
     longest = max(sharing, key=lambda batch: int(batch.attention_mask.sum(1).max()))
     few = two_of(longest).to(device_of(model))
     runs = [no_hooks, *(change for change in changes if change is not no_hooks)]
@@ -234,8 +237,8 @@ def _compare_starts(
 
 def _why_not_observed(
     passes: Passes, batches: Sequence[PromptBatch], metrics: Sequence[Metric]
-) -> str | None:
-    """Why a metric cannot observe shared tokens; None if it can.
+) -> str:
+    """Why a metric cannot observe shared tokens; empty if it can.
 
     It says so itself, it selects other tokens there in some prompts than in others, or it observes
     a gradient that the trial does not compare. The gradient of some points does not go through a
@@ -261,7 +264,7 @@ def _why_not_observed(
             for point, _ in observation.backward_hooks:
                 if point not in compared:
                     return f"gradients at {point} are not compared with whole prompts"
-    return None
+    return ""
 
 
 def observes_prefix(metric: Metric) -> bool:
@@ -271,17 +274,33 @@ def observes_prefix(metric: Metric) -> bool:
     """
     if not has_observe_prefix(metric):
         return False
+    holders = (metric, *type(metric).__mro__)
     of_whole, of_prefix = (
-        str(getattr(method, "__qualname__", "")).rpartition(".")[0]
-        for method in (metric.observe, metric.observe_prefix)
+        next((holder for holder in holders if name in getattr(holder, "__dict__", ())), None)
+        for name in ("observe", "observe_prefix")
     )
-    return of_whole == of_prefix
+    return of_whole is not None and of_whole is of_prefix
+
+
+def why_rotated_differently(
+    model: HookedModel, batches: Sequence[PromptBatch], lengths: Mapping[int, int]
+) -> str:
+    """Why some prompts cannot continue from the tokens that they share; empty if all can."""
+    for batch in batches:
+        name, longest = only_set(batch), longest_prompt([batch])
+        shared = longest if name is None else lengths.get(name, longest)
+        if not rotate_alike(model, shared, longest):
+            return (
+                f"prompts share {shared} tokens, which the model rotates differently in a prompt "
+                f"of {longest} tokens (longrope)"
+            )
+    return ""
 
 
 def why_not_after_prefix(
     passes: Passes, batches: Sequence[PromptBatch], change: HooksOfBatch
-) -> str | None:
-    """The reason why hooks cannot act in shared tokens once for all prompts; None if they can."""
+) -> str:
+    """The reason why hooks cannot act in shared tokens once for all prompts; empty if they can."""
     in_prefix: dict[int | None, Sequence[Hook]] = {}
     for batch in batches:
         after, name = passes.after_prefix(batch), only_set(batch)
@@ -294,7 +313,7 @@ def why_not_after_prefix(
             in_prefix[name] = in_leading_tokens(hooks, after.first_query)
         if not act_alike(hooks, in_prefix[name]):
             return "hooks differ between prompts that share their demonstrations"
-    return None
+    return ""
 
 
 def shared_lengths(

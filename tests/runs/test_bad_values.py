@@ -353,7 +353,7 @@ def test_rows_of_an_observation_must_be_a_function(gpt2: Any, rows: Any) -> None
 
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
     """XGLM of transformers puts the lowest number of float64 into a float32."""
-    with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; try another"):
+    with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; use float32"):
         al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
 
 

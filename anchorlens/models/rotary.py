@@ -1,0 +1,108 @@
+"""Rotary embeddings that depend on the length of a text: which lengths rotate alike.
+
+Most models rotate a token by its position alone. Two kinds also look at the length of the text:
+
+1. longrope (Phi-3 with long contexts): above a number of tokens, all positions are rotated with
+   other frequencies.
+2. dynamic NTK: from the length of the configuration on, the frequencies follow the longest text
+   that the model ran, also in earlier passes. There no number belongs to a text alone.
+
+So a cached token cannot be continued by a text on the other side of the switch, and prompts of
+both sides cannot share a batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import PromptError
+
+_SHORTER_PROMPTS = (
+    "shorter prompts (in Python build_prompts(..., max_length=..., drop_too_long=True))"
+)
+
+
+def rotate_alike(model: Any, length: int, other: int) -> bool:
+    """Whether texts of these two numbers of tokens rotate the same positions alike."""
+    return all((length > switch) == (other > switch) for switch in _switches(model))
+
+
+def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
+    """Raise an error if a text cannot continue from cached tokens.
+
+    Args:
+        model: The model.
+        cached: The length of the text in which the cached tokens were rotated.
+        longest: The length of the longest text that continues from them, the cached tokens
+            included.
+    """
+    _refuse_dynamic(model, longest)
+    if not rotate_alike(model, cached, longest):
+        switch = next(s for s in _switches(model) if (cached > s) != (longest > s))
+        raise PromptError(
+            f"keys that were cached in a text of {cached} tokens cannot be used in a text of "
+            f"{longest}: in texts of more than {switch} tokens this model rotates the positions of "
+            "all tokens differently (longrope), so that the cached keys would be wrong; use texts "
+            "that stay on one side (other demonstrations, shorter queries, fewer tokens to write), "
+            "or whole prompts (al.run, al.target_logits)"
+        )
+
+
+def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
+    """Raise an error for prompts that would be rotated in another way than alone.
+
+    Args:
+        model: The model.
+        shortest: The tokens of the shortest prompt of a batch.
+        width: The columns of the batch, which are as many as the longest prompt has tokens, or
+            more where there is padding in all prompts.
+    """
+    if not rotate_alike(model, shortest, width):
+        switch = next(s for s in _switches(model) if shortest <= s < width)
+        raise PromptError(
+            f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
+            f"than {switch} tokens, this model rotates the positions of all prompts differently "
+            "(longrope), so that a prompt's numbers would depend on its batch; use batches of one "
+            f"prompt (--batch-size 1, in Python batch_size=1), or {_SHORTER_PROMPTS}"
+        )
+    _refuse_dynamic(model, width)
+
+
+def _refuse_dynamic(model: Any, length: int) -> None:
+    """Raise an error for a text whose rotations depend on earlier passes."""
+    limits = [limit for kind, limit in _kinds(model) if "dynamic" in kind]
+    if limits and length >= min(limits):
+        raise PromptError(
+            f"a text has {length} tokens, but from {min(limits)} tokens on this model (dynamic "
+            "NTK) rotates positions by the longest text that it ran before, so that numbers "
+            f"would depend on earlier passes; use {_SHORTER_PROMPTS}"
+        )
+
+
+def _switches(model: Any) -> list[int]:
+    """The lengths above which all positions are rotated differently."""
+    return sorted({limit for kind, limit in _kinds(model) if "dynamic" not in kind})
+
+
+def _kinds(model: Any) -> Iterator[tuple[str, int]]:
+    """The rotations of a model that depend on the length: each with its kind and its limit."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    if config is None:  # a HookedTransformer, whose rotations follow positions alone
+        return
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    for rope in _ropes(config):
+        kind = str(rope.get("rope_type", rope.get("type", "")))
+        if "dynamic" in kind and longest is not None:
+            yield kind, longest
+        elif "long_factor" in rope:  # longrope, also by its older name su
+            own = getattr(config, "original_max_position_embeddings", longest)
+            yield kind, rope.get("original_max_position_embeddings", own)
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary embeddings: one for all layers, or one for each type of layer."""
+    for name in ("rope_parameters", "rope_scaling"):  # rope_scaling in older code
+        settings = getattr(config, name, None)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (each for each in settings.values() if isinstance(each, Mapping))

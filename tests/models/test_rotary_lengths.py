@@ -1,0 +1,427 @@
+"""Rotations that depend on the length of a text: every path that caches, against whole prompts.
+
+The oracle is plain transformers, which runs each text alone on a copy of the weights.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from measures import difference
+from peft_oracle import peft_logits
+from tiny_models import byte_level_tokenizer, questions, randomize
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.rotary import rotate_alike
+from anchorlens.passes.forward import run_pass
+from anchorlens.passes.shared_prefix import all_but_target
+from anchorlens.runs import fused_trial
+
+pytestmark = [
+    pytest.mark.without_jaxtyping,
+    # peft 0.21 asks transformers 5 for it.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+SWITCH = 237  # the prompts have 232 to 246 tokens, and the demonstrations 205
+CACHED = "keys that were cached in a text of .* tokens .*longrope"
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def longrope(switch: int) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": switch,
+            "factor": 8.0,
+        },
+        "original_max_position_embeddings": switch,
+    }
+
+
+def scaled(kind: str, longest: int) -> dict[str, Any]:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 64
+    return {"max_position_embeddings": longest, "rope_parameters": rope}
+
+
+MAKE: dict[str, Callable[[int], Any]] = {
+    "Llama longrope": lambda v: LlamaForCausalLM(
+        LlamaConfig(vocab_size=v, **SIZES, **longrope(SWITCH))
+    ),
+    "Phi-3 longrope": lambda v: Phi3ForCausalLM(
+        Phi3Config(vocab_size=v, **SIZES, **longrope(SWITCH))
+    ),
+    "Llama yarn": lambda v: LlamaForCausalLM(
+        LlamaConfig(vocab_size=v, **SIZES, **scaled("yarn", 1024))
+    ),
+    "Llama dynamic": lambda v: LlamaForCausalLM(
+        LlamaConfig(vocab_size=v, **SIZES, **scaled("dynamic", 1024))
+    ),
+}
+CHANGING = ["Llama longrope", "Phi-3 longrope"]
+STAYING = ["Llama yarn", "Llama dynamic"]
+
+
+@pytest.fixture(scope="module")
+def models() -> Callable[[str], tuple[Any, Any]]:
+    """By name: a hooked model, and the same weights in plain transformers."""
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def of(name: str) -> tuple[Any, Any]:
+        if name not in made:
+            tokenizer = byte_level_tokenizer()
+            weights: Any = randomize(MAKE[name](len(tokenizer)))
+            plain = copy.deepcopy(weights)
+            plain.set_attn_implementation("eager")
+            made[name] = al.load_model(weights, tokenizer=tokenizer), plain
+        return made[name]
+
+    return of
+
+
+def alone(plain: Any, batch: al.PromptBatch) -> Tensor:
+    """The logits at the target of a batch of one prompt, in plain transformers."""
+    with torch.no_grad():
+        logits: Tensor = plain(batch.tokens[:, : int(batch.target_positions[0]) + 1]).logits
+    return logits[:, -1]
+
+
+def prompts(model: Any, count: int = 20, seed: int = 1) -> list[al.PromptBatch]:
+    return questions(model, count, seed, batch_size=1)
+
+
+def on_side(batches: list[al.PromptBatch], is_long: bool) -> list[al.PromptBatch]:
+    return [batch for batch in batches if (batch.tokens.shape[1] > SWITCH) == is_long]
+
+
+def length_of_demonstrations(batch: al.PromptBatch) -> int:
+    return int(batch.query_start[0])
+
+
+@pytest.mark.parametrize("name", [*CHANGING, *STAYING])
+@pytest.mark.parametrize("large", [fused_trial.LARGE, 0], ids=["whole", "fused"])
+def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
+    models: Any, name: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_trial, "LARGE", large)
+    model, plain = models(name)
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, shots=2, seed=3)  # all above the switch
+    queries = [example for example in examples if example not in demos][:3]
+    task = al.TASKS["trec"]
+    longer = al.build_prompts(model.tokenizer, task, demos, queries, batch_size=1)
+    assert length_of_demonstrations(longer[0]) > SWITCH
+    sets = [prompts(model), longer]
+    batches = [*sets[0], *sets[1]]
+    record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
+    status = record.info["shared_prefix"]
+    assert ("the model rotates differently" if name in CHANGING else "run once") in status
+    logits = al.target_logits(model, batches, progress=False)
+    ordered = [batch for each in sets for batch in sorted(each, key=lambda b: int(b.index[0]))]
+    expected = [alone(plain, batch) for batch in ordered]
+    assert difference(logits, torch.cat(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_prompts_on_one_side_still_share_their_demonstrations(models: Any, name: str) -> None:
+    model, plain = models(name)
+    batches = on_side(prompts(model), is_long=False)
+    record = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
+    assert "run once" in record.info["shared_prefix"]
+    assert "cached" not in record.info["shared_prefix"]
+    logits = al.target_logits(model, batches, progress=False)
+    ordered = sorted(batches, key=lambda batch: int(batch.index[0]))
+    assert difference(logits, torch.cat([alone(plain, batch) for batch in ordered])) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*CHANGING, *STAYING])
+def test_contexts_answer_as_the_whole_prompt_or_refuse(
+    models: Any, name: str, tmp_path: Path
+) -> None:
+    model, plain = models(name)
+    short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
+    beta = torch.zeros(2, 4, short.label_positions.shape[1])
+    made = al.compress(model, short, al.selection.everything)
+    contexts: list[Any] = [
+        made,
+        al.CompressedContext.load(made.save(tmp_path / "context.safetensors")),
+        al.reweight_demonstrations(model, short, beta),
+        al.compress(model, short, al.selection.everything, positions=al.placement.rebased),
+    ]
+    for context in contexts:
+        assert difference(context.logits(model, short), alone(plain, short)) < 1e-5
+        if name in CHANGING:
+            with pytest.raises(PromptError, match=CACHED):
+                context.logits(model, long)
+        else:
+            assert difference(context.logits(model, long), alone(plain, long)) < 1e-5
+    if name in CHANGING:
+        for keep in (al.selection.everything, al.selection.anchors_and_format):
+            with pytest.raises(PromptError, match=CACHED):
+                al.compress(model, long, keep)
+    # A selection of few tokens has few columns, but stands at the positions of the prompt.
+    few = al.compress(model, short, al.selection.label_words)
+    if name in CHANGING:
+        with pytest.raises(PromptError, match=CACHED):
+            few.logits(model, long)
+    else:
+        few.logits(model, long)
+
+
+@pytest.fixture(scope="module")
+def after_switch() -> tuple[Any, Any]:
+    """A model whose switch at 150 tokens comes before the end of the demonstrations."""
+    tokenizer = byte_level_tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **longrope(150))
+    weights: Any = randomize(LlamaForCausalLM(config))
+    plain = copy.deepcopy(weights)
+    return al.load_model(weights, tokenizer=tokenizer), plain
+
+
+def test_demonstrations_above_the_switch_are_cached(after_switch: Any) -> None:
+    model, plain = after_switch
+    batches = prompts(model, 4)
+    context = al.compress(model, batches[0], al.selection.everything)
+    for batch in batches:
+        assert difference(context.logits(model, batch), alone(plain, batch)) < 1e-5
+    record = al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"]
+    assert "run once" in record.info["shared_prefix"]
+
+
+@pytest.mark.parametrize("positions", [al.placement.restarted, al.placement.rebased])
+def test_keys_above_the_switch_do_not_move_below_it(after_switch: Any, positions: Any) -> None:
+    model, _ = after_switch
+    with pytest.raises(PromptError, match=CACHED):
+        al.compress(model, prompts(model, 1)[0], al.selection.label_words, positions=positions)
+
+
+@pytest.mark.parametrize("name", [*CHANGING, *STAYING])
+def test_everything_before_the_target_is_cached_on_one_side_alone(models: Any, name: str) -> None:
+    model, plain = models(name)
+    batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
+    for length in (SWITCH, SWITCH + 1):
+        batch = batches[length]
+        with frozen_in_eval_mode(model):
+            ready, prefix = all_but_target(model, batch)
+            logits = run_pass(model, ready, prefix=prefix)
+        assert (prefix is None) == (name in CHANGING and length == SWITCH + 1)
+        assert difference(logits, alone(plain, batch)) < 1e-5
+
+
+WORDS = torch.tensor([[300, 310, 320], [301, 311, 321]])
+
+
+@dataclass
+class WordLogProbs:
+    """A loss of two words of three tokens, which notes their log probabilities."""
+
+    seen: list[Tensor] = field(default_factory=list)
+
+    def continuations(self, batch: al.PromptBatch) -> Tensor:
+        return WORDS
+
+    def __call__(self, log_probs: Tensor, batch: al.PromptBatch) -> Tensor:
+        self.seen.append(log_probs.detach())
+        return -log_probs.sum((1, 2))
+
+
+def words_alone(plain: Any, batch: al.PromptBatch) -> Tensor:
+    """Log probabilities of the words, each token from a pass over the whole text before it."""
+    prompt = batch.tokens[0, : int(batch.target_positions[0]) + 1]
+    rows = []
+    for word in WORDS:
+        for count, token in enumerate(word):
+            text = torch.cat([prompt, word[:count]])[None]
+            with torch.no_grad():
+                rows.append(plain(text).logits[0, -1].log_softmax(-1)[token])
+    return torch.stack(rows).unflatten(0, WORDS.shape)[None]
+
+
+@pytest.mark.parametrize("name", [*CHANGING, *STAYING])
+def test_label_words_of_several_tokens(models: Any, name: str) -> None:
+    model, plain = models(name)
+    batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
+    for length in (232, 236, SWITCH, SWITCH + 1):  # two more tokens of a word are run
+        loss = WordLogProbs()
+        with frozen_in_eval_mode(model):
+            if name in CHANGING and length in (SWITCH - 1, SWITCH):
+                with pytest.raises(PromptError, match=CACHED):
+                    run_pass(model, batches[length], loss=loss)
+                continue
+            run_pass(model, batches[length], loss=loss)
+        expected = words_alone(plain, batches[length])
+        torch.testing.assert_close(loss.seen[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*CHANGING, *STAYING])
+def test_a_generated_text_stays_on_one_side(models: Any, name: str) -> None:
+    model, plain = models(name)
+    text = model.tokenizer.decode(prompts(model, 1)[0].tokens[0])
+    length = len(model.tokenizer(text)["input_ids"])
+    if name in CHANGING:
+        with pytest.raises(PromptError, match=CACHED):
+            al.trace_generation(model, text, max_new_tokens=SWITCH - length + 1)
+    trace = al.trace_generation(model, text, max_new_tokens=SWITCH - length)
+    tokens = trace.batch.tokens
+    for stop in range(length, tokens.shape[1]):
+        with torch.no_grad():
+            assert int(plain(tokens[:, :stop]).logits[0, -1].argmax()) == int(tokens[0, stop])
+
+
+@pytest.fixture(scope="module")
+def switch_in_queries() -> Any:
+    """A model whose switch at 34 tokens is in the queries after a trained context."""
+    tokenizer = byte_level_tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **longrope(34))
+    return al.load_model(randomize(LlamaForCausalLM(config)), tokenizer=tokenizer)
+
+
+TRAIN: dict[str, Callable[..., Any]] = {
+    "prefix": lambda model, *of, **options: al.train_prefix(model, *of, **options),
+    "soft prompt": lambda model, *of, **options: al.train_soft_prompt(model, *of, **options),
+    "hard prompt": lambda model, *of, **options: al.train_hard_prompt(
+        model, *of, start=[300], **options
+    ),
+    "given tokens": lambda model, _, held_out, length, **options: al.hard_prompt(
+        model, [300] * length, held_out=held_out
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRAIN)
+def test_trained_contexts_refuse_queries_beyond_the_switch(
+    switch_in_queries: Any, kind: str, tmp_path: Path
+) -> None:
+    model = switch_in_queries
+    batches = prompts(model)
+    lengths = [int(b.target_positions[0] - b.query_start[0]) + 1 for b in batches]
+    shortest, longest = min(lengths), max(lengths)
+    assert shortest + 2 <= 34 < longest
+    options: dict[str, Any] = {"steps": 1, "progress": False}
+    with pytest.raises(PromptError, match=CACHED):
+        TRAIN[kind](model, batches[:3], held_out=batches[3:], length=2, **options)
+    near = [batch for batch, length in zip(batches, lengths, strict=True) if length + 2 <= 34]
+    context = TRAIN[kind](model, near[:1], held_out=near[1:2], length=2, **options)
+    loaded = al.load_context(context.save(tmp_path / "context.safetensors"))
+    assert torch.equal(context.logits(model, near[0]), loaded.logits(model, near[0]))
+
+
+def test_dynamic_rotations_do_not_depend_on_earlier_passes() -> None:
+    """From the limit on, transformers rotates by the longest text of all passes before."""
+    tokenizer = byte_level_tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **scaled("dynamic", SWITCH))
+    weights: Any = randomize(LlamaForCausalLM(config))
+    plain = copy.deepcopy(weights)
+    model = al.load_model(weights, tokenizer=tokenizer)
+    batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
+    inside = batches[SWITCH - 1]
+    context = al.compress(model, inside, al.selection.everything)
+    with torch.no_grad():
+        model.original_model(torch.arange(400)[None] % 600)  # a user's own long text
+    for logits in (
+        al.target_logits(model, [inside], progress=False),
+        context.logits(model, inside),
+    ):
+        assert difference(logits, alone(plain, inside)) < 1e-5
+    for run in (
+        lambda batch: al.target_logits(model, [batch], progress=False),
+        lambda batch: al.compress(model, batch),
+        lambda batch: context.logits(model, batch),
+    ):
+        with pytest.raises(PromptError, match=r"from 237 tokens on .*dynamic NTK.* earlier passes"):
+            run(batches[SWITCH])
+    with pytest.raises(PromptError, match="the model's context is 237"):
+        al.target_logits(model, [batches[SWITCH + 1]], progress=False)
+
+
+def test_padding_counts_as_the_model_counts_it(after_switch: Any) -> None:
+    """Columns of padding after a short prompt would rotate it as a long one."""
+    model, _ = after_switch
+    tokens = torch.arange(160)[None] % 600
+    mask = torch.arange(160)[None] < 140
+    batch = al.PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
+    with pytest.raises(PromptError, match="prompts of 140 and 160 tokens are in one batch"):
+        al.target_logits(model, [batch], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "switches"),
+    [
+        ({"rope_parameters": {"full_attention": longrope(50)["rope_parameters"]}}, [50]),
+        (
+            {
+                "rope_scaling": {"type": "su", "long_factor": [1.0]},
+                **{"max_position_embeddings": 9},
+            },
+            [9],
+        ),
+        (
+            {
+                "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
+                "original_max_position_embeddings": 70,
+                "max_position_embeddings": 700,
+            },
+            [70],
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 5}}, []),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, []),
+        ({"rope_parameters": None, "rope_scaling": None}, []),
+    ],
+)
+def test_settings_of_one_layer_type_and_of_older_code_are_read(
+    config: dict[str, Any], switches: list[int]
+) -> None:
+    of_text = SimpleNamespace(**config)
+    whole = SimpleNamespace(get_text_config=lambda: of_text)
+    model = SimpleNamespace(original_model=SimpleNamespace(config=whole))
+    for length in range(1, 800):
+        alike = [(length > switch) == (switch < 800) for switch in switches]
+        assert rotate_alike(model, length, 800) == all(alike)
+
+
+def test_peft_has_the_logits_of_a_context_on_its_side(models: Any, tmp_path: Path) -> None:
+    model, plain = models("Phi-3 longrope")
+    short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
+    context = al.compress(model, short, al.selection.everything)
+    al.context_to_peft(context, model, tmp_path)
+    back = al.context_from_peft(tmp_path, model)
+    logits = back.logits(model, short)
+    assert difference(logits, alone(plain, short)) < 1e-5
+    assert difference(peft_logits(copy.deepcopy(plain), tmp_path, short), logits) < 1e-5
+    with pytest.raises(PromptError, match=CACHED):
+        back.logits(model, long)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_reweighting_is_trained_on_whole_prompts_at_the_switch(models: Any, name: str) -> None:
+    model, _ = models(name)
+    batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
+    trained = al.train_reweighting(
+        model, [batches[SWITCH], batches[SWITCH + 1]], epochs=1, progress=False
+    )
+    assert trained.info["shared_prefix"].startswith("off for 1 of 2 batches")
