@@ -22,6 +22,12 @@ _REPLACED = (
         "",
     ),
     ("classes=[", "--classes", "--classes [", "classes=["),
+    (
+        "options={'enable_thinking': False}",
+        "--chat-option",
+        "--chat-option enable_thinking=false",
+        "one that switches thinking off",
+    ),
     ("lower shots or ", "--shots", "lower --shots or ", ""),
     ("ask for fewer queries or ", "--queries", "lower --queries or ", ""),
 )
