@@ -150,6 +150,13 @@ Chat = Annotated[
         "tokenizer.",
     ),
 ]
+ChatOption = Annotated[
+    list[str] | None,
+    _task_option(
+        help="NAME=VALUE for the chat template, such as enable_thinking=false; repeated. "
+        "date=2024-07-26 is the day for templates that write today's date."
+    ),
+]
 Data = Annotated[
     Path | None,
     _task_option(
@@ -243,6 +250,7 @@ def run(
     separator: Separator = None,
     prefix: Prefix = None,
     chat: Chat = None,
+    chat_option: ChatOption = None,
     data: Data = None,
     dataset: Dataset = None,
     text_column: TextColumn = None,

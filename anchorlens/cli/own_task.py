@@ -4,6 +4,7 @@ Each option replaces what the task or the file says. In a template, separator or
 the two characters ``\n`` are a line break, ``\t`` a tab and ``\\`` a backslash.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 _PARTS = ("template", "labels", "separator", "prefix")
 _COLUMNS = ("text_column", "label_column", "classes")
 _SPLITS = ("split", "query_split")
-KEYS = (*_PARTS, "chat", "data", "dataset", *_COLUMNS, *_SPLITS)
+KEYS = (*_PARTS, "chat", "chat_option", "data", "dataset", *_COLUMNS, *_SPLITS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TaskOptions:
     separator: str | None = None
     prefix: str | None = None
     chat: bool | None = None
+    chat_option: Sequence[str] | None = None
     data: Path | None = None
     dataset: str | None = None
     text_column: str | None = None
@@ -97,6 +99,8 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
             given[name] = re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], given[name])
     if "labels" in given:  # the space before a word is a part of it
         given["labels"] = [word for value in given["labels"] for word in value.split(",")]
+    if "chat_option" in given:
+        given["chat_option"] = dict(_chat_option(text) for text in given["chat_option"])
     if "classes" in given:
         words = words_of("--classes", given["classes"])
         given["classes"] = [
@@ -115,6 +119,25 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
             name: fields[name] for name in fields if name not in ("data", "dataset", *_SPLITS)
         }
     return {name: value for name, value in (fields | given).items() if name in KEYS}
+
+
+def _chat_option(text: str) -> tuple[str, Any]:
+    """The name and value of an option of the chat template: json where it is, or else a text.
+
+    Examples:
+        >>> _chat_option("enable_thinking=false"), _chat_option("date=2024-07-26")
+        (('enable_thinking', False), ('date', '2024-07-26'))
+    """
+    name, is_pair, value = text.partition("=")
+    if not is_pair or not name:
+        raise DataError(
+            "--chat-option takes NAME=VALUE, such as enable_thinking=false or date=2024-07-26; got "
+            f"{text!r}"
+        )
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _fields_of_task(name: str, chat: bool) -> dict[str, Any]:
@@ -150,13 +173,18 @@ def read_task_file(path: Path) -> dict[str, Any]:
         raise DataError(
             f"--task-file {path} has the entries {', '.join(unknown)}; a task has {', '.join(KEYS)}"
         )
-    texts = [name for name in fields if name not in ("labels", "classes", "chat")]
+    texts = [name for name in fields if name not in ("labels", "classes", "chat", "chat_option")]
     if wrong := [name for name in texts if not isinstance(fields[name], str)]:
         raise DataError(
             f"{wrong[0]} in --task-file {path} must be a text in quotes; got {fields[wrong[0]]!r}"
         )
     if not isinstance(fields.get("chat", False), bool):
         raise DataError(f"chat in --task-file {path} must be true or false; got {fields['chat']!r}")
+    if not isinstance(fields.get("chat_option", {}), dict):
+        raise DataError(
+            f"chat_option in --task-file {path} must be a table, such as "
+            f"{{enable_thinking = false}}; got {fields['chat_option']!r}"
+        )
     if not isinstance(fields.get("classes", []), list):
         raise DataError(
             f"classes in --task-file {path} must be a list of values; got {fields['classes']!r}"
@@ -187,10 +215,18 @@ def _task(options: TaskOptions, fields: Mapping[str, Any]) -> Task:
             "--separator came with --chat, but the chat template writes what stands between "
             "demonstrations; leave one of them out, here or in --task-file"
         )
+    if kind is Task and fields.get("chat_option"):
+        raise DataError("--chat-option is for --chat; give both, here or in --task-file, or none")
+    parts = {name: fields[name] for name in _PARTS if name in fields}
+    if options_of_template := dict(fields.get("chat_option", {})):
+        parts |= {"date": options_of_template.pop("date", ChatTask.date)}
+        parts |= {"options": options_of_template}
     try:
-        return kind(**{name: fields[name] for name in _PARTS if name in fields})
+        return kind(**parts)
     except PromptError as error:
-        own = [_option(name) for name in _PARTS if is_given(getattr(options, name))]
+        own = [
+            _option(name) for name in (*_PARTS, "chat_option") if is_given(getattr(options, name))
+        ]
         where = ", ".join(own) or f"--task-file {options.task_file}"
         raise PromptError(f"{where}: {error}") from error
 
@@ -201,6 +237,9 @@ def _settings(fields: Mapping[str, Any], task: Task) -> dict[str, Any]:
     if isinstance(task, ChatTask):
         del texts["separator"]
     others = {name: fields[name] for name in KEYS if name in fields and name not in _PARTS}
+    if "chat_option" in others:
+        values = others["chat_option"].items()
+        others["chat_option"] = [f"{name}={json.dumps(value)}" for name, value in values]
     return {**texts, "prefix": texts["prefix"] or None, "labels": task.labels, **others}
 
 

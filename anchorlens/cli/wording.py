@@ -33,6 +33,12 @@ _REPLACED = (
         "a local folder or a .gguf file (--model)",
         "a local folder or a .gguf file",
     ),
+    (
+        "options={'enable_thinking': False}",
+        "--chat-option",
+        "--chat-option enable_thinking=false",
+        "one that switches thinking off",
+    ),
     ("lower shots or ", "--shots", "lower --shots or ", ""),
     ("ask for fewer queries or ", "--queries", "lower --queries or ", ""),
 )

@@ -8,7 +8,6 @@ tokenizer then give the piece of every token. Token ids are never searched.
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +20,8 @@ from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
 from .groups import OTHER, PADDING, QUERY, TARGET
-from .tasks import Piece, Task
+from .label_tokens import LabelTokens
+from .tasks import Task
 from .tokens import check_tokenizer, encode
 from .verbalizer import Verbalizer
 
@@ -71,15 +71,13 @@ def build_prompts(
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
         raise PromptError(f"max_length must be a whole number from 1; got {max_length!r}")
     sets = demonstrations_by_query(task, demonstrations, queries)
-    word_ids = _word_token_ids(tokenizer, task)
-    ids = torch.tensor([words[0] for words in word_ids])
-    verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []
+    label_tokens = LabelTokens(tokenizer, task)
     for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
-        prompt = _tokenize(tokenizer, task, demos, query, ids, index)
+        prompt = _tokenize(tokenizer, task, demos, query, label_tokens, index)
         is_too_long = limit is not None and len(prompt.tokens) > limit
         (too_long if is_too_long else prompts).append(prompt)
     if too_long:
@@ -97,6 +95,9 @@ def build_prompts(
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
+    word_ids = label_tokens.by_class
+    ids = torch.tensor([words[0] for words in word_ids])
+    verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     return [
         replace(
             _pad(prompts[start : start + batch_size], ids, padding_side, pad_token),
@@ -123,12 +124,34 @@ def _tokenize(
     task: Task,
     demos: Sequence[Example],
     query: Example,
-    ids: Int[Tensor, " class"],
+    label_tokens: LabelTokens,
     index: int,
 ) -> _Prompt:
     pieces = task.write(tokenizer, demos, query.text)
     text = "".join(piece.text for piece in pieces)
+    end = "".join(piece.text for piece in pieces if piece.group == QUERY)
+    if not end:
+        raise PromptError(
+            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
+            "token at which the label is predicted; put a word before {label} or drop the query"
+        )
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=task.adds_special_tokens)
+    begin = len(text) - len(end)
+    query_start = next((k for k, (_, stop) in enumerate(spans) if stop > begin), None)
+    if query_start is None:
+        raise PromptError(
+            f"the tokenizer gives no tokens for the query {end!r}; leave query {index} out, or, if "
+            "it gives none for any text, add its files (such as tokenizer.json) to the folder of "
+            "the model"
+        )
+    if special[-1]:
+        raise PromptError(
+            "the tokenizer adds a special token after the prompt, so that its last token is not "
+            "where the label is predicted; switch that off (for example in its "
+            "tokenizer_config.json, or in Python by add_eos_token=False)"
+        )
+    label_tokens.add(index, demos, query.text, text=text, tokens=tokens, end=end)
+    first_tokens = [words[0] for words in label_tokens.by_class]
     # A token belongs to the piece of its last character: a space belongs to the word after it.
     group_of_character = [piece.group for piece in pieces for _ in piece.text]
     groups = [
@@ -142,27 +165,15 @@ def _tokenize(
         stop = position + len(piece.text)
         if piece.label is not None:
             first, last = _word(tokenizer, tokens, bounds, text, position, stop)
-            if tokens[first] != int(ids[piece.label]):
+            if tokens[first] != first_tokens[piece.label]:
                 raise PromptError(
                     f"label word {piece.text!r} begins with the token "
                     f"{tokenizer.convert_ids_to_tokens(tokens[first])!r} in a demonstration, but "
-                    f"with {tokenizer.convert_ids_to_tokens(int(ids[piece.label]))!r} after a "
+                    f"with {tokenizer.convert_ids_to_tokens(first_tokens[piece.label])!r} after a "
                     "query; change the template around {label} so that both are the same"
                 )
             anchors.append((first, last, piece.label))
         position = stop
-    query_text = _query_text(pieces)
-    if not query_text:
-        raise PromptError(
-            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
-            "token at which the label is predicted; put a word before {label} or drop the query"
-        )
-    begin = len(text) - len(query_text)
-    query_start = next((k for k, (_, end) in enumerate(spans) if end > begin), None)
-    if query_start is None:
-        raise PromptError(f"the tokenizer gives no token for query {index}; leave it out")
-    if tokens[-1] == getattr(tokenizer, "unk_token_id", None):
-        _check_unknown_word(tokenizer, task, text, tokens, index)
     begins_with_bos = special[0]
     if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
         begins_with_bos, groups[0] = True, OTHER
@@ -177,25 +188,6 @@ def _tokenize(
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
         begins_with_bos=begins_with_bos,
     )
-
-
-def _query_text(pieces: Sequence[Piece]) -> str:
-    """The end of a prompt, which belongs to the query."""
-    return "".join(piece.text for piece in pieces if piece.group == QUERY)
-
-
-def _check_unknown_word(
-    tokenizer: Any, task: Task, text: str, tokens: list[int], index: int
-) -> None:
-    """Check that no label word becomes a part of an unknown word at the end of the query."""
-    for word in chain.from_iterable(task.written_words(tokenizer)):
-        longer, _, _ = encode(tokenizer, text + word, adds_special_tokens=task.adds_special_tokens)
-        if len(longer) == len(tokens) or longer[: len(tokens)] != tokens:
-            raise PromptError(
-                f"query {index} ends in a word that the tokenizer does not know, and label word "
-                f"{word!r} after it becomes a part of it; end the template before {{label}} with "
-                "a known word or a colon, or begin the label words with a space"
-            )
 
 
 def _word(
@@ -226,45 +218,6 @@ def _word(
             "into the label word (' Positive', template 'Sentiment:{label}') or change the template"
         )
     return first, last
-
-
-def _word_token_ids(tokenizer: Any, task: Task) -> list[list[int]]:
-    """First token of each label word after a query, where the model predicts it."""
-    ending = _query_text(task.write(tokenizer, [], "x"))
-    plain, _, special = encode(tokenizer, ending, adds_special_tokens=task.adds_special_tokens)
-    if not plain:
-        raise PromptError(
-            f"the tokenizer gives no tokens for {ending!r}; it is empty: add its files (such as "
-            "tokenizer.json) to the folder of the model"
-        )
-    if special[-1]:
-        raise PromptError(
-            "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the label is predicted; switch that off (for example in its "
-            "tokenizer_config.json, or in Python by add_eos_token=False)"
-        )
-    word_of: dict[int, str] = {}
-    for word in chain.from_iterable(task.written_words(tokenizer)):
-        tokens, spans, _ = encode(
-            tokenizer, ending + word, adds_special_tokens=task.adds_special_tokens
-        )
-        text = ending + word
-        first, _ = _word(tokenizer, tokens, np.array(spans), text, len(ending), len(text))
-        if tokens[:first] != plain:
-            raise PromptError(
-                f"label word {word!r} changes how the tokenizer reads the end of the query "
-                f"{ending!r}; end the template before {{label}} without a space, and begin the "
-                "label words with one"
-            )
-        if tokens[first] in word_of:
-            raise PromptError(
-                f"labels {word_of[tokens[first]]!r} and {word!r} have the same "
-                f"first token {tokenizer.convert_ids_to_tokens(tokens[first])!r}, so they cannot "
-                "be told apart at the target position; choose other label words"
-            )
-        word_of[tokens[first]] = word
-    ids = iter(word_of)
-    return [[next(ids) for _ in words] for words in task.words]
 
 
 def _pad(

@@ -2,13 +2,15 @@
 
 A chat template is a program, so that where a turn ends up in its text is not known beforehand.
 It is therefore run twice: with marks in place of the turns, which gives the text around them, and
-with the turns. Both texts must agree to the last character.
+with the turns. Both texts must agree to the last character. A third run has an answer to the query,
+which must begin where the template asks for it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import takewhile
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import PromptError
 from .examples import Example
@@ -35,6 +37,9 @@ _NO_OPTIONS = frozenset(
     ]
 )
 
+# What strftime writes for a day; "-d" is a day without a leading 0.
+_DATE_CODES: tuple[str, ...] = (*"aAbBdmyYFDxjeHIMSfpzZcXwuUVW", "-d", "-m", "-I", "-H", "-j")
+
 
 @dataclass(frozen=True, repr=False)
 class ChatTask(Task):
@@ -56,11 +61,15 @@ class ChatTask(Task):
         score: As in ``Task``.
         options: Passed to ``apply_chat_template``: variables of the template, such as
             ``{"enable_thinking": False}``, or another template, ``{"chat_template": "..."}``.
+        date: The day, as ``"2024-07-26"``, that a template writes which writes today's date. It is
+            fixed, so that the same prompts come tomorrow.
 
     Raises:
-        PromptError: As for ``Task``, or the options are those that ``build_prompts`` sets. In
-            ``build_prompts``: the tokenizer has no chat template, the template raises an error (for
-            instance because it knows no system turn), or it changes the text of a turn.
+        PromptError: As for ``Task``, the options are those that ``build_prompts`` sets, or the date
+            is none. In ``build_prompts``: the tokenizer has no chat template, the template raises
+            an error (for instance because it knows no system turn), it changes the text of a turn,
+            or it writes something (a block of thinking, the name of a channel) between the place
+            where it asks for an answer and the answer.
 
     Examples:
         >>> plain = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -78,6 +87,7 @@ class ChatTask(Task):
 
     separator: str = field(default="", init=False)
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    date: str = "2024-07-26"
     adds_special_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -88,40 +98,65 @@ class ChatTask(Task):
                 f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
             )
         object.__setattr__(self, "options", dict(self.options))
+        try:
+            datetime.strptime(self.date, "%Y-%m-%d")
+        except (TypeError, ValueError) as error:
+            raise PromptError(
+                f"the date of a chat task is a day such as '2024-07-26'; got {self.date!r}"
+            ) from error
 
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are the text that the chat template gives."""
-        answers = []
-        for demo in demonstrations:
-            assert demo.label is not None
-            answers.append((demo.text, self.first_words[demo.label], demo.label))
-        return self._conversation(tokenizer, answers, query)
-
-    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
-        """The label words as an answer of the assistant holds them."""
-        return tuple(
-            tuple(self._written(tokenizer, word, label) for word in words)
-            for label, words in enumerate(self.words)
-        )
-
-    def _written(self, tokenizer: Any, word: str, label: int) -> str:
-        pieces = self._conversation(tokenizer, [("x", word, label)], "x")
-        return next(piece.text for piece in pieces if piece.label is not None)
-
-    def _conversation(
-        self, tokenizer: Any, answers: Sequence[tuple[str, str, int]], query: str
-    ) -> list[Piece]:
-        """The pieces of a conversation with answers (text, label word, class) before the query."""
-        before, between, after = self.pieces
-        turns = [_Turn("system", [Piece(self.prefix, OTHER)])] if self.prefix else []
-        for text, word, label in answers:
-            user = [Piece(before, FORMAT), Piece(text, TEXT), Piece(between, FORMAT)]
-            turns.append(_Turn("user", user))
-            turns.append(_Turn("assistant", [Piece(word, LABEL, label), Piece(after, FORMAT)]))
-        turns.append(_Turn("user", [Piece(self.query(query), QUERY)]))
+        turns = self._turns(demonstrations, query)
         frame = _Frame.of(self._render, tokenizer, [turn.role for turn in turns])
         text = self._render(tokenizer, turns, True)
         return [piece for piece in frame.pieces(text, turns) if piece.text]
+
+    def written_word(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
+    ) -> str:
+        """A label word as the template writes it in the answer to a query.
+
+        Raises:
+            PromptError: The template writes more than white space between the place where it asks
+                for an answer and the answer.
+        """
+        turns = self._turns(demonstrations, query)
+        answer = _Turn("assistant", [Piece(word + self.pieces[2], LABEL)])
+        asked = self._render(tokenizer, turns, True)
+        answered = self._render(tokenizer, [*turns, answer], False)
+        after = answered.removeprefix(asked)
+        body = after.lstrip()
+        # A template may remove white space around a turn.
+        contents = [answer.text.lstrip(), answer.text.strip()]
+        content = next((text for text in contents if body.startswith(text)), None)
+        if after == answered or content is None:
+            _refuse_answer(asked, answered, answer.text.strip())
+        return after[: len(after) - len(body)] + content[: len(word.lstrip())]
+
+    def _turns(self, demonstrations: Sequence[Example], query: str) -> "list[_Turn]":
+        """The turns of a conversation that ends in a query."""
+        before, between, after = self.pieces
+        turns = [_Turn("system", [Piece(self.prefix, OTHER)])] if self.prefix else []
+        for demo in demonstrations:
+            assert demo.label is not None
+            user = [Piece(before, FORMAT), Piece(demo.text, TEXT), Piece(between, FORMAT)]
+            word = Piece(self.first_words[demo.label], LABEL, demo.label)
+            turns.append(_Turn("user", user))
+            turns.append(_Turn("assistant", [word, Piece(after, FORMAT)]))
+        return [*turns, _Turn("user", [Piece(self.query(query), QUERY)])]
+
+    def _template(self, tokenizer: Any) -> str:
+        """The chat template; instead of today's date it writes the date of the task."""
+        template = str(tokenizer.get_chat_template(self.options.get("chat_template")))
+        if "strftime_now" not in template:
+            return template
+        # transformers gives templates no other way to replace a function. The line break after the
+        # macro is not written, and what it is for begins a line, as before.
+        day = datetime.strptime(self.date, "%Y-%m-%d")
+        codes = [f"| replace('%{code}', '{day.strftime('%' + code)}')" for code in _DATE_CODES]
+        macro = "{%- macro strftime_now(format) %}{{ format " + " ".join(codes) + " }}"
+        return macro + "{% endmacro %}\n" + template
 
     def _render(self, tokenizer: Any, turns: "Sequence[_Turn]", ask: bool) -> str:
         """The text of a conversation; with ``ask`` it ends where the assistant answers."""
@@ -135,7 +170,10 @@ class ChatTask(Task):
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=ask, **self.options
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=ask,
+                    **{**self.options, "chat_template": self._template(tokenizer)},
                 )
             )
         except Exception as error:  # a template is a program
@@ -179,8 +217,7 @@ class _Frame(NamedTuple):
         if "assistant" not in roles:
             return cls(around, end="", header="")
         after_answer = _around(render(tokenizer, turns[:-1], False), marks[:-1])[-1]
-        pairs = zip(around[-2], after_answer, strict=False)
-        end = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        end = _common_start(around[-2], after_answer)
         return cls(around, end, header=around[-2][len(end) :])
 
     def pieces(self, text: str, turns: Sequence[_Turn]) -> list[Piece]:
@@ -195,7 +232,9 @@ class _Frame(NamedTuple):
                 # White space that the template writes before an answer, and not where it asks for
                 # one, is a part of the label word, as it is for the model.
                 space = before[len(asking) :] if before.startswith(asking) else ""
-                space = "" if space.strip() else space
+                # Some templates leave out of earlier answers what they write before the last one.
+                if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
+                    _refuse_answer(asking, before + turn.text, turn.text)
                 result.append(Piece(before.removesuffix(space), FORMAT))
                 first, *rest = turn.pieces
                 result += [first._replace(text=space + first.text), *rest]
@@ -245,6 +284,24 @@ class _Frame(NamedTuple):
                 "(in Python options={'chat_template': '...'})"
             )
         return found
+
+
+def _refuse_answer(asked: str, answered: str, answer: str) -> NoReturn:
+    """Raise the error for an answer that does not stand where the template asks for it."""
+    same = _common_start(asked, answered)
+    asks, answers = asked[len(same) :], answered[len(same) :].partition(answer)[0]
+    raise PromptError(
+        f"after {same[-30:]!r} the chat template writes {answers!r} before the answer {answer!r}, "
+        f"but {asks!r} where it asks for one, so that the label would be predicted where the model "
+        "does not answer; switch this off if the template has an option for it (such as "
+        "options={'enable_thinking': False}), or give another template, in which an answer follows "
+        "where it is asked for (in Python options={'chat_template': '...'})"
+    )
+
+
+def _common_start(first: str, second: str) -> str:
+    pairs = zip(first, second, strict=False)
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _around(text: str, marks: Sequence[str]) -> list[str]:

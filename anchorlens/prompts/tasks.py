@@ -163,9 +163,11 @@ class Task:
             ]
         return [*pieces, Piece(self.query(query), QUERY)]
 
-    def written_words(self, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
-        """All label words of each class, as they are written in a prompt."""
-        return self.words
+    def written_word(
+        self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
+    ) -> str:
+        """A label word as it is written after a query."""
+        return word
 
 
 def _is_list(value: Any) -> bool:

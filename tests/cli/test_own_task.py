@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import anchorlens as al
 from anchorlens.cli.analysis import analyse
 from anchorlens.cli.own_task import TaskOptions, task_with_examples
-from anchorlens.errors import DataError
+from anchorlens.errors import AnchorlensError, DataError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -204,6 +204,25 @@ def test_a_chat_may_be_a_task_of_the_package_or_of_a_file(folder: Path) -> None:
     (folder / "chat.toml").write_text(TASK_FILE + "chat = true")
     assert chosen(task_file=folder / "chat.toml").task == al.ChatTask(TASK.template, TASK.labels)
     assert chosen(task_file=folder / "chat.toml", chat=False).task == TASK
+
+
+def test_options_reach_the_chat_template(folder: Path) -> None:
+    given = chosen(task="sentiment", chat=True, chat_option=["enable_thinking=false", "a=b=c"])
+    assert given.task.options == {"enable_thinking": False, "a": "b=c"}
+    assert given.task.date == al.ChatTask.date
+    assert chosen(task="sentiment", **given.settings).task == given.task
+    (folder / "chat.toml").write_text(
+        TASK_FILE + 'chat = true\nchat_option = {date = "2030-01-02", n = 3}'
+    )
+    of_file = chosen(task_file=folder / "chat.toml").task
+    assert (of_file.date, of_file.options) == ("2030-01-02", {"n": 3})
+    for option, message in (
+        ({"chat_option": ["x"], "chat": True}, "takes NAME=VALUE, .*; got 'x'"),
+        ({"chat_option": ["x=1"]}, "--chat-option is for --chat; give both"),
+        ({"chat_option": ["date=today"], "chat": True}, "--chat-option: the date of a chat task"),
+    ):
+        with pytest.raises(AnchorlensError, match=message):
+            chosen(task="sentiment", **option)
 
 
 @pytest.mark.parametrize(

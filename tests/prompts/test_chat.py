@@ -2,11 +2,21 @@
 
 import copy
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
 import torch
-from chat_tokenizers import CHATML, KINDS, TEMPLATES, chat_tokenizer, with_template
+from chat_tokenizers import (
+    CHATML,
+    DEEPSEEK,
+    HARMONY,
+    KINDS,
+    QWEN_3,
+    TEMPLATES,
+    chat_tokenizer,
+    with_template,
+)
 from plain_prompts import rows
 from tiny_models import tiny_llama
 
@@ -164,8 +174,14 @@ def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     assert len(batch.demonstrations_id.unique()) == 1
 
 
+def chat(template: str) -> Any:
+    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def test_options_go_to_the_template() -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Qwen")
+    tokenizer = chat(QWEN_3)
     quick = replace(TASK, options={"enable_thinking": False})
     (row,) = rows(al.build_prompts(tokenizer, quick, DEMOS, ["so so"]))
     turns = conversation(TASK, "so so")
@@ -175,6 +191,83 @@ def test_options_go_to_the_template() -> None:
     assert row.tokens == expected["input_ids"]
     assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
     assert set(row.groups[row.query_start : -1]) == {"query"}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            QWEN_3,
+            r"writes '<think>\\n\\n</think>\\n\\n' before the answer 'Neg.*, but '' where it ",
+        ),
+        (HARMONY, r"writes '<\|channel\|>final<\|message\|>' before the answer 'Neg.*but '' wh"),
+        (DEEPSEEK, r"writes '' before the answer 'Neg.*, but '<think>\\n' where it asks"),
+        # Only after one of the queries, and only before one of the demonstrations.
+        (
+            QWEN_3.replace("and loop.last", "and 'x' * 9 in messages[-2].content"),
+            r"writes '<think>.*' before the answer",
+        ),
+        (
+            QWEN_3.replace("and loop.last", "and loop.index == 2"),
+            r"writes '<think>.*' before the answer",
+        ),
+        (
+            QWEN_3.replace("and loop.last", "and message.content == 'Positive' and loop.last"),
+            r"writes '<think>.*' before the answer 'Positive'",
+        ),
+    ],
+)
+def test_templates_that_write_something_before_an_answer_raise_an_error(
+    template: str, message: str
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        al.build_prompts(chat(template), TASK, DEMOS, QUERIES)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> None:
+    """The oracle: the tokens of the whole conversation with the answer, for each word."""
+    tokenizer = with_template(chat_tokenizer(kind), name)
+    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS, QUERIES)
+    for row, query in zip(rows([batch]), QUERIES, strict=True):
+        for label, word in enumerate(("Negative", "Positive")):
+            turns = [*conversation(TASK, query.text), {"role": "assistant", "content": word}]
+            answered = ids_of(tokenizer, turns, ask=False)
+            assert answered[: len(row.tokens) + 1] == [
+                *row.tokens,
+                int(batch.label_token_ids[label]),
+            ]
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "{{ strftime_now(FORMAT) }}",
+        "  {%- if strftime_now is defined %}{{ strftime_now(FORMAT) }}{% endif %}",
+        "{% macro m() %}{{ strftime_now(FORMAT) }}{% endmacro %}{{ m() }}",
+        "{% for m in messages[:1] %}\n  {% set d = strftime_now(FORMAT) %}{{ d }}{% endfor %}",
+    ],
+)
+def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
+    """The prompts of a stored run must come again on another day."""
+    form = "'<%A %d %-d %B %b %Y %Y-%m-%d %H:%M %j %y>'"
+    template = asks.replace("FORMAT", form) + CHATML
+    for task in (TASK, replace(TASK, date="2030-01-02")):
+        (row,) = rows(al.build_prompts(chat(template), task, DEMOS, ["x"]))
+        date = datetime.fromisoformat(task.date).strftime(form[1:-1])
+        given = replace(
+            task,
+            options={"chat_template": asks.replace("strftime_now(FORMAT)", f"'{date}'") + CHATML},
+        )
+        assert [row] == rows(al.build_prompts(chat(template), given, DEMOS, ["x"]))
+        assert date in chat(template).decode(row.tokens)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.parametrize("date", ["today", "2024-13-01", 20240726, None])
+def test_a_date_must_be_a_day(date: Any) -> None:
+    with pytest.raises(PromptError, match="the date of a chat task is a day such as '2024-07-26'"):
+        replace(TASK, date=date)
 
 
 def test_another_template_may_be_given() -> None:
@@ -192,7 +285,8 @@ def test_chat_tasks_are_tasks() -> None:
     assert isinstance(task, al.ChatTask)
     assert demos == DEMOS
     assert repr(TASK) == (
-        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), prefix='', options={{}})"
+        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), prefix='', "
+        "options={}, date='2024-07-26')"
     )
     assert hash(TASK) == hash(replace(TASK))
     tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
@@ -239,7 +333,7 @@ EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review: x\\nS"),
+        (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review:   dull"),
         (EACH.replace("m['content']", "m['content'].split('d')[0]"), "changes the text of the use"),
         (EACH.replace("m['content']", "m['content'] * 2"), "each turn once and in the order"),
         (EACH.replace("messages", "messages[::-1]"), "each turn once and in the order"),
@@ -284,8 +378,8 @@ def test_label_words_with_one_first_token_raise_an_error(kind: str) -> None:
 
 def test_label_words_that_merge_with_the_end_of_their_turn_raise_an_error(kind: str) -> None:
     tokenizer = copy.deepcopy(chat_tokenizer(kind))
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}:"
-    message = "merges with what stands (before|after) it"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}"
+    message = "merges with (what stands (before|after) it|this end)"
     with pytest.raises(PromptError, match=message):
         al.build_prompts(tokenizer, TASK, DEMOS, ["x"])
 

@@ -200,6 +200,6 @@ def test_white_space_may_share_a_token(indenting: Any) -> None:
 
 def test_a_label_that_changes_the_end_of_the_query_raises_an_error(indenting: Any) -> None:
     task = al.Task("{text}\n\n{label}", ["Negative", "Positive"])
-    message = r"'Negative' changes how the tokenizer reads the end of the query 'x\\n\\n'"
+    message = r"query 0 ends in 'x\\n\\n', and label word 'Negative' merges with this end"
     with pytest.raises(PromptError, match=message):
         al.build_prompts(indenting, task, [GOOD, BAD], ["x"])

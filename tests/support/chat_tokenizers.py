@@ -21,9 +21,31 @@ QWEN = (
     "{%- if (message.role == 'user') or (message.role == 'system' and not loop.first) or "
     "(message.role == 'assistant') %}{{- '<|im_start|>' + message.role + '\n' + message.content + "
     "'<|im_end|>' + '\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Qwen 3 writes a block of thoughts before the last answer, which it asks for on request.
+QWEN_3 = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' and loop.last %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false %}"
     "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+# GPT-OSS writes today's date, and answers in a channel that it does not ask for.
+HARMONY = (
+    "{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}"
+    "{%- for message in messages %}{{- '<|start|>' + message.role }}"
+    "{%- if message.role == 'assistant' %}{{- '<|channel|>final' }}{%- endif %}"
+    "{{- '<|message|>' + message.content + '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+# DeepSeek R1 asks for thoughts, which it leaves out of answers.
+DEEPSEEK = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<User>' + message.content }}{% else %}{{ '<Assistant>' + message.content + eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
 )
 LLAMA_3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"

@@ -1,0 +1,80 @@
+"""Label words after every query, against the tokens of the whole text with each word at its end."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from attack_tokenizers import made
+
+import anchorlens as al
+from anchorlens.errors import PromptError
+
+ENDS = [
+    *("stage 1", "stage 1 ", "v1.", "12", "caf", "cafe", "naïve", "e\u0301", "x\u0308", "x:"),
+    *(
+        "x: ",
+        "x\n",
+        "x\n\n",
+        "x\n ",
+        "(",
+        "a's",
+        "http://",
+        "日本",
+        "😀",
+        "ΑΣ",
+        "Positive",
+        "<mask",
+    ),
+]
+WORDS = [["1", "2"], [" 1", " 2"], ["Positive", "Negative"], [" Positive", " Negative"]]
+WORDS += [["\u0301x", "o"], ["1", " 7"]]
+TEMPLATES = [
+    "{text}{label}",
+    "{text} {label}",
+    "{text}:{label}",
+    "{text}\n{label}",
+    "{text}1{label}",
+]
+
+
+KINDS = ["byte-level", "byte-level, NFC", "byte-level, GPT-4's words", "byte-level, no words"]
+KINDS += ["Llama, legacy", "metaspace BPE, never", "Unigram, always", "WordPiece, lower case"]
+
+
+def first_token(tokenizer: Any, text: str, word: str) -> int | None:
+    """The token after those of the text, or None if the word changes them."""
+    short, long = tokenizer(text)["input_ids"], tokenizer(text + word)["input_ids"]
+    return long[len(short)] if long[: len(short)] == short and len(long) > len(short) else None
+
+
+def first_tokens(tokenizer: Any, text: str, words: list[str]) -> list[int] | None:
+    tokens = [token for word in words if (token := first_token(tokenizer, text, word)) is not None]
+    return tokens if len(set(tokens)) == len(words) else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) -> None:
+    """Of each (template, words) the queries that can be joined are built, and no others."""
+    tokenizer = made(kind)
+    accepted = refused = 0
+    for template, words in product(TEMPLATES, WORDS):
+        task = al.Task(template, words)
+        demos = [al.Example(f"ab {word.strip()}:", k) for k, word in enumerate(("x", "y"))]
+        try:
+            al.build_prompts(tokenizer, task, demos, ["ab x:"])
+        except PromptError:
+            continue  # the demonstrations have no positions, or this query has none
+        before = "".join(task.demonstration(d.text, d.label or 0) + "\n" for d in demos)
+        expected = [first_tokens(tokenizer, before + task.query(end), words) for end in ENDS]
+        usual = first_tokens(tokenizer, before + task.query("ab x:"), words)
+        for end, tokens in zip(ENDS, expected, strict=True):
+            try:
+                (batch,) = al.build_prompts(tokenizer, task, demos, ["ab x:", end])
+            except PromptError as error:
+                assert tokens is None or tokens != usual, (template, words, end, str(error))
+                assert "query 1" in str(error)
+                refused += 1
+            else:
+                assert batch.label_token_ids.tolist() == tokens == usual, (template, words, end)
+                accepted += 1
+    assert accepted and refused
