@@ -27,6 +27,7 @@ _REPLACED = (
     ("one prompt (batch_size=1)", "--batch-size", "one prompt (--batch-size 1)", "one prompt"),
     ("gradient_checkpointing=True", "--gradient-checkpointing", "--gradient-checkpointing", "it"),
     (" (al.forget_rows)", "--fresh", " (--fresh)", ""),
+    (": delete the file", "--fresh", " (--fresh)", ": delete the file"),
     (
         "a local folder or a .gguf file",
         "--model",

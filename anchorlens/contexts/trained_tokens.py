@@ -18,6 +18,7 @@ from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
+from ..runs.fingerprint import in_words
 from ..system.processes import gather_from_processes
 from .embedded import (
     embeddings_of,
@@ -102,7 +103,7 @@ def train_hard_prompt(
     tokenizer = tokenizer_of(model, tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"
     begin = "label words" if start is None else f"tokens {list(start)}"
-    about = f"hard prompt of {length} tokens from {begin} by {method}; allowed: {chosen}"
+    about = f"hard prompt of {length} tokens from {begin} by {in_words(method)}; allowed: {chosen}"
     settings = Settings(
         steps,
         method.optimizer,

@@ -145,7 +145,7 @@ def prefix_runs(
     first, last = int(columns[0]), int(columns[-1])
     rows = slice(first - batch.first_query, last + 1 - batch.first_query)
     layers = range(model.cfg.n_layers)
-    cut = block_edges(model, between(queries, in_prefix), layers)
+    cut = block_edges(model, between(queries, in_prefix), layers) if in_prefix.any() else []
 
     def run(acting: Sequence[Hook]) -> AttentionRun:
         patterns: dict[int, Tensor] = {}

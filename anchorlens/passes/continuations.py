@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import ModelError
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel
 from ..models.kv_cache import Prefix, cache_of, inputs_after, keys_and_values
@@ -71,13 +70,7 @@ def _up_to_targets(batch: PromptBatch, cache: Any, prefix: Prefix | None, count:
         moved = tensor.gather(2, index.expand(-1, tensor.shape[1], -1, tensor.shape[3]))
         return moved.repeat_interleave(count, 0)
 
-    try:
-        keys, values = keys_and_values(cache, length)
-    except ModelError as error:
-        raise ModelError(
-            f"{error}, after which label words could run; use a loss of the prompts alone, such as "
-            "al.label_cross_entropy"
-        ) from error
+    keys, values = keys_and_values(cache, length)
     return Prefix(
         keys=tuple(map(rows_of, keys)),
         values=tuple(map(rows_of, values)),

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import MetricError
+from ..errors import MetricError, ModelError
 from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
+from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, longest_prompt
@@ -392,8 +393,8 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
         logits = torch.randn(len(batch), *shape, generator=generator).to(batch.tokens.device)
         losses = loss(logits.requires_grad_(), batch)
-        if not losses.requires_grad:
-            return  # the pass says that it has no graph
+        if not losses.requires_grad or not losses.isfinite().all():
+            return  # the pass says that it has no graph, or is not finite
         (gradient,) = torch.autograd.grad(losses[0], logits, retain_graph=True)
         (of_others,) = torch.autograd.grad(losses[1:].sum(), logits)
         if gradient[1:].any() or of_others[:1].any():
@@ -414,6 +415,11 @@ def continuations_of(
     loss: LossOfContinuations, batch: PromptBatch, model: HookedModel
 ) -> Int[Tensor, "class token"]:
     """The tokens of each text, or an error if the model cannot run them after the prompts."""
+    if model in without_cache:
+        raise ModelError(
+            f"{without_cache[model]}: no words can run after the prompts; use a loss of the "
+            "prompts alone, such as al.label_cross_entropy"
+        )
     texts, count = loss.continuations(batch), vocabulary_of(model)
     if texts.max() >= count:
         raise MetricError(

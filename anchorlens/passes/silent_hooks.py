@@ -50,15 +50,15 @@ class WatchedHooks:
         no token of some prompts.
         """
         silent = [
-            "those that a function selects" if callable(name) else repr(name)
+            "any that a function selects" if callable(name) else repr(name)
             for name, watched in self.hooks
             if not watched.calls and not (isinstance(name, str) and ".experts." in name)
         ]
         if silent:
             names = ", ".join(list(dict.fromkeys(silent))[:3]) + " and others" * (len(silent) > 3)
             raise HookError(
-                f"the model has the hook points {names}, but did not call them, so that "
-                f"{self.what} there did nothing; choose points that it calls, which "
+                f"{self.what} did nothing, because the model did not call their hook points: "
+                f"{names}; choose points that it calls, which "
                 "model.run_with_cache(tokens) lists, or switch them on where TransformerLens can, "
                 "as with model.set_use_attn_result(True)"
             )

@@ -3,6 +3,7 @@
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +105,11 @@ def in_words(value: Any) -> str:
     elif isinstance(value, partial):
         options = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
         text = f"{name_of(value.func)}({', '.join(options)})"
+    elif is_dataclass(value) and not all(field.compare for field in fields(value)):
+        # Its repr would tell counters, which do not decide.
+        told = [field.name for field in fields(value) if field.compare and field.repr]
+        options = [f"{name}={in_words(getattr(value, name))}" for name in told]
+        text = f"{type(value).__qualname__}({', '.join(options)})"
     else:
         text = str(getattr(value, "__name__", repr(value)))
     return ADDRESS.sub("", text)[:_LONGEST]

@@ -151,7 +151,7 @@ def test_a_model_without_a_tokenizer_is_an_error(
     tiny_gpt2(700).save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
     assert call(monkeypatch, *RUN, *arguments) == 1
-    assert "the tokenizer gives no tokens for 'Review: x" in error_of(capsys.readouterr())
+    assert "the tokenizer gives no tokens for the query 'Review: " in error_of(capsys.readouterr())
 
 
 def test_prompts_over_the_limit_of_the_tokenizer_are_an_error(

@@ -4,7 +4,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,30 +84,44 @@ def one_number(setting: Setting) -> Iterator[Number]:
     yield Number("Mine", "a", "b", 0.5)
 
 
-@pytest.mark.filterwarnings("ignore:.*second. not yet")
+@dataclass
+class First:
+    """A part of the paper. Its calls do not decide its numbers."""
+
+    calls: list[str] = field(compare=False)
+
+    def __call__(self, setting: Setting) -> Iterator[Number]:
+        self.calls.append("first")
+        warnings.warn("mind this", stacklevel=2)
+        yield Number("Mine", "a", "b", 1 / 3)
+        yield Number("Mine", "a", "c", float("nan"), layer=2)
+
+
+@dataclass
+class Second:
+    """A part that is interrupted when it is first called, and fails when it is called again."""
+
+    calls: list[str] = field(compare=False)
+
+    def __call__(self, setting: Setting) -> Iterator[Number]:
+        yield Number("Second", "a", "b", 0.5)
+        self.calls.append("second")
+        if self.calls.count("second") == 1:
+            raise KeyboardInterrupt
+        if self.calls.count("second") == 2:
+            raise MetricError("not yet")
+
+
+@pytest.mark.filterwarnings("ignore:.*Second. not yet")
 def test_an_interrupted_command_resumes(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     calls: list[str] = []
 
-    def first(setting: Setting) -> Iterator[Number]:
-        calls.append("first")
-        warnings.warn("mind this", stacklevel=2)
-        yield Number("Mine", "a", "b", 1 / 3)
-        yield Number("Mine", "a", "c", float("nan"), layer=2)
-
-    def second(setting: Setting) -> Iterator[Number]:
-        yield Number("Second", "a", "b", 0.5)
-        calls.append("second")
-        if calls.count("second") == 1:
-            raise KeyboardInterrupt
-        if calls.count("second") == 2:
-            raise MetricError("not yet")
-
-    monkeypatch.setattr(work, "PAPER_PARTS", (first, second))
+    monkeypatch.setattr(work, "PAPER_PARTS", (First(calls), Second(calls)))
     arguments = ["--model", str(shallow_folder), "--tasks", "sentiment", "--out", str(tmp_path)]
     arguments += QUICK
-    with pytest.warns(UserWarning, match="sentiment, seed 1, first: mind this"):
+    with pytest.warns(UserWarning, match="sentiment, seed 1, First: mind this"):
         assert call(monkeypatch, "paper", *arguments) == 130
     numbers = pd.read_csv(tmp_path / "numbers.csv")
     assert numbers.part.tolist() == ["Mine", "Mine"]
@@ -118,7 +132,7 @@ def test_an_interrupted_command_resumes(
         (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
         (["first", "second", "second", "second"], ["Mine", "Mine", "Second"]),
     ):
-        with pytest.warns(UserWarning, match="first: mind this"):
+        with pytest.warns(UserWarning, match="First: mind this"):
             assert call(monkeypatch, "paper", *arguments) == 0
         assert calls == expected_calls
         resumed = pd.read_csv(tmp_path / "numbers.csv")
@@ -135,7 +149,7 @@ def test_an_interrupted_command_resumes(
     assert (tmp_path / "settings.json").read_text() == settings
     error = capsys.readouterr().err
     assert "rows of another run" in error and "'1 layers, 2 draws'" in error
-    with pytest.warns(UserWarning, match="first: mind this"):
+    with pytest.warns(UserWarning, match="First: mind this"):
         assert call(monkeypatch, "paper", *arguments, "--draws", "2", "--fresh") == 0
     assert calls.count("first") == 2
 

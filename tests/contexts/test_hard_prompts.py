@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
+from stored_runs import StopsOnce
 from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
@@ -506,20 +507,12 @@ def test_an_interrupted_search_continues_to_the_same_tokens(gpt2: Any, tmp_path:
     noisy = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
     options: dict[str, Any] = {"method": noisy, "start": [300]}
     whole = searched(gpt2, **options)
-    calls = 0
-
-    def stopping(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise KeyboardInterrupt
-        return al.label_cross_entropy(logits, batch)
-
-    options |= {"folder": tmp_path, "loss": stopping}
+    loss = StopsOnce(at_call=9)
+    options |= {"folder": tmp_path, "loss": loss}
     with pytest.raises(KeyboardInterrupt):
         searched(gpt2, **options)
     resumed = searched(gpt2, **options)
-    assert calls < 9 + 10, "it began again"
+    assert loss.calls < 9 + 10, "it began again"
     assert torch.equal(resumed.tokens, whole.tokens)
     assert torch.equal(resumed.training.losses, whole.training.losses)
     with pytest.raises(StoreError, match="another context"):

@@ -1,12 +1,13 @@
 """Soft prompts: learned embeddings before a query, against tokens and finite differences."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measures import difference
+from stored_runs import StopsOnce
 from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
@@ -163,20 +164,6 @@ def test_a_start_is_repeated_to_the_length(gpt2: Any) -> None:
     prompt = al.train_soft_prompt(gpt2, training, length=3, start=[300, 17], **call)
     expected = gpt2.W_E[torch.tensor([300, 17, 300])]
     assert torch.equal(prompt.embeddings, expected)
-
-
-@dataclass
-class StopsOnce:
-    """A loss that is interrupted in one of its calls, which its identity does not count."""
-
-    at_call: int = field(compare=False)
-    calls: int = field(default=0, compare=False)
-
-    def __call__(self, logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at_call:
-            raise KeyboardInterrupt
-        return al.label_cross_entropy(logits, batch)
 
 
 def test_an_interrupted_training_continues_to_the_same_embeddings(

@@ -109,14 +109,16 @@ def test_a_wrong_metric_raises_an_error_before_any_pass(
 
 
 def test_functions_may_select_hook_points(gpt2: Any) -> None:
-    """A function of the name selects hook points, and may select none."""
+    """A function of the name selects hook points, but not none: its hook would do nothing."""
     seen = []
     selected = (lambda name: name == PATTERN, lambda tensor, hook: seen.append(hook.name))
-    metric = Mine(
-        observation=observing(selected, (lambda name: False, observe_nothing)), shared=NOTHING
-    )
+    metric = Mine(observation=observing(selected), shared=NOTHING)
     result = al.run(gpt2, questions(gpt2, 2), [metric], progress=False, resamples=0)["mine"]
     assert float(result.mean) == 1 and PATTERN in seen
+    nothing = (lambda name: False, observe_nothing)
+    metric = Mine(observation=observing(selected, nothing), shared=NOTHING)
+    with pytest.raises(HookError, match=r"did nothing, .* points: any that a function selects"):
+        al.run(gpt2, questions(gpt2, 2), [metric], progress=False)
 
 
 @pytest.mark.every_kind

@@ -165,7 +165,8 @@ def test_signed_totals_of_a_span_are_the_sums_of_its_steps(
         signed = torch.stack([part["signed"] for part in parts]).sum(0)
         assert difference(of_span["signed"], signed) <= 1e-12
         absolute = torch.stack([part["absolute"] for part in parts]).sum(0)
-        assert (of_span["absolute"] <= absolute + 1e-15).all()
+        # Equal where all steps have the same sign, but for rounding.
+        assert (of_span["absolute"] <= absolute + 1e-12).all()
         assert (of_span["absolute"] < 0.99 * absolute).any()
 
 

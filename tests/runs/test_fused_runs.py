@@ -1,5 +1,6 @@
 """Runs with a fused attention, whose numbers are those of whole patterns."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -365,27 +366,30 @@ def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -
     folder, batches = tmp_path / "rows", questions(gpt2, 5, batch_size=5)
     metrics: list[al.Metric] = [al.SaliencyFlows()]
     expected = al.run(gpt2, batches, metrics, **QUIET)
-    runs: list[int] = []
 
+    @dataclass(frozen=True)
     class Stops(al.SaliencyFlows):
+        runs: list[int] = field(default_factory=list, compare=False)
+
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
             observation = super().observe(model, batch)
 
             def rows(logits: Tensor, clean: Tensor | None) -> Any:
-                runs.append(len(batch))
-                if len(runs) == 3:
+                self.runs.append(len(batch))
+                if len(self.runs) == 3:
                     raise KeyboardInterrupt
                 return observation.rows(logits, clean)
 
             return al.Observation(rows, use_rows=observation.use_rows)
 
+    stops = Stops()
     with pytest.raises(KeyboardInterrupt):
-        al.run(gpt2, batches, [Stops()], folder=folder, **QUIET)
+        al.run(gpt2, batches, [stops], folder=folder, **QUIET)
     assert len(list(folder.glob("rows-*"))) == 2
-    again = al.run(gpt2, batches, [Stops()], folder=folder, **QUIET)
+    again = al.run(gpt2, batches, [stops], folder=folder, **QUIET)
     assert_same(again["saliency_flows"], expected["saliency_flows"], 1e-6)
     # The first stored prompt was computed again, to compare, and then those that were not stored.
-    assert runs == [1] * (3 + 1 + 3)
+    assert stops.runs == [1] * (3 + 1 + 3)
 
 
 @pytest.mark.usefixtures("small")

@@ -229,7 +229,8 @@ class Watchful(al.Accuracy):
             sizes.append(pattern.shape[2])
 
         def rows(logits: Any, clean_logits: Any) -> Any:
-            return {"correct": torch.full((len(batch),), float(sizes[0]))}
+            widths = torch.full((len(batch),), float(sizes[0]))
+            return {"correct": widths, "classes": torch.ones(len(batch), 1)}
 
         return Observation(rows, [(pattern_name(0), observe_width)])
 
