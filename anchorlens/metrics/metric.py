@@ -7,7 +7,7 @@ are run once for all of them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -67,6 +67,7 @@ def observes_nothing() -> Observation:
     return Observation(lambda logits, clean_logits: {})
 
 
+@runtime_checkable
 class Metric(Protocol):
     """What every metric needs; usually a frozen dataclass whose fields are its options."""
 

@@ -176,7 +176,7 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
 
 
 def inputs_without_cache(
-    model: HookedModel, mask: Bool[Tensor, "batch position"]
+    model: Any, mask: Bool[Tensor, "batch position"]
 ) -> dict[str, Any]:
     """Arguments of the model's forward other than the tokens, for whole prompts.
 
