@@ -371,9 +371,9 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
     """The shape of what a loss gets for each prompt."""
-    if isinstance(loss, LossOfContinuations):
+    if needs_continuations(loss):
         return tuple(continuations_of(loss, batch, model).shape)
-    if isinstance(loss, LossAtPositions):
+    if needs_positions(loss):
         return targets_of(loss, batch).shape[1], vocabulary_of(model)
     return (vocabulary_of(model),)
 
