@@ -7,12 +7,14 @@ OUT ?= demo-output
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --no-compile -c constraints.txt
+CONSTRAINTS := -c constraints.txt
+INSTALL := $(PIP) install --no-compile $(CONSTRAINTS)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 PYTEST := $(BIN)/python -m pytest -n auto
 WITH_SHAPES := -m 'not without_jaxtyping' --jaxtyping-packages=anchorlens,beartype.beartype
-OLDEST := $(VENV)/transformer-lens-3.9
+OLDEST := $(VENV)/oldest
+NEWEST := $(VENV)/newest
 WEIGHTS := $(VENV)/weights/gemma-3-270m-q4_k_m.gguf
 MATRIX := $(VENV)/matrix.jsonl
 # Python compiles a module when it is first imported, and stores it, also where the environment says
@@ -27,7 +29,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest test-browser docs lint lint-and-compile bench architectures clean
+.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile bench architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -36,7 +38,8 @@ help:
 	@echo 'make demo         run the demonstration on offline weights; report in OUT (default: demo-output)'
 	@echo 'make test         format, lint and type checks, then the tests with and without shape checking'
 	@echo 'make test-quick   the short tests only, without shape checks, up to the first failure'
-	@echo 'make test-oldest  what differs by kind of model, on transformer-lens 3.9 and its HookedTransformer'
+	@echo 'make test-oldest  what differs by kind of model, on the oldest versions accepted (HookedTransformer too)'
+	@echo 'make test-newest  the short tests and caches on the newest versions accepted, installed anew'
 	@echo 'make test-browser report and documentation in Chromium, which it installs if there is none (apt)'
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
@@ -61,6 +64,15 @@ test-quick: $(VENV)/.stamp-dev
 test-oldest: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(PYTEST) --kind bridge --kind hooked-transformer
 
+# What an installation takes today, but for PyTorch: anew and without constraints. The tests are the
+# short ones and those of caches, which a new transformers has broken before.
+test-newest:
+	rm -rf $(NEWEST)
+	$(MAKE) --no-print-directory VENV='$(NEWEST)' CONSTRAINTS= '$(NEWEST)/.stamp-dev'
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check list --format=freeze
+	$(NEWEST)/bin/python -m pytest -n auto -m 'not without_jaxtyping'
+	$(NEWEST)/bin/python -m pytest -n auto tests/models/test_cache_matrix.py tests/models/test_matrix.py
+
 # The browser first: it installs what the documentation needs in the same call.
 test-browser: $(VENV)/.stamp-browser docs
 	$(PYTEST) -o python_files='*_in_a_browser.py' tests/browser
@@ -84,7 +96,7 @@ bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	$(BIN)/python tests/benchmarks/long_prompts.py --length 2048 --repeats 1
 	$(BIN)/python tests/benchmarks/processes.py
 
-# Both lines of TransformerLens.
+# Both lines of TransformerLens, each with a transformers of its time.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
 	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
@@ -128,7 +140,7 @@ $(VENV)/.stamp-browser: $(VENV)/.stamp-dev
 	$(SUDO) apt-get update && $(SUDO) apt-get install -y --no-install-recommends chromium
 	@touch $@
 
-# A folder for the path instead of a second environment: all else that 3.9 needs is there already.
+# A folder for the path instead of a second environment: all else that these need is there already.
 $(OLDEST)/.stamp: $(VENV)/.stamp-venv requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PIP) install --no-compile --no-deps --target $(OLDEST) -r requirements/oldest.txt

@@ -300,7 +300,7 @@ USES = [
     Use(
         "transformers",
         ("_name_or_path",),
-        ("runs/fingerprint.py",),
+        ("models/model_identity.py",),
         "a configuration as a dict holds the folder it was loaded from under this name",
         lambda: "_name_or_path" in configuration_with_name(),
     ),

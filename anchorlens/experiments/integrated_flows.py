@@ -176,7 +176,9 @@ def integrated_flows(
             changes, attributed = [], []
             # The last layer first: the first has the largest graph, when few patterns are left.
             for layer in reversed(layers):
-                path = ScaledPattern(model, batch, layer, patterns.pop(layer), norms.hooks(layer))
+                path = ScaledPattern(
+                    model, batch, layer, patterns.pop(layer), norms.hooks_of(layer)
+                )
                 with started(model, starts.get(layer)):
                     gradient = path.mean_gradient(of_prompts, steps)
                     changes.append(whole - path.output(of_prompts, 0.0))

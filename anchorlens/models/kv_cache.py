@@ -175,9 +175,7 @@ def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any
     return cache
 
 
-def inputs_without_cache(
-    model: Any, mask: Bool[Tensor, "batch position"]
-) -> dict[str, Any]:
+def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
     """Arguments of the model's forward other than the tokens, for whole prompts.
 
     Without a cache, which would copy all keys, and to which a block that runs twice would append

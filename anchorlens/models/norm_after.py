@@ -48,7 +48,7 @@ class FrozenNorms:
                     hooks.append((last, partial(self._store_factor, layer, name)))
         return hooks
 
-    def hooks(self, layer: int) -> list[Hook]:
+    def hooks_of(self, layer: int) -> list[Hook]:
         """Hooks that make the norm of a layer linear; none where no norm follows the attention."""
         if layer not in self._factors:
             return []

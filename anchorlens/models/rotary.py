@@ -61,8 +61,8 @@ def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
         raise PromptError(
             f"prompts of {shortest} and {width} tokens are in one batch, but if one is longer "
             f"than {switch} tokens, this model rotates the positions of all prompts differently "
-            "(longrope), so that a prompt's numbers would depend on its batch; use batches of one "
-            f"prompt (--batch-size 1, in Python batch_size=1), or {_SHORTER_PROMPTS}"
+            "(longrope), so that a prompt's numbers would depend on its batch; use batches of "
+            f"one prompt (batch_size=1), or {_SHORTER_PROMPTS}"
         )
     _refuse_dynamic(model, width)
 

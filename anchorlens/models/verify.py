@@ -101,7 +101,7 @@ def attends_to_later(model: HookedModel) -> bool:
 def cannot_run(model: Any, error: RuntimeError) -> str:
     """The message for a model whose forward fails, mostly by its type of numbers."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    cure = "float32 (--dtype float32, in Python dtype=torch.float32)"
+    cure = "float32 (dtype=torch.float32)"
     name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
     return f"{name} cannot run in {dtype}: {str(error)[:200]}; " + (
         "its configuration does not fit the code of the model"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MetricError, ModelError
-from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
+from ..models.hooked import HookedModel, check_fits, device_of, refuse_longer_than, vocabulary_of
 from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
@@ -364,6 +364,7 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         )
     device = device_of(model)
     for batch in batches:
+        check_fits(model, batch)  # before the loss reads logits of its label words
         moved = batch.to(device)
         zeros = torch.zeros(len(batch), *_shape_of_logits(loss, moved, model), device=device)
         require_one_a_prompt(loss(zeros, moved), len(zeros))
@@ -371,9 +372,9 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
     """The shape of what a loss gets for each prompt."""
-    if isinstance(loss, LossOfContinuations):
+    if needs_continuations(loss):
         return tuple(continuations_of(loss, batch, model).shape)
-    if isinstance(loss, LossAtPositions):
+    if needs_positions(loss):
         return targets_of(loss, batch).shape[1], vocabulary_of(model)
     return (vocabulary_of(model),)
 

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib
 import sys
+from abc import ABC
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ _READS_FROM = ("read_", "load_", "from_pretrained")
 # What Python adds to each class; line numbers and texts decide no number.
 _NOT_OF_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"}
 _NOT_OF_CLASS |= {
-    "_abc_impl",
+    *vars(ABC),
     "__slotnames__",
     "__firstlineno__",
     "__static_attributes__",

@@ -1,7 +1,7 @@
 """The same model as a bridge and, on transformer-lens 3.9, as a HookedTransformer.
 
     python tests/benchmarks/both_lines.py --model M --train train.jsonl --test test.jsonl
-    PYTHONPATH=.venv/transformer-lens-3.9 python tests/benchmarks/both_lines.py ...
+    PYTHONPATH=.venv/oldest python tests/benchmarks/both_lines.py ...
 
 Computes the numbers for each kind of model that the TransformerLens on the path has. Writes them
 into the file `--numbers`, and compares them with the numbers that another line wrote there.

@@ -77,8 +77,8 @@ def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
         norms = FrozenNorms(model)
         store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
         clean = run_pass(model, prompt, observers=[*store, *norms.observers()])
-        assert bool(norms.hooks(layer)) == (name in NORM_AFTER)
-        path = ScaledPattern(model, prompt, layer, patterns[layer], norms.hooks(layer))
+        assert bool(norms.hooks_of(layer)) == (name in NORM_AFTER)
+        path = ScaledPattern(model, prompt, layer, patterns[layer], norms.hooks_of(layer))
         # With the divisor of the clean run the whole pattern gives the clean output.
         assert difference(path.output(losses, 1.0), losses(clean, prompt)) <= 1e-9
         change = path.output(losses, 1.0) - path.output(losses, 0.0)

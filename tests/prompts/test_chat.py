@@ -345,7 +345,7 @@ EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
         ("{{ raise_exception('no!') }}", r"cannot write the turns of user.*: no!"),
         ("{% for m in messages %}", r"cannot write the turns of"),
         ("{{ 1 / 0 }}", r"cannot write the turns of user.*: division by zero"),
-        ("{{ messages[7].content.x }}", r"cannot write the turns of"),
+        ("{{ messages[99].content.x }}", r"cannot write the turns of"),
         ("{{ messages[0]['content'] + 1 }}", r"cannot write the turns of"),
     ],
 )

@@ -148,12 +148,12 @@ def test_counts_must_be_whole_numbers(count: Any) -> None:
 def test_impossible_paths_are_refused(gpt2: Any) -> None:
     refused = partial(pytest.raises, StoreError)
     record = al.compare_accuracies({"one": torch.ones(2)}, resamples=0)
-    with refused(match="cannot be a folder of rows: embedded null"):
+    with refused(match="cannot be a folder of rows: .*embedded null"):
         al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], folder="\0", progress=False, resamples=0)
     for write in (partial(al.write_report, {"one": record}), record.save):
-        with refused(match="cannot be written: embedded null"):
+        with refused(match="cannot be written: .*embedded null"):
             write("\0")
-    with refused(match="cannot be read: embedded null"):
+    with refused(match="cannot be read: .*embedded null"):
         type(record).load("\0")
 
 

@@ -1,0 +1,79 @@
+"""The versions that the package accepts are those that are tested, at both ends."""
+
+import ast
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ACCEPTED = {
+    canonicalize_name(required.name): required
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["peft"]
+    for required in [Requirement(text)]
+}
+# Too large to be installed twice.
+INSTALLED_ONCE = {"torch"}
+
+
+def pins(file: str) -> dict[str, Version]:
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): Version(version) for name, version in lines}
+
+
+OLDEST, NEWEST = pins("requirements/oldest.txt"), pins("constraints.txt")
+
+
+def bounds(name: NormalizedName) -> dict[str, Version]:
+    return {bound.operator: Version(bound.version) for bound in ACCEPTED[name].specifier}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_dependency_has_a_tested_version_at_both_ends(name: NormalizedName) -> None:
+    accepted, newest = bounds(name), NEWEST[name]
+    assert set(accepted) == {">=", "<"}
+    assert name in INSTALLED_ONCE or accepted[">="] == OLDEST[name]
+    assert accepted[">="] <= newest
+    # The next major version is not accepted before it is tested.
+    assert accepted["<"] == Version(str(newest.major + 1))
+
+
+def test_the_oldest_versions_are_older_than_those_of_the_constraints() -> None:
+    assert all(OLDEST[name] <= NEWEST[name] for name in OLDEST if name in NEWEST)
+
+
+def test_what_the_package_imports_is_a_dependency() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    imported = {
+        canonicalize_name(name)
+        for path in (ROOT / "anchorlens").rglob("*.py")
+        for module in modules_of(ast.parse(path.read_text()))
+        for name in distributions.get(module.partition(".")[0], [])
+    }
+    assert imported - {"anchorlens"} <= set(ACCEPTED)
+
+
+def modules_of(tree: ast.Module) -> Iterator[str]:
+    """The modules that a file imports by their full names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module)
+
+
+def test_the_pythons_of_the_classifiers_are_those_that_are_accepted_and_tested() -> None:
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(text[len(prefix) :]) for text in PROJECT["classifiers"] if prefix in text]
+    assert minors == list(range(min(minors), max(minors) + 1))
+    assert PROJECT["requires-python"] == f">=3.{min(minors)}"
+    workflows = (ROOT / ".github" / "workflows").glob("*.yml")
+    tested = [re.findall(r'python-version: "3\.(\d+)"', path.read_text()) for path in workflows]
+    assert {int(minor) for of_file in tested for minor in of_file} == {min(minors), max(minors)}
