@@ -55,7 +55,7 @@ CASES += [
         id=f"{name}-bridge",
         marks=[pytest.mark.xdist_group(name), pytest.mark.every_kind],
     )
-    for name in ON_BOTH
+    for name in sorted(ON_BOTH)
     if KIND != "bridge"
 ]
 
