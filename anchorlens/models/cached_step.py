@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from .acting_hooks import acting_hooks
 from .hooked import HookedModel, device_of, vocabulary_of
 from .kv_cache import (
     cache_of,
@@ -47,7 +48,12 @@ def why_no_cached_step(model: HookedModel) -> str:
     length, device = n_tokens_of(model), device_of(model)
     tokens = torch.arange(length, device=device)[None] % vocabulary_of(model)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    with frozen_in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+    with (
+        frozen_in_eval_mode(model),
+        acting_hooks(model),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         try:
             cache = cache_of(model, 1)
             expected = model(tokens, **inputs_after(model, mask, cache))[:, -1].float()

@@ -1,4 +1,4 @@
-"""What was changed for a while is put back, also if an interrupt comes while it is put back."""
+"""What was changed for a while is put back, also if interrupts come while it is put back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def put_back(restore: Callable[[], None]) -> Iterator[None]:
-    """Call ``restore`` at the end, and once more, because an interrupt may end the first call.
+    """Call ``restore`` at the end, and again where an interrupt ends that call.
 
-    Ctrl-C can raise its error between any two instructions, also at the first one of a ``finally``.
+    Ctrl-C can raise its error between any two instructions, also at the first one of a ``finally``:
+    so there are two.
 
     Args:
         restore: Puts back what was found. It is also called where nothing or only a part was
@@ -18,6 +19,14 @@ def put_back(restore: Callable[[], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            restore()
+            _until_done(restore)
     finally:
+        _until_done(restore)
+
+
+def _until_done(restore: Callable[[], None]) -> None:
+    try:
         restore()
+    except KeyboardInterrupt:
+        _until_done(restore)
+        raise
