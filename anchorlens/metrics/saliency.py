@@ -360,6 +360,7 @@ def observe_products(
     Returns:
         The logits at the target positions.
     """
+    check_fits(model, batch)  # before the loss reads logits of its label words
     check_loss(loss, [batch], model)
     check_gradient_of_loss(loss, [batch], model)
     hooks, backward_hooks = product_hooks(model, use)

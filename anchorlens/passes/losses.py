@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MetricError, ModelError
-from ..models.hooked import HookedModel, check_fits, device_of, refuse_longer_than, vocabulary_of
+from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
 from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
@@ -364,7 +364,6 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         )
     device = device_of(model)
     for batch in batches:
-        check_fits(model, batch)  # before the loss reads logits of its label words
         moved = batch.to(device)
         zeros = torch.zeros(len(batch), *_shape_of_logits(loss, moved, model), device=device)
         require_one_a_prompt(loss(zeros, moved), len(zeros))

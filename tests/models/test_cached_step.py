@@ -112,3 +112,14 @@ def test_a_renamed_cache_is_undone(llama: Any) -> None:
         restore_cache_name(block.attn)
     assert not any("forward" in vars(block.attn) for block in llama.blocks)
     assert hooks_on(llama) == hooks
+
+
+@pytest.mark.changes_model
+def test_the_trial_leaves_no_pattern_on_the_model(gpt2: Any) -> None:
+    def patterns() -> list[Tensor | None]:
+        return [vars(block.attn).get("_pattern") for block in gpt2.blocks]
+
+    for block in gpt2.blocks:
+        block.attn._pattern = None  # as bridges make it
+    assert not why_no_cached_step(gpt2)
+    assert patterns() == [None] * len(gpt2.blocks)

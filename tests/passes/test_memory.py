@@ -131,9 +131,7 @@ def test_a_run_that_runs_out_of_memory_loses_no_prompt(gpt2: Any, tmp_path: Path
     assert same(run(gpt2, Limited(), tmp_path, **again), records)  # read from the folder
 
 
-def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_does_not_fit_raises_and_stored_rows_stay(gpt2: Any, tmp_path: Path) -> None:
     batches = questions(gpt2, count=6, batch_size=2)
     expected = run(gpt2, Logits(), None, batches=batches, metrics=[Logits()])
     metric, length = Limited(), int(batches[1].attention_mask[0].sum())

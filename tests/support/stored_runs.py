@@ -21,7 +21,7 @@ class Killed(BaseException):
 
 @dataclass
 class StopsOnce:
-    """A loss that is interrupted in one of its calls, which its identity does not count."""
+    """A loss that raises an interrupt at one of its calls; its fields do not decide a training."""
 
     at_call: int = field(compare=False)
     calls: int = field(default=0, compare=False)
