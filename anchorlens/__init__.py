@@ -156,20 +156,4 @@ if TYPE_CHECKING:
     from .runs.study import Study as Study
 
 __version__ = installed_version("anchorlens")
-__getattr__, __dir__, __all__ = imported_at_first_use(
-    __name__,
-    __file__,
-    {
-        "Where": "Site",
-        "first_and_last": "sites.first_and_last",
-        "single_heads": "sites.single_heads",
-        "windows": "sites.windows",
-        "anchors_and_format": "selection.anchors_and_format",
-        "everything": "selection.everything",
-        "label_words": "selection.label_words",
-        "random_and_format": "selection.random_and_format",
-        "as_in_prompt": "placement.as_in_prompt",
-        "rebased": "placement.rebased",
-        "restarted": "placement.restarted",
-    },
-)
+__getattr__, __dir__, __all__ = imported_at_first_use(__name__, __file__)

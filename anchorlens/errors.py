@@ -8,6 +8,10 @@ class AnchorlensError(ValueError):
     """The base class of every error that anchorlens raises about its arguments and files."""
 
 
+class ArgumentError(AnchorlensError):
+    """An argument is of another type than its function takes."""
+
+
 class DataError(AnchorlensError):
     """Examples cannot be read, or are too few."""
 

@@ -35,6 +35,7 @@ from .prompts import edges as edge_sets
 from .prompts.arrays import holds_integers
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet
+from .system.arguments import checked
 
 _ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
 
@@ -71,6 +72,7 @@ class Hooks(list[Hook]):
         return f"<p><strong>{_count(self)}</strong></p><table>{''.join(rows)}</table>{more}"
 
 
+@checked
 def block_edges(
     model: HookedModel,
     edges: Edges,
@@ -118,6 +120,7 @@ def block_edges(
     return _hooks_on_edges(model, EdgeHook(chosen, renormalize), layers, heads)
 
 
+@checked
 def scale_edges(
     model: HookedModel,
     edges: Edges,
@@ -175,6 +178,7 @@ def scale_edges(
     return _hooks_on_edges(model, EdgeHook(chosen, renormalize), layers, heads, factors)
 
 
+@checked
 def detach_heads(
     model: HookedModel, layers: Iterable[int] | int, heads: Iterable[int] | int | None = None
 ) -> list[Hook]:
@@ -210,6 +214,7 @@ def detach_heads(
     return Hooks((z_name(layer), detach) for layer in numbers)
 
 
+@checked
 def isolate(
     model: HookedModel,
     batch: PromptBatch,
@@ -244,8 +249,7 @@ def isolate(
         >>> len(al.isolate(model, batch, batch.label_positions[:, :2], layers=range(5)))
         5
     """
-    is_table = isinstance(positions, Tensor) and positions.ndim == 2
-    if not is_table or not holds_integers(positions) or not positions.numel():
+    if positions.ndim != 2 or not holds_integers(positions) or not positions.numel():
         raise HookError(
             "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
             f"each prompt; got {_kind(positions)}"
@@ -256,6 +260,7 @@ def isolate(
     return _isolate_in_batch(model, batch, receivers, layers, heads, False, renormalize)
 
 
+@checked
 def isolate_labels(
     model: HookedModel,
     batch: PromptBatch,
@@ -295,6 +300,7 @@ def isolate_labels(
     return _isolate_in_batch(model, batch, receivers, layers, heads, keep_bos, renormalize)
 
 
+@checked
 def isolate_random(
     model: HookedModel,
     batch: PromptBatch,
@@ -376,6 +382,7 @@ def random_positions(
     return drawn.to(batch.tokens.device)
 
 
+@checked
 def reweight_anchors(
     model: HookedModel, batch: PromptBatch, beta: Float[Tensor, "layer head anchor"] | LearnedBeta
 ) -> list[Hook]:
@@ -529,13 +536,12 @@ def _diagonal_error(change: str) -> HookError:
 def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
     """The factor of each layer and head, checked."""
     shape = (model.cfg.n_layers, model.cfg.n_heads)
-    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    factors = torch.tensor(float(factor), dtype=torch.double) if is_number else factor
-    if not isinstance(factors, Tensor) or tuple(factors.shape) not in ((), shape):
-        given = _kind(factor) if isinstance(factor, Tensor) else repr(factor)
+    is_tensor = isinstance(factor, Tensor)
+    factors = factor if is_tensor else torch.tensor(float(factor), dtype=torch.double)
+    if tuple(factors.shape) not in ((), shape):
         raise HookError(
             f"factor must be a number or a tensor with the shape (layer, head) = {shape}; "
-            f"got {given}"
+            f"got {_kind(factor)}"
         )
     if not factors.is_floating_point() or not ((factors >= 0) & (factors < torch.inf)).all():
         given = str(factors.dtype)

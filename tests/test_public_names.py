@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import anchorlens as al
 
 
@@ -55,3 +57,8 @@ def test_a_name_is_the_one_of_its_module() -> None:
 
 def test_folders_and_files_of_the_package_are_attributes() -> None:
     assert python("import anchorlens as al; print(al.errors.DataError.__name__)") == "DataError"
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'anchorlens' has no attribute 'nothing'"):
+        al.nothing  # noqa: B018

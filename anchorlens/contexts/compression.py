@@ -19,6 +19,7 @@ from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import GROUPS
+from ..system.arguments import checked
 from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
@@ -26,6 +27,7 @@ from .query_pass import bos_of, queries_after
 from .selection import Keep, anchors_and_format
 
 
+@checked
 def compress(
     model: HookedModel,
     demonstrations: PromptBatch,

@@ -24,6 +24,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_batch
 from ..results.html_tables import table, titled
 from ..results.record import kind_of_file
+from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import printable
@@ -85,6 +86,7 @@ class CompressedContext:
         """Bytes of the stored keys and values."""
         return self.prefix.size
 
+    @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of prompts that begin with these demonstrations.
 
@@ -109,6 +111,7 @@ class CompressedContext:
         refuse_another_model(model, self.info)
         return self.logits_unchecked(model, batch)
 
+    @checked
     def logits_unchecked(
         self, model: HookedModel, batch: PromptBatch
     ) -> Float[Tensor, "batch vocab"]:
@@ -119,6 +122,7 @@ class CompressedContext:
         with frozen_in_eval_mode(model):
             return self.query_pass(model, batch).logits(model)
 
+    @checked
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``.
 
@@ -129,6 +133,7 @@ class CompressedContext:
         self._check_lengths(model, after_prefix)
         return self._pass_over(model, after_prefix)
 
+    @checked
     def answer(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """The same as ``logits``, for a checked model and checked prompts on its device."""
         return self._pass_over(model, batch).logits(model)
@@ -141,6 +146,7 @@ class CompressedContext:
         hooks = [] if self.has_no_gap else self._window_hooks(model, compact, batch)
         return QueryPass(compact, prefix, hooks)
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file, with a digest of its contents.
 
@@ -158,6 +164,7 @@ class CompressedContext:
         return Path(path)
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "CompressedContext":
         """Read a context that ``save`` wrote.
 

@@ -7,6 +7,7 @@ from ..errors import MetricError, PromptError
 from ..models.optimizers import Adafactor as Adafactor
 from ..models.optimizers import RelativeAdafactor as RelativeAdafactor
 from ..prompts.batch import PromptBatch
+from ..system.arguments import checked
 from .training import MakeOptimizer
 
 Noise = Callable[[int, int], float]
@@ -16,6 +17,7 @@ The unit is the root mean square of the embeddings at the start, as in ``Relativ
 """
 
 
+@checked
 @dataclass(frozen=True)
 class Langevin:
     r"""Noise that becomes smaller: ``sqrt(2 rate beta_i)``, beta from first to last geometrically.
@@ -40,6 +42,7 @@ class Langevin:
         return float((2 * self.rate * beta) ** 0.5)
 
 
+@checked
 @dataclass(frozen=True)
 class Descent:
     """How a hard prompt is searched: steps of an optimizer on embeddings P, with projections.
@@ -95,6 +98,7 @@ FLUENT_PROMPT = replace(AUTOPROMPT, noise=Langevin(10.0), fluency=0.003)
 """FluentPrompt (Shi et al., 2022): AutoPrompt with Langevin noise and the fluency loss."""
 
 
+@checked
 def class_words(batches: Sequence[PromptBatch]) -> list[int]:
     """Token ids of the label words, by class: the published start of a search.
 

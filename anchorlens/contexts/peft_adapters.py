@@ -18,6 +18,7 @@ from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
+from ..system.arguments import checked
 from ..system.digest_file import read_tensors, to_bytes_with_digest
 from ..system.files import write_atomically, write_text
 from ..system.parsing import bytes_of, parsed
@@ -32,6 +33,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _TENSOR = "prompt_embeddings"
 
 
+@checked
 def context_to_peft(
     context: PrefixContext | CompressedContext, model: HookedModel, folder: str | Path
 ) -> Path:
@@ -100,6 +102,7 @@ def context_to_peft(
     return folder
 
 
+@checked
 def context_from_peft(
     folder: str | Path,
     model: HookedModel,
@@ -219,11 +222,6 @@ def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
     """The tokens at the positions 0, 1, ... of a context."""
     if isinstance(context, PrefixContext):
         return context.tokens
-    if not isinstance(context, CompressedContext):
-        raise PromptError(
-            "an adapter of peft is keys and values alone, as a context of al.compress or one that "
-            f"was trained; got a {type(context).__name__}"
-        )
     refuse_gaps(context, "an adapter of peft")
     if "bos" not in context.info:
         raise PromptError(

@@ -10,19 +10,24 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from ..system.arguments import checked
+
 Placement = Callable[[Bool[Tensor, " position"]], tuple[Int[Tensor, " key"], int]]
 
 
+@checked
 def as_in_prompt(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], int]:
     """Keys and query have the same positions as in the whole prompt."""
     return selected.nonzero().flatten(), len(selected)
 
 
+@checked
 def restarted(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], int]:
     """Keys as in the whole prompt, the query from position 0 (the published code for GPT2-XL)."""
     return selected.nonzero().flatten(), 0
 
 
+@checked
 def rebased(selected: Bool[Tensor, " position"]) -> tuple[Int[Tensor, " key"], int]:
     """Selected keys at 0, 1, ... and the query after them, without a gap.
 

@@ -16,6 +16,7 @@ from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
 from ..results.html_tables import table, titled
+from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import printable
@@ -32,6 +33,7 @@ from .training import TrainingRecord
 _C = TypeVar("_C", bound="PrefixContext")
 
 
+@checked
 @dataclass(frozen=True)
 class NoContext:
     """Nothing before the query, apart from the BOS of tokenizers that add one.
@@ -48,11 +50,13 @@ class NoContext:
         """No keys and values are stored: 0 bytes."""
         return 0
 
+    @checked
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``."""
         moved = batch.to(device_of(model))
         return QueryPass(checked_queries(model, moved, bos_of(moved)), None)
 
+    @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of the queries of a batch."""
         return checked_logits(self, model, batch)
@@ -112,6 +116,7 @@ class PrefixContext:
         """Bytes of the stored keys and values."""
         return self.prefix.size
 
+    @checked
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``.
 
@@ -123,6 +128,7 @@ class PrefixContext:
         queries = checked_queries_after_cache(model, batch.to(device), self.tokens)
         return QueryPass(queries, self.prefix.to(device))
 
+    @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of the queries of a batch.
 
@@ -141,6 +147,7 @@ class PrefixContext:
         refuse_another_model(model, self.info)
         return checked_logits(self, model, batch)
 
+    @checked
     def check_bos(self, batch: PromptBatch) -> None:
         """Raise an error if prompts begin with another BOS than those of this context."""
         bos = bos_of(batch).tolist()
@@ -151,6 +158,7 @@ class PrefixContext:
                 "tokenizer of the context's model"
             )
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the context into one safetensors file, with a digest of its contents.
 
@@ -177,6 +185,7 @@ class PrefixContext:
         return Path(path)
 
     @classmethod
+    @checked
     def load(cls: type[_C], path: str | Path) -> _C:
         """Read a context of this class that ``save`` wrote; ``load_context`` reads any.
 

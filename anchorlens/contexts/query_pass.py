@@ -17,6 +17,7 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import OTHER, PADDING
+from ..system.arguments import checked
 from ..system.methods import has_methods
 
 
@@ -40,6 +41,7 @@ class QueryPass:
         cached = 0 if self.prefix is None else len(self.prefix)
         return f"QueryPass({self.batch!r}; {cached} cached positions, {len(self.hooks)} hooks)"
 
+    @checked
     def logits(self, model: HookedModel) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets, from a prepared model that is frozen."""
         return run_pass(model, self.batch, hooks=self.hooks, prefix=self.prefix)

@@ -11,6 +11,7 @@ from ..hooks import reweight_anchors
 from ..models.hooked import HookedModel, LearnedBeta
 from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch, check_batch
+from ..system.arguments import checked
 from .compression import compress
 from .context import CompressedContext, refuse_another_model
 from .query_pass import QueryPass, checked_logits
@@ -44,6 +45,7 @@ class ReweightedContext:
         """Bytes of the stored keys and values, without the few of beta."""
         return self.demonstrations.size
 
+    @checked
     def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch; see ``Context.query_pass``.
 
@@ -56,6 +58,7 @@ class ReweightedContext:
         hooks = reweight_anchors(model, query_pass.batch, self.beta)
         return replace(query_pass, hooks=[*query_pass.hooks, *hooks])
 
+    @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
         """Next-token logits at the targets of prompts that begin with these demonstrations.
 
@@ -69,6 +72,7 @@ class ReweightedContext:
         return checked_logits(self, model, batch)
 
 
+@checked
 def reweight_demonstrations(
     model: HookedModel,
     demonstrations: PromptBatch,

@@ -14,15 +14,18 @@ from ..errors import PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.groups import FORMAT, LABEL, OTHER, TEXT
+from ..system.arguments import checked
 
 Keep = Callable[[PromptBatch], Bool[Tensor, " position"]]
 
 
+@checked
 def everything(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     """All positions: the whole demonstrations as a cached prefix."""
     return demonstrations.attention_mask[0]
 
 
+@checked
 def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     """BOS, instructions, and every template, separator and label token (Hidden_anchor).
 
@@ -32,6 +35,7 @@ def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]
     return _in_groups(demonstrations, OTHER, LABEL, FORMAT)
 
 
+@checked
 def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     """BOS, instructions and the label words.
 
@@ -42,6 +46,7 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
     return _in_groups(demonstrations, OTHER, LABEL)
 
 
+@checked
 def random_and_format(seed: int) -> Keep:
     """The control of ``anchors_and_format`` (Hidden_random).
 

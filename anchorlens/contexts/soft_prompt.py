@@ -17,6 +17,7 @@ from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import logit_difference
 from ..prompts.batch import PromptBatch
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from .compression import tolerance
 from .embedded import (
@@ -53,6 +54,7 @@ class SoftPrompt(PrefixContext):
     embeddings: Float[Tensor, "length d_model"]
 
 
+@checked
 def train_soft_prompt(
     model: HookedModel,
     batches: Sequence[PromptBatch],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..results.record import kind_of_file
+from ..system.arguments import checked
 from ..system.digest_file import read_with_digest
 from .context import CompressedContext
 from .prefix_context import PrefixContext
@@ -14,6 +15,7 @@ from .token_prompt import HardPrompt
 _OURS: tuple[type[PrefixContext], ...] = (PrefixContext, SoftPrompt, HardPrompt)
 
 
+@checked
 def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     """Read a context that ``save`` of a ``CompressedContext`` or a ``PrefixContext`` wrote.
 

@@ -15,6 +15,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.insertion import insert_after_bos
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.study import Study
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from .compression import cache_of_tokens
 from .context import model_identity
@@ -57,6 +58,7 @@ class HardPrompt(PrefixContext):
         """Whether the tokenizer encodes the text to the same tokens."""
         return torch.equal(self.encoded, self.tokens)
 
+    @checked
     def insert(self, batch: PromptBatch) -> PromptBatch:
         """The user's prompts with these tokens after the BOS, before the demonstrations.
 
@@ -76,6 +78,7 @@ class HardPrompt(PrefixContext):
         return insert_after_bos(batch, self.ids)
 
 
+@checked
 def hard_prompt(
     model: HookedModel,
     tokens: Sequence[int],
@@ -106,6 +109,7 @@ def hard_prompt(
     return _measured(model, held_out, tokenizer, loss, lambda _: [list(tokens)])[0]
 
 
+@checked
 def random_hard_prompts(
     model: HookedModel,
     *,
@@ -138,8 +142,8 @@ def random_hard_prompts(
         >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
     """
     check_length(length)
-    if not isinstance(draws, int) or draws < 1:
-        raise PromptError(f"draws must be a whole number from 1; got {draws!r}")
+    if draws < 1:
+        raise PromptError(f"draws must be from 1 up; got {draws}")
 
     def drawn(tokenizer: Any) -> list[list[int]]:
         plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]

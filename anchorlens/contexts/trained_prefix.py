@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,6 +15,7 @@ from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from .context import CompressedContext, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens
@@ -33,6 +33,7 @@ from .training import (
 ADAM = partial(torch.optim.Adam, lr=0.003)
 
 
+@checked
 def train_prefix(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -102,7 +103,6 @@ def train_prefix(
     if start is None:
         about = f"prefix of {length} positions from random tokens"
     else:
-        _require_context(start)
         about = f"prefix from {start!r}"
     made_of = () if start is None else (start.prefix,)
     settings = Settings(
@@ -133,8 +133,8 @@ def train_prefix(
 
 def check_length(length: int) -> None:
     """Raise an error for a context without positions."""
-    if not isinstance(length, int) or length < 1:
-        raise PromptError(f"length must be a whole number from 1; got {length!r}")
+    if length < 1:
+        raise PromptError(f"length must be from 1 up; got {length}")
 
 
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
@@ -211,14 +211,6 @@ def _split(prefix: Prefix, count: int) -> tuple[list[Tensor], list[Tensor]]:
             for tensor in tensors
         ]
     return fixed, leaves
-
-
-def _require_context(start: Any) -> None:
-    if not isinstance(start, CompressedContext | PrefixContext):
-        raise PromptError(
-            "start must be a context of al.compress, or one that was trained; got a "
-            f"{type(start).__name__}"
-        )
 
 
 def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, bos: Tensor) -> None:

@@ -19,6 +19,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.fingerprint import in_words
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from .embedded import (
     embeddings_of,
@@ -34,6 +35,7 @@ from .trained_prefix import check_length
 from .training import Settings, check_training, describe_training, prepared_study, train
 
 
+@checked
 def train_hard_prompt(
     model: HookedModel,
     batches: Sequence[PromptBatch],

@@ -138,12 +138,10 @@ class Settings:
     made_of: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("check_every", 1), ("seed", -inf)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                lowest = "" if least == -inf else f" from {least}"
-                raise MetricError(f"{name} must be a whole number{lowest}; got {value!r}")
-        if not isinstance(self.clip, int | float) or not self.clip > 0:
+        for name, least in (("steps", 0), ("check_every", 1)):
+            if getattr(self, name) < least:
+                raise MetricError(f"{name} must be from {least} up; got {getattr(self, name)}")
+        if not self.clip > 0:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
         _check_optimizer(self.optimizer)
 
@@ -203,10 +201,6 @@ def prepared_study(
 ) -> Study:
     """A study of the training and the held-out prompts, which are checked on entering."""
     for name, prompts in (("training", batches), ("held-out", held_out)):
-        if isinstance(prompts, PromptBatch) or not isinstance(prompts, Sequence):
-            raise PromptError(
-                f"expected a list of batches as {name} prompts; got a {type(prompts).__name__}"
-            )
         if not prompts:
             raise PromptError(
                 f"there are no {name} prompts; give batches of queries with their true labels, the "

@@ -35,6 +35,7 @@ from ..prompts.tasks import Task
 from ..results import captions, figures
 from ..results.record import Record, Rows, require_gold, rows_by_set
 from ..runs.study import Study, checked_batches, describe
+from ..system.arguments import checked
 from ..system.names import name_of
 
 
@@ -154,6 +155,7 @@ class AnswerTimesRecord(Record):
         )
 
 
+@checked
 def compression_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -247,6 +249,7 @@ def _rows(
     }
 
 
+@checked
 def text_anchor_prompts(
     tokenizer: Any,
     task: Task,
@@ -281,6 +284,7 @@ def text_anchor_prompts(
     return build_prompts(tokenizer, bare, empty, spaced, batch_size=batch_size)
 
 
+@checked
 def answer_times(
     model: HookedModel,
     batches: Sequence[PromptBatch],

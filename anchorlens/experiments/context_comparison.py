@@ -29,6 +29,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.record import Record, Rows, require_gold
 from ..runs.study import Study
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
@@ -84,6 +85,7 @@ class ContextsRecord(Record):
         """Shares of queries."""
         return dict.fromkeys(("accuracy", "whole_accuracy", "label_loyalty"), 1)
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The contexts by name."""
         return self.info["contexts"] if axis == "context" else super().axis_names(axis)
@@ -128,6 +130,7 @@ class ContextsRecord(Record):
         )
 
 
+@checked
 def compare_contexts(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -176,8 +179,8 @@ def compare_contexts(
         True
     """
     _check_contexts(contexts)
-    if not isinstance(repeats, int) or repeats < 1:
-        raise MetricError(f"repeats must be a whole number from 1; got {repeats!r}")
+    if repeats < 1:
+        raise MetricError(f"repeats must be from 1 up; got {repeats}")
     settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
     settings |= {f"context {name}": context for name, context in contexts.items()}
     with Study(
@@ -217,14 +220,14 @@ def compare_contexts(
 
 
 def _check_contexts(contexts: Mapping[str, Context | MakeContext]) -> None:
-    if not isinstance(contexts, Mapping) or not contexts:
+    if not contexts:
         raise PromptError(
             "contexts are given by name, {'none': al.NoContext(), 'anchors only': al.compress}; "
-            f"got {'none' if contexts == {} else f'a {type(contexts).__name__}'}"
+            "got none"
         )
     for name, context in contexts.items():
-        if not isinstance(name, str) or not name.strip():
-            raise PromptError(f"the name of a context must be text; got {name!r}")
+        if not name.strip():
+            raise PromptError(f"the name of a context must not be blank; got {name!r}")
         if isinstance(context, type) or not (is_context(context) or callable(context)):
             got = f"the class {context.__name__}" if isinstance(context, type) else repr(context)
             raise PromptError(

@@ -19,10 +19,12 @@ from ..models.hooked import HookedModel
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..runs.study import Study
+from ..system.arguments import checked
 
 _ALL_KEYS: Mapping[str, edges.PositionsOfBatch] = {"context": edges.demonstrations}
 
 
+@checked
 def prefix_effect(
     model: HookedModel,
     batches: Sequence[PromptBatch],

@@ -17,6 +17,7 @@ from ..metrics.distances import AnchorDistancesRecord, rank_correlation
 from ..models.hooked import indices_of
 from ..results import captions, figures
 from ..results.record import Record
+from ..system.arguments import checked
 
 # Up to ALL_UP_TO classes all permutations are compared (7! = 5040); with more classes, a sample of
 # DRAWS permutations and the identity.
@@ -120,6 +121,7 @@ class DiagnosisRecord(Record):
         return [name.strip() for name in names]
 
 
+@checked
 def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     """Test whether the distance of keys predicts which classes are confused (section 3.3).
 

@@ -30,6 +30,7 @@ from ..results.results import Results
 from ..runs.plan import Plan
 from ..runs.study import Study
 from ..runs.trial import late_starts
+from ..system.arguments import checked
 from ..system.names import name_of
 from ..system.processes import fails_together
 from .sites import Site
@@ -119,6 +120,7 @@ class SweepResults(Results):
 
 
 @fails_together()
+@checked
 def edge_sweep(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -257,7 +259,7 @@ def loyalty_sweep(
     """
     ensure_prepared(model)  # before its layers and heads are counted
     _check_sites(sites, metrics, draws)
-    numbers = range(seed, seed + draws) if isinstance(seed, int) else [seed]
+    numbers = range(seed, seed + draws)
     cuts = [_cut_at(model, site, cut, random_cut, numbers) for site in sites.values()]
     acts_in = "; ".join(str(each.acts_in) for each in cuts)
     settings = {
@@ -323,13 +325,9 @@ class _CutAtSite:
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
-    if not isinstance(sites, Mapping) or not all(
-        isinstance(name, str) and isinstance(site, Site) for name, site in sites.items()
-    ):
-        raise HookError(f"sites are {{name: al.Site(layers)}}, each name a string; got {sites!r}")
     if not sites:
         raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
-    if not isinstance(draws, int) or draws < 1:
+    if draws < 1:
         raise HookError(f"the random control needs at least one draw; got {draws!r}")
     names = [getattr(metric, "name", None) for metric in metrics]
     if both := [name for name in sites if name in names]:

@@ -23,6 +23,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
 from ..prompts.segments import TextPiece, build_segments
+from ..system.arguments import checked
 from ..system.texts import printable
 
 ANSWER = "answer"
@@ -60,6 +61,7 @@ class GenerationTrace:
         return self.flows.plot()
 
 
+@checked
 def trace_generation(
     model: HookedModel,
     prompt: str | Sequence[TextPiece],
@@ -110,12 +112,8 @@ def trace_generation(
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
-    if (
-        isinstance(max_new_tokens, bool)
-        or not isinstance(max_new_tokens, int)
-        or max_new_tokens < 1
-    ):
-        raise PromptError(f"max_new_tokens must be a whole number from 1; got {max_new_tokens!r}")
+    if max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens must be from 1 up; got {max_new_tokens}")
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
     _check_names(model, options)
     [prompt_batch] = build_segments(tokenizer, [pieces])

@@ -32,6 +32,7 @@ from ..prompts.batch import PromptBatch
 from ..results.record import Rows, rows_by_set
 from ..runs.study import Study
 from ..runs.trial import late_starts
+from ..system.arguments import checked
 from ..system.names import name_of
 from ..system.processes import fails_together
 
@@ -63,6 +64,7 @@ class IntegratedFlowsRecord(SegmentFlowsRecord):
 
 
 @fails_together()
+@checked
 def integrated_flows(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -117,7 +119,7 @@ def integrated_flows(
         size of what the heads give out before the output projection (BitNet).
 
     Raises:
-        MetricError: ``steps`` is no whole number from 1, ``output`` is no function or does not give
+        MetricError: ``steps`` is below 1, ``output`` does not give
             one number a prompt, or segments or weight do not fit; see ``SegmentFlows``.
         PromptError: The prompts do not fit the model, or lack a segment.
         ModelError: The attention hooks do not act, or value biases are folded.
@@ -131,13 +133,8 @@ def integrated_flows(
         >>> bool((record.attributed - record.change).abs().max() < 0.1)
         True
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise MetricError(f"steps must be a whole number from 1; got {steps!r}")
-    if output is not None and not callable(output):
-        raise MetricError(
-            "output is a function of (logits, batch) to one number a prompt, such as "
-            f"al.label_cross_entropy; got {output!r}"
-        )
+    if steps < 1:
+        raise MetricError(f"steps must be from 1 up; got {steps}")
     refuse_values(weight, "al.integrated_flows")
     metric = SegmentFlows(segments, weight)
     name = "probability of the prediction" if output is None else name_of(output)

@@ -14,8 +14,8 @@ from ..models.hooked import Hook, HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import captions
 from ..results.record import Record
+from ..system.arguments import checked
 from ..system.processes import fails_together
-from ..system.renames import renamed_arguments
 from .edge_sweep import CutEdgesRecord, SweepResults, loyalty_sweep, plot_cuts
 from .sites import Site
 
@@ -55,6 +55,7 @@ class IsolationRecord(CutEdgesRecord):
     heading: ClassVar[str] = "isolation"
 
 
+@checked
 def isolation_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -115,8 +116,8 @@ def isolation_loyalty(
     return record
 
 
-@renamed_arguments(places="sites")
 @fails_together()
+@checked
 def isolation_sweep(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -197,6 +198,7 @@ def isolation_sweep(
     )
 
 
+@checked
 def plot_isolation(records: Mapping[str, Record]) -> go.Figure:
     """Loyalties of several isolations side by side, each with its control (the paper's Figure 4).
 

@@ -17,11 +17,13 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.token_texts import token_texts
 from ..results import prefix_figures
+from ..system.arguments import checked
 from .context_effect import check_context, pass_after
 
 _PANELS = ("without the prefix in this layer", "with the prefix", "with, divided by 1 - m")
 
 
+@checked
 def plot_prefix_pattern(
     model: HookedModel,
     batch: PromptBatch,
@@ -83,6 +85,7 @@ def plot_prefix_pattern(
     )
 
 
+@checked
 def plot_prefix_directions(
     model: HookedModel,
     batch: PromptBatch,

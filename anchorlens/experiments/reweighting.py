@@ -29,6 +29,7 @@ from ..results.record import Record
 from ..runs.order import sets_of
 from ..runs.run import run
 from ..runs.study import Study, checked_batches, describe
+from ..system.arguments import checked
 from ..system.processes import gather_from_processes, is_main
 
 
@@ -52,6 +53,7 @@ class Beta(Record):
 
     caption: ClassVar[str] = captions.BETA
 
+    @checked
     def of_prompts(self, batch: PromptBatch) -> Float[Tensor, "layer head anchor"]:
         """The beta, for prompts with the label words that it was learned for.
 
@@ -84,6 +86,7 @@ class Beta(Record):
         )
 
 
+@checked
 def train_reweighting(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -187,6 +190,7 @@ def train_reweighting(
         return gather_from_processes("beta", trained)[0]
 
 
+@checked
 def reweighting_accuracy(
     model: HookedModel,
     batches: Sequence[PromptBatch],

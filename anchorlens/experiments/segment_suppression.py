@@ -21,6 +21,7 @@ from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows, rows_by_set
 from ..results.segment_figures import segment_by_segment
 from ..runs.study import Study
+from ..system.arguments import checked
 
 _ROWS = 8  # that are compared at a time, because all in float64 may not fit into memory
 
@@ -49,6 +50,7 @@ class SegmentSuppressionRecord(Record):
         "There is none where the row does not come after the column."
     )
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name."""
         if axis == "segment":
@@ -67,6 +69,7 @@ class SegmentSuppressionRecord(Record):
         )
 
 
+@checked
 def segment_suppression(
     model: HookedModel,
     batches: Sequence[PromptBatch],

@@ -1,12 +1,14 @@
 """Sites of an isolation (layers and heads), and the usual series of sites for a sweep."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import HookError
 from ..models.hooked import HookedModel, layer_numbers
+from ..system.arguments import checked
 
 
+@checked
 @dataclass(frozen=True)
 class Site:
     """Layers and heads that an isolation acts in.
@@ -21,28 +23,21 @@ class Site:
     heads: Iterable[int] | int | None = None
     keep_bos: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads"):  # an iterator could be read only once
-            chosen = getattr(self, name)
-            if isinstance(chosen, Iterator):
-                object.__setattr__(self, name, tuple(chosen))
 
-
+@checked
 def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> dict[str, Site]:
     """The first and the last n layers, for each depth n (the paper's Figure 4 and its appendix).
 
     Raises:
-        HookError: ``depths`` is no list of whole numbers, or the model has fewer layers.
+        HookError: A depth is below 1, or the model has fewer layers.
 
     Examples:
         >>> list(al.sites.first_and_last(model, [1, 2]))
         ['first layer', 'last layer', 'first 2 layers', 'last 2 layers']
     """
-    if not isinstance(depths, Iterable):
-        raise HookError(f"depths are a list of numbers of layers, such as [1, 3]; got {depths!r}")
     sites = {}
     for depth in depths:
-        if not isinstance(depth, int) or not 1 <= depth <= model.cfg.n_layers:
+        if not 1 <= depth <= model.cfg.n_layers:
             raise HookError(f"depths are from 1 to {model.cfg.n_layers} layers; got {depth!r}")
         name = "layer" if depth == 1 else f"{depth} layers"
         sites[f"first {name}"] = Site(range(depth))
@@ -50,23 +45,25 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
     return sites
 
 
+@checked
 def windows(model: HookedModel, width: int) -> dict[str, Site]:
     """Every group of ``width`` adjacent layers, from the first to the last.
 
     Raises:
-        HookError: ``width`` is no whole number from 1 to the number of layers.
+        HookError: ``width`` is not from 1 to the number of layers.
 
     Examples:
         >>> list(al.sites.windows(model, 2))[:2]
         ['layers 0 to 1', 'layers 1 to 2']
     """
     count = model.cfg.n_layers
-    if not isinstance(width, int) or not 1 <= width <= count:
+    if not 1 <= width <= count:
         raise HookError(f"a window has from 1 to {count} layers; got {width!r}")
     starts = range(count - width + 1)
     return {f"layers {k} to {k + width - 1}": Site(range(k, k + width)) for k in starts}
 
 
+@checked
 def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, Site]:
     """Each head of ``layers`` as a site.
 

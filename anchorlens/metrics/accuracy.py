@@ -15,6 +15,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows, require_gold
+from ..system.arguments import checked
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing
 
@@ -77,6 +78,7 @@ class AccuracyComparisonRecord(Record):
         """Shares of prompts."""
         return {"accuracy": 1}
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The methods by name."""
         return self.info["methods"] if axis == "method" else super().axis_names(axis)
@@ -95,6 +97,7 @@ class AccuracyComparisonRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Accuracy:
     """Share of prompts whose predicted label is true.
@@ -142,6 +145,7 @@ class Accuracy:
         )
 
 
+@checked
 def compare_accuracies(
     correct: Mapping[str, Float[Tensor, " prompt"]],
     *,
@@ -169,13 +173,8 @@ def compare_accuracies(
         [0.0, 0.5]
     """
     check_resamples(resamples)
-    if not isinstance(correct, Mapping):
-        raise MetricError(
-            f"expected {{method: answers}}, a tensor for each; got a {type(correct).__name__}"
-        )
     for name, values in correct.items():
-        is_row = isinstance(values, Tensor) and values.ndim == 1
-        if not is_row or not ((values == 0) | (values == 1)).all():
+        if values.ndim != 1 or not ((values == 0) | (values == 1)).all():
             raise MetricError(
                 f"the answers of {name!r} must be a tensor of 0 and 1, one for each prompt, as "
                 f"AccuracyRecord.correct is; got {values!r}"

@@ -18,6 +18,7 @@ from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
+from ..system.arguments import checked
 from .metric import Observation, observes_nothing
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
@@ -73,6 +74,7 @@ class AttentionAUCROCRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class AttentionAUCROC:
     """AUCROC_l and R_l of the attention from the target to the label words (section 2.3).

@@ -25,6 +25,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
+from ..system.arguments import checked
 from .aucroc import auc, predicted_class
 from .metric import Observation
 
@@ -95,6 +96,7 @@ class AnchorDistancesRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class AnchorDistances:
     """Distances of the label words' keys along the main directions of the queries (section 3.3).

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -17,6 +17,7 @@ from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, require_gold
+from ..system.arguments import checked
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -75,6 +76,7 @@ class LabelHeadsRecord(Record):
         """Heads that read label words, by layer and head, above the gaps of all scores by layer."""
         return figures.stacked(self.plot_share("read"), self.plot_gaps())
 
+    @checked
     def plot_share(self, score: str) -> go.Figure:
         """The share of prompts in which each head is above the threshold of a score.
 
@@ -107,6 +109,7 @@ class LabelHeadsRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class LabelHeads:
     """Which heads read label words, read those of one class, and copy into label words.
@@ -153,13 +156,12 @@ class LabelHeads:
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.times, int | float) and isfinite(self.times)
-        if not is_number or self.times <= 0:
+        if not 0 < self.times < inf:
             raise MetricError(
                 "times must be a number above 0, by which 1/n is multiplied to give a threshold; "
                 f"got {self.times!r}"
             )
-        if not isinstance(self.draws, int) or self.draws < 1:
+        if self.draws < 1:
             raise MetricError(
                 f"draws must be the number of random draws, at least 1; got {self.draws!r}"
             )

@@ -18,6 +18,7 @@ from ..prompts.batch import PromptBatch, require_label_words
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
 from ..results.record import Record, Rows
+from ..system.arguments import checked
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing
 
@@ -72,6 +73,7 @@ class LoyaltyRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Loyalty:
     """Label loyalty, word loyalty and KL of a run with hooks against the clean run (section 2.2).
@@ -119,6 +121,7 @@ class Loyalty:
         return _record(rows)
 
 
+@checked
 def loyalty(
     reference_logits: Float[Tensor, "batch vocab"],
     logits: Float[Tensor, "batch vocab"],
@@ -154,8 +157,8 @@ def loyalty(
 def _check_run(
     logits: Float[Tensor, "batch vocab"], label_token_ids: Int[Tensor, " class"] | Verbalizer
 ) -> None:
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or not len(logits):
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if logits.ndim != 2 or not len(logits):
+        shape = tuple(logits.shape)
         raise MetricError(f"logits are of (batch, vocab), one row a prompt; got {shape}")
     if not logits.isfinite().all():
         raise MetricError(
@@ -165,11 +168,11 @@ def _check_run(
     ids, count = label_token_ids, logits.shape[1]
     if isinstance(ids, Verbalizer):
         ids = torch.tensor([token for row in ids.token_ids for token in row])
-    is_row = isinstance(ids, Tensor) and ids.ndim == 1 and len(ids) > 0
+    is_row = ids.ndim == 1 and 0 < len(ids) == len(set(ids.tolist()))
     if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
         raise MetricError(
-            f"label_token_ids must be a row of whole numbers from 0 to {count - 1}, the tokens of "
-            f"the logits; got {ids.tolist() if isinstance(ids, Tensor) else ids!r}; "
+            "label_token_ids must be a row of different whole numbers from 0 to "
+            f"{count - 1}, the tokens of the logits; got {ids.tolist()}; "
             "PromptBatch.label_token_ids has this form"
         )
 

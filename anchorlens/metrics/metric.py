@@ -18,6 +18,7 @@ from ..models.kv_cache import Prefix
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
+from ..system.arguments import checked
 from ..system.methods import has_methods
 
 RowsOfBatch = Callable[
@@ -25,6 +26,7 @@ RowsOfBatch = Callable[
 ]
 
 
+@checked
 @dataclass(frozen=True)
 class Observation:
     """What a metric observes in one batch. Each batch has a new one, so metrics have no state.

@@ -16,6 +16,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, rows_by_set
+from ..system.arguments import checked
 from ..system.names import name_of
 from .metric import Observation, observes_nothing
 from .positions import checked_positions
@@ -102,6 +103,7 @@ class PrefixEffectRecord(Record):
         "invariance",
     )
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The groups of tokens by name."""
         return self.info.get("groups") if axis == "group" else super().axis_names(axis)
@@ -131,6 +133,7 @@ class PrefixEffectRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class PrefixEffect:
     """What demonstrations do to the attention of the query, as a prefix before it.
@@ -178,17 +181,10 @@ class PrefixEffect:
     needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        names_functions = isinstance(self.keys, Mapping) and all(
-            isinstance(name, str) and callable(function) for name, function in self.keys.items()
-        )
-        if not names_functions or not self.keys:
+        if not self.keys:
             raise MetricError(
                 "keys are functions of the batch by name, {'labels': al.edges.anchors}; got "
                 f"{self.keys!r}"
-            )
-        if not callable(self.rows):
-            raise MetricError(
-                f"rows is a function of the batch, such as al.edges.target; got {self.rows!r}"
             )
 
     def __repr__(self) -> str:
@@ -231,6 +227,7 @@ class PrefixEffect:
         """Means over prompts, then over sets of demonstrations."""
         return effect_record(rows, tuple(self.keys))
 
+    @checked
     def groups_of(self, batch: PromptBatch) -> Bool[Tensor, "batch group key"]:
         """The positions of each group, checked."""
         before = batch.attention_mask & ~_from_query(batch)
@@ -251,6 +248,7 @@ class PrefixEffect:
                 )
         return groups
 
+    @checked
     def rows_of(self, batch: PromptBatch) -> edges.Positions:
         """The positions of the rows that count, checked."""
         rows = checked_positions(batch, self.name, "rows", self.rows)

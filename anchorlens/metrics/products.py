@@ -16,6 +16,7 @@ from ..models.head_values import transformed_values
 from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..system.arguments import checked
 from ..system.names import name_of
 from ..system.row_pieces import row_slices
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
@@ -58,6 +59,7 @@ def value_product_hooks(
     return [*hooks, *hooks_by_layer(model, values_name, store)], backward_hooks
 
 
+@checked
 def flows(
     pattern: Pattern,
     gradient: Pattern,

@@ -5,8 +5,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.arguments import checked
 
 
+@checked
 def rollout(
     patterns: Float[Tensor, "*batch layer head query key"],
 ) -> Float[Tensor, "*batch query key"]:
@@ -25,7 +27,8 @@ def rollout(
         rows of the patterns do; with attention sinks they sum to less.
 
     Raises:
-        MetricError: The patterns are no squares, or have no layer, head, query and key.
+        MetricError: The patterns are no squares, have no layer, head, query and key, or have
+            values below 0.
 
     Examples:
         >>> pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
@@ -37,6 +40,10 @@ def rollout(
         raise MetricError(
             "patterns must have the shape (..., layer, head, position, position), those of whole "
             f"prompts; got {tuple(patterns.shape)}"
+        )
+    if (patterns < 0).any():
+        raise MetricError(
+            "patterns must be attention after the softmax, from 0 to 1; some values are below 0"
         )
     heads = patterns.to(torch.promote_types(patterns.dtype, torch.float32)).mean(-3)
     mixed = heads / 2 + torch.eye(patterns.shape[-1], dtype=heads.dtype, device=heads.device) / 2

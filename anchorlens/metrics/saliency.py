@@ -22,7 +22,7 @@ from ..prompts.edges import as_edge_set, check_edges
 from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
-from ..system.renames import renamed_arguments
+from ..system.arguments import checked
 from .metric import Observation
 from .products import EdgeSums, over_heads, pieces, product_hooks
 
@@ -77,6 +77,7 @@ class SaliencyFlowsRecord(Record):
     )
     stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The flows by name."""
         if axis == "flow":
@@ -96,6 +97,7 @@ class SaliencyFlowsRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class SaliencyFlows:
     """Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
@@ -131,10 +133,7 @@ class SaliencyFlows:
     needs_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        names_functions = isinstance(self.edges, Mapping) and all(
-            isinstance(name, str) and callable(function) for name, function in self.edges.items()
-        )
-        if not names_functions or not self.edges:
+        if not self.edges:
             raise MetricError(
                 "edges are functions of the batch by name, {'to first': al.edges.from_first}; got "
                 f"{self.edges!r}"
@@ -236,7 +235,7 @@ def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prom
         )
 
 
-@renamed_arguments(checkpoint="gradient_checkpointing")
+@checked
 def saliency(
     model: HookedModel,
     batch: PromptBatch,
@@ -286,6 +285,7 @@ def saliency(
     return stacked if right is batch else _in_columns_of(batch, stacked)
 
 
+@checked
 def head_saliency(
     model: HookedModel,
     batch: PromptBatch,

@@ -15,6 +15,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import prefix_figures
 from ..results.record import Record, Rows, rows_by_set
+from ..system.arguments import checked
 from .metric import Observation
 from .products import between
 from .segment_flows import SegmentFlows, edge_counts, segment_names
@@ -44,6 +45,7 @@ class SegmentAttentionRecord(Record):
         "high where a head gathers on few segments."
     )
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name."""
         if axis == "segment":
@@ -60,6 +62,7 @@ class SegmentAttentionRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class SegmentAttention:
     """Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
@@ -99,8 +102,7 @@ class SegmentAttention:
 
     def __post_init__(self) -> None:
         SegmentFlows(self.segments)  # it refuses wrong segments
-        is_number = isinstance(self.apart, int) and not isinstance(self.apart, bool)
-        if not is_number or self.apart < 1:
+        if self.apart < 1:
             raise MetricError(f"apart is a number of segments from 1; got {self.apart!r}")
 
     def __repr__(self) -> str:

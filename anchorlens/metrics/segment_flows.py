@@ -19,6 +19,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.groups import GROUPS
 from ..results.record import Record, Rows, rows_by_set
 from ..results.segment_figures import pairs_by_layer
+from ..system.arguments import checked
 from ..system.names import name_of
 from .metric import Observation
 from .positions import checked_positions
@@ -55,6 +56,7 @@ class SegmentFlowsRecord(Record):
         "the arrow reads from the one at its right, in each layer."
     )
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name."""
         if axis == "segment":
@@ -71,6 +73,7 @@ class SegmentFlowsRecord(Record):
         )
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class SegmentFlows:
     """Flows between any groups of tokens, such as question, steps and answer.
@@ -115,19 +118,10 @@ class SegmentFlows:
 
     def __post_init__(self) -> None:
         given = self.segments
-        if isinstance(given, Mapping):
-            fits = all(isinstance(name, str) and callable(of) for name, of in given.items())
-        else:
-            fits = not isinstance(given, str) and (given is None or _are_names(given))
-        if not fits or (given is not None and not len(given)):
+        if given is not None and (not given or len(set(given)) < len(given)):
             raise MetricError(
                 "segments are different names, ['question', 'answer'], or functions of the batch "
                 f"by name, {{'anchors': al.edges.anchors}}; got {given!r}"
-            )
-        if not callable(self.weight):
-            raise MetricError(
-                "weight is a function of (pattern, gradient), such as al.weights.signed; got "
-                f"{self.weight!r}"
             )
 
     def __repr__(self) -> str:
@@ -225,6 +219,7 @@ class SegmentFlows:
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
 
+    @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment position"]:
         """The positions of each segment in a batch."""
         functions = self._functions(batch).items()
@@ -241,6 +236,7 @@ class SegmentFlows:
             )
         return segments
 
+    @checked
     def names_of(self, batch: PromptBatch) -> tuple[str, ...]:
         """The names of the segments in a batch."""
         return tuple(self._functions(batch))
@@ -255,11 +251,6 @@ class SegmentFlows:
 def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of segments in a record's ``info``: those asked for, or those of the prompts."""
     return tuple(info.get("segment_names") or info.get("segments") or GROUPS)
-
-
-def _are_names(names: Any) -> bool:
-    is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
-    return is_list and len(set(names)) == len(names)
 
 
 def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from ..prompts.groups import PADDING
 from ..prompts.token_texts import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
+from ..system.arguments import checked
 from ..system.names import name_of
 from .products import edge_weights, require_finite, row_pieces, try_weight
 from .segment_flows import SegmentFlows, segment_names
@@ -61,6 +62,7 @@ class StepFlowsRecord(Record):
         "its share in the layer."
     )
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name, and the texts of the steps."""
         if axis == "segment":
@@ -86,6 +88,7 @@ class StepFlowsRecord(Record):
         )
 
 
+@checked
 def step_flows(
     model: HookedModel,
     batch: PromptBatch,
@@ -124,7 +127,7 @@ def step_flows(
     """
     refuse_values(weight, "al.step_flows")
     ensure_prepared(model)
-    if not isinstance(batch, PromptBatch) or len(batch) != 1:
+    if len(batch) != 1:
         raise PromptError(
             f"step flows are of one prompt, such as batches[0].prompt(0); got {batch!r}"
         )
@@ -161,8 +164,8 @@ def step_flows(
 
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise MetricError(f"chunk must be a whole number from 1; got {chunk!r}")
+    if chunk < 1:
+        raise MetricError(f"chunk must be from 1 up; got {chunk}")
     try_weight(SegmentFlows(weight=weight).weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 

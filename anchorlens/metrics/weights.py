@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.arguments import checked
 from ..system.names import name_of
 
 Pattern = Float[Tensor, "batch head query key"]
@@ -22,6 +23,7 @@ Weight = Callable[[Pattern, Pattern], Edges]
 WeightWithValues = Callable[[Pattern, Pattern, Values], Edges]
 
 
+@checked
 def saliency(pattern: Pattern, gradient: Pattern) -> Edges:
     """``| sum_h A_h dL/dA_h |`` (Wang et al., 2023, equation 1): in nats, from 0 up.
 
@@ -36,11 +38,13 @@ def saliency(pattern: Pattern, gradient: Pattern) -> Edges:
     return (pattern * gradient).sum(1).abs()
 
 
+@checked
 def saliency_of_heads(pattern: Pattern, gradient: Pattern) -> Edges:
     """``sum_h | A_h dL/dA_h |`` (the footnote of Wang et al., 2023): in nats, from 0 up."""
     return (pattern * gradient).abs().sum(1)
 
 
+@checked
 def signed(pattern: Pattern, gradient: Pattern) -> Edges:
     """``sum_h A_h dL/dA_h``: in nats; below 0 where the attention lowers the loss.
 
@@ -53,6 +57,7 @@ def signed(pattern: Pattern, gradient: Pattern) -> Edges:
     return (pattern * gradient).sum(1)
 
 
+@checked
 def positive(pattern: Pattern, gradient: Pattern) -> Edges:
     """``mean_h relu(- A_h dL/dA_h)``: what helps the answer (after Chefer et al., 2021).
 
@@ -63,6 +68,7 @@ def positive(pattern: Pattern, gradient: Pattern) -> Edges:
     return (-pattern * gradient).relu().mean(1)
 
 
+@checked
 def attention(pattern: Pattern, gradient: Pattern) -> Edges:
     """``mean_h A_h``: the attention alone, from 0 to 1.
 
@@ -71,6 +77,7 @@ def attention(pattern: Pattern, gradient: Pattern) -> Edges:
     return pattern.mean(1)
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class WithValues:
     """Marks a weight that is a function of (pattern, gradient, values), for ``SegmentFlows``.

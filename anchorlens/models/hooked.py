@@ -25,7 +25,7 @@ Hook = tuple[str, HookFunction]
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """The attributes that this package uses of a TransformerBridge or a HookedTransformer."""
+    """A TransformerBridge or HookedTransformer, as ``al.load_model`` makes it."""
 
     @property
     def cfg(self) -> Any: ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
+from ..system.arguments import checked
 from .acting_hooks import acting_hooks
 from .cached_step import verify_cached_step
 from .hooked import (
@@ -52,6 +53,7 @@ _BIDIRECTIONAL = (
 
 # An inference_mode of the caller would make tensors that autograd rejects.
 @torch.inference_mode(False)
+@checked
 def load_model(
     source: Any,
     *,
@@ -118,6 +120,7 @@ def load_model(
 
 
 @torch.inference_mode(False)
+@checked
 def prepare_model(model: Model) -> Model:
     """Make a hooked model's attention hooks act, and verify it in one tiny pass.
 
@@ -170,6 +173,7 @@ def prepare_model(model: Model) -> Model:
     return model
 
 
+@checked
 def restore_model(model: Model) -> Model:
     """Undo ``prepare_model``: every module has its own ``forward`` again.
 

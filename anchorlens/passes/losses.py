@@ -17,6 +17,7 @@ from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, longest_prompt
+from ..system.arguments import checked
 from ..system.methods import has_methods
 from ..system.names import name_of
 
@@ -28,6 +29,7 @@ _DRAWS = 8  # of random logits on which a loss is tried
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
 
+@checked
 def label_cross_entropy(
     logits: Float[Tensor, "batch vocab"], batch: PromptBatch
 ) -> Float[Tensor, " batch"]:
@@ -158,6 +160,7 @@ class NextTokenCrossEntropy:
         return weights
 
 
+@checked
 def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
     """A loss: cross entropy of the tokens that follow several positions.
 
@@ -192,6 +195,7 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
     return NextTokenCrossEntropy(weights)
 
 
+@checked
 def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
     """A loss: cross entropy of all tokens of a segment, such as a written answer.
 
@@ -274,6 +278,7 @@ class WordCrossEntropy:
         return cross_entropy(scores, gold, reduction="none")
 
 
+@checked
 def word_cross_entropy(
     words: Sequence[Sequence[int]] | None = None, *, per_token: bool = False
 ) -> WordCrossEntropy:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from .arrays import checked_integers, checked_mask, holds_integers
 from .groups import GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import NO_SEGMENT, PromptView
@@ -102,6 +103,7 @@ class PromptBatch:
             heading += f". {left_out} of its {len(ids)} tokens are left out"
         return PromptView(tokens, groups, heading, names)._repr_html_()
 
+    @checked
     def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
         """The text of a prompt, which a notebook shows in the colours of its token groups.
 
@@ -146,6 +148,7 @@ class PromptBatch:
             return self.verbalizer.token_ids
         return [[token] for token in self.label_token_ids.tolist()]
 
+    @checked
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
         """Score of each class, by which labels are predicted and compared.
 
@@ -177,6 +180,7 @@ class PromptBatch:
         """Index of each target position among the query rows of a pattern."""
         return self.target_positions - self.first_query
 
+    @checked
     def after(self, position: int) -> "PromptBatch":
         """The same prompts, of which only the tokens from ``position`` on are run.
 
@@ -189,6 +193,7 @@ class PromptBatch:
         """The same prompts, of which all tokens are run."""
         return replace(self, first_query=0)
 
+    @checked
     def prompt(self, number: int) -> "PromptBatch":
         """A batch with one prompt of this batch, without padding.
 
@@ -196,10 +201,11 @@ class PromptBatch:
             >>> al.saliency(model, batch.prompt(0)).shape[:2] == (1, model.cfg.n_layers)
             True
         """
-        if not isinstance(number, int) or not 0 <= number < len(self):
+        if not 0 <= number < len(self):
             raise PromptError(f"the batch has the prompts 0 to {len(self) - 1}; got {number!r}")
         return self.prompts(number, number + 1)
 
+    @checked
     def prompts(self, start: int, stop: int, step: int = 1) -> "PromptBatch":
         """The prompts from ``start`` up to ``stop`` (excluded), without columns of only padding.
 
@@ -229,6 +235,7 @@ class PromptBatch:
         starts, ends = self._ends()
         return self._columns_from(ends - int((ends - starts).max()))
 
+    @checked
     def before(self, position: int) -> "LeadingTokens":
         """The columns before ``position`` alone, all of which are run."""
         fields = {**vars(self), "first_query": 0}
@@ -263,6 +270,7 @@ class PromptBatch:
         return replace(self, **rows)
 
     @torch.inference_mode(False)
+    @checked
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
         moved: dict[str, Any] = {
@@ -273,6 +281,7 @@ class PromptBatch:
         return replace(self, **moved)
 
     @classmethod
+    @checked
     def from_positions(
         cls,
         tokens: Int[Tensor, "batch position"],
@@ -359,6 +368,7 @@ class PromptBatch:
         return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
     @classmethod
+    @checked
     def from_segments(
         cls,
         tokens: Int[Tensor, "batch position"],
@@ -398,8 +408,6 @@ class PromptBatch:
             PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
         """
         mask = checked_mask(tokens, attention_mask)
-        if isinstance(names, str) or not isinstance(names, Sequence):
-            raise PromptError(f"names is a list, ['question', 'answer']; got {names!r}")
         device, size = tokens.device, len(tokens)
         groups = checked_integers("segments", segments, tuple(tokens.shape), device=device)
         if target_positions is None:

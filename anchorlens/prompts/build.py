@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
@@ -26,6 +27,7 @@ from .tokens import check_tokenizer, encode
 from .verbalizer import Verbalizer
 
 
+@checked
 def build_prompts(
     tokenizer: Any,
     task: Task,
@@ -67,9 +69,9 @@ def build_prompts(
         >>> batches[0].label_positions.shape == (1, len(demos))
         True
     """
-    check_tokenizer(tokenizer, batch_size, padding_side)
-    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
-        raise PromptError(f"max_length must be a whole number from 1; got {max_length!r}")
+    check_tokenizer(tokenizer, batch_size)
+    if max_length is not None and max_length < 1:
+        raise PromptError(f"max_length must be from 1 up; got {max_length}")
     sets = demonstrations_by_query(task, demonstrations, queries)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length

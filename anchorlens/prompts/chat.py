@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from .examples import Example
 from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .tasks import Piece, Task
@@ -41,6 +42,7 @@ _NO_OPTIONS = frozenset(
 _DATE_CODES: tuple[str, ...] = (*"aAbBdmyYFDxjeHIMSfpzZcXwuUVW", "-d", "-m", "-I", "-H", "-j")
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class ChatTask(Task):
     r"""A task whose demonstrations are turns of user and assistant, by the tokenizer's template.
@@ -92,7 +94,7 @@ class ChatTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.options, Mapping) or not _NO_OPTIONS.isdisjoint(self.options):
+        if not _NO_OPTIONS.isdisjoint(self.options):
             raise PromptError(
                 "options of a chat task are {name: value} for the chat template, and none of "
                 f"{', '.join(sorted(_NO_OPTIONS))}; got {self.options!r}"
@@ -105,6 +107,7 @@ class ChatTask(Task):
                 f"the date of a chat task is a day such as '2024-07-26'; got {self.date!r}"
             ) from error
 
+    @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are the text that the chat template gives."""
         turns = self._turns(demonstrations, query)
@@ -112,6 +115,7 @@ class ChatTask(Task):
         text = self._render(tokenizer, turns, True)
         return [piece for piece in frame.pieces(text, turns) if piece.text]
 
+    @checked
     def written_word(
         self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
     ) -> str:

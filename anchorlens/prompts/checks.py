@@ -61,18 +61,9 @@ def missing_labels(task: Task, demonstrations: Sequence[Example]) -> list[str]:
 
 
 def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
-    if isinstance(queries, str):
-        raise PromptError(
-            f"queries must be a list of examples or texts; got the string {queries[:40]!r}; "
-            "write [query] for a single one"
-        )
     if not queries:
         raise PromptError("there are no queries to build prompts for")
     for index, query in enumerate(queries):
-        if not isinstance(query, str | Example):
-            raise PromptError(
-                f"query {index} must be an al.Example or a text; got a {type(query).__name__}"
-            )
         label = None if isinstance(query, str) else query.label
         if label is not None and not 0 <= label < len(task.labels):
             raise PromptError(

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import HookError, PromptError
+from ..system.arguments import checked
 from ..system.row_pieces import row_slices
 from .batch import PromptBatch, check_inside, require_label_words
 from .edge_set import Edges, EdgeSet
@@ -27,6 +28,7 @@ Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
 
 
+@checked
 def between(queries: Positions, keys: Positions) -> EdgeSet:
     """Edges from every position in ``queries`` to every earlier position in ``keys``.
 
@@ -52,6 +54,7 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
     return EdgeSet(rows_of, (prompts, len(i), len(j)), readers.device)
 
 
+@checked
 def group(batch: PromptBatch, name: str) -> Positions:
     """Positions of a segment: text, label, format, target, query or other, or one of your own.
 
@@ -66,6 +69,7 @@ def group(batch: PromptBatch, name: str) -> Positions:
     return batch.groups == names.index(name)
 
 
+@checked
 def anchors(batch: PromptBatch) -> Positions:
     """Positions of the anchors: one token of each label word (the paper's p_k).
 
@@ -77,6 +81,7 @@ def anchors(batch: PromptBatch) -> Positions:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 
+@checked
 def forerunners(batch: PromptBatch) -> Positions:
     """Positions of the token before each anchor, such as the colon in "Answer: Entity".
 
@@ -87,18 +92,21 @@ def forerunners(batch: PromptBatch) -> Positions:
     return torch.cat([labels[:, 1:], torch.zeros_like(labels[:, :1])], 1) & batch.attention_mask
 
 
+@checked
 def target(batch: PromptBatch) -> Positions:
     """The target position (the paper's q); all False in a batch that ends before it."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     return positions == batch.target_positions[:, None]
 
 
+@checked
 def demonstrations(batch: PromptBatch) -> Positions:
     """Positions of all tokens before the query, without BOS."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     return batch.attention_mask & (positions < batch.query_start[:, None]) & ~bos(batch)
 
 
+@checked
 def bos(batch: PromptBatch) -> Positions:
     """The position of BOS; all False in prompts that do not begin with one."""
     first = batch.attention_mask.long().argmax(1, keepdim=True)
@@ -106,6 +114,7 @@ def bos(batch: PromptBatch) -> Positions:
     return nowhere.scatter(1, first, True) if batch.begins_with_bos else nowhere
 
 
+@checked
 def query(batch: PromptBatch) -> Positions:
     """Positions from the first token of the query to the target position.
 
@@ -116,6 +125,7 @@ def query(batch: PromptBatch) -> Positions:
     return batch.attention_mask & up_to_target & (positions >= batch.query_start[:, None])
 
 
+@checked
 def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -123,16 +133,19 @@ def every(batch: PromptBatch) -> EdgeSet:
     return between(inside, inside)
 
 
+@checked
 def wp(batch: PromptBatch) -> EdgeSet:
     """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
     return between(anchors(batch), batch.attention_mask)
 
 
+@checked
 def pq(batch: PromptBatch) -> EdgeSet:
     """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
     return between(target(batch), anchors(batch))
 
 
+@checked
 def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
     labels = anchors(batch)
@@ -141,11 +154,13 @@ def ww(batch: PromptBatch) -> EdgeSet:
     return edges
 
 
+@checked
 def tq(batch: PromptBatch) -> EdgeSet:
     """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
     return between(target(batch), batch.attention_mask & ~anchors(batch))
 
 
+@checked
 def from_first(batch: PromptBatch) -> EdgeSet:
     """Edges to the first token of each prompt, often a BOS with much of the attention."""
     first = batch.attention_mask.long().argmax(1, keepdim=True)
@@ -153,6 +168,7 @@ def from_first(batch: PromptBatch) -> EdgeSet:
     return between(batch.attention_mask, keys)
 
 
+@checked
 def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     """Random edges of the same queries: each query reads as many other keys as in ``edges``.
 
@@ -169,7 +185,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
         As many edges in each row, up to the target position, as ``edges`` has there.
 
     Raises:
-        HookError: A row has too few other keys, or ``seed`` is not a whole number.
+        HookError: A row has too few other keys.
         PromptError: ``edges`` are not edges of these prompts.
 
     Examples:
@@ -182,6 +198,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     return _drawn(batch, edges, seed, _in_each_row)
 
 
+@checked
 def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     """Random edges of each prompt, as many as in ``edges``, from any query to any key.
 
@@ -249,6 +266,7 @@ def _no_edges(edges: Any, shape: str) -> PromptError:
     )
 
 
+@checked
 def not_earlier() -> PromptError:
     """The error for edges that no query of the prompts has."""
     return PromptError(
@@ -273,14 +291,9 @@ def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
     return EdgeSet(rows_of, shape, keys.device)
 
 
+@checked
 def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
-    """The generator of a draw for prompts with these demonstrations.
-
-    Raises:
-        HookError: The seed is not a whole number.
-    """
-    if not isinstance(seed, int):
-        raise HookError(f"the seed of a draw must be a whole number; got {seed!r}")
+    """The generator of a draw for prompts with these demonstrations."""
     return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import DataError
+from ..system.arguments import checked
 from .datafiles import READERS, Columns, read_columns
 
 
+@checked
 @dataclass(frozen=True)
 class Example:
     """A text and its class, or ``None`` if the class is not known."""
@@ -52,6 +54,7 @@ BUNDLED: MappingProxyType[str, str] = MappingProxyType(
 _ON_HUB = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 
+@checked
 def load_examples(
     source: str | Path,
     split: str | None = None,
@@ -114,6 +117,7 @@ def load_examples(
     return _read_hub(name, split or "train", None, text, label, classes)
 
 
+@checked
 def sample_demonstrations(
     examples: Sequence[Example], shots: int = 1, seed: int = 42
 ) -> list[Example]:
@@ -135,8 +139,8 @@ def sample_demonstrations(
         >>> sorted(demo.label for demo in demos)
         [0, 1, 2, 3, 4, 5]
     """
-    if not isinstance(shots, int) or shots < 1:
-        raise DataError(f"shots must be at least 1; got {shots!r}; give a whole number")
+    if shots < 1:
+        raise DataError(f"shots must be at least 1; got {shots}")
     by_class: dict[int, list[Example]] = {}
     for example in examples:
         if example.label is None or example.label < 0:
@@ -161,6 +165,7 @@ def sample_demonstrations(
     return drawn
 
 
+@checked
 def sample_queries(
     examples: Sequence[Example], count: int, seed: int = 42, exclude: Sequence[Example] = ()
 ) -> list[Example]:
@@ -181,8 +186,8 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
-    if not isinstance(count, int) or count < 0:
-        raise DataError(f"count must be a whole number from 0; got {count!r}")
+    if count < 0:
+        raise DataError(f"count must be from 0 up; got {count}")
     excluded = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in excluded]
     if len(pool) < count:
@@ -200,8 +205,7 @@ def _check_columns(text: str, label: str, classes: Sequence[str | int] | None) -
         )
     if classes is None:
         return
-    is_list = isinstance(classes, Sequence) and not isinstance(classes, str)
-    if not is_list or any(value in classes[:k] for k, value in enumerate(classes)):
+    if any(value in classes[:k] for k, value in enumerate(classes)):
         raise DataError(
             "classes is a list of the different values of the label column, in the order of the "
             f"classes, such as ['bad', 'good']; got {classes!r}"
@@ -267,7 +271,7 @@ def _examples(
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
     expected = "an integer from 0; list others in Python with classes="
     if known is not None:
-        expected = f"an integer from 0, or one of classes={known}"
+        expected = f"one of classes={known}"
     examples = []
     for row, (words, value) in enumerate(zip(columns[text], columns[label], strict=True)):
         fits = value in known if known is not None else type(value) is int and value >= 0

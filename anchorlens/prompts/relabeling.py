@@ -10,6 +10,7 @@ from random import Random
 from typing import overload
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from .checks import check_labels, missing_labels
 from .examples import Example
 from .tasks import Task
@@ -30,6 +31,7 @@ def relabel(
 ) -> tuple[Task, list[list[Example]]]: ...
 
 
+@checked
 def relabel(
     demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
     task: Task,
@@ -64,11 +66,6 @@ def relabel(
         >>> al.relabel(flipped, task, how)[1] == demos
         True
     """
-    if not callable(how):
-        raise PromptError(
-            "how is a function of a task and its demonstrations, such as al.relabeling.random(0); "
-            f"got {how!r}"
-        )
     if not demonstrations:
         raise PromptError("there are no demonstrations to relabel")
     if isinstance(demonstrations[0], Example):
@@ -82,11 +79,13 @@ def relabel(
     return new[0][0], [demos for _, demos in new]
 
 
+@checked
 def gold(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
     """The true labels: nothing changes."""
     return task, demonstrations
 
 
+@checked
 def random(seed: int = 0) -> Relabeling:
     """The labels of the demonstrations in a random order.
 
@@ -105,7 +104,6 @@ def random(seed: int = 0) -> Relabeling:
         >>> sorted(demo.label for demo in mixed)
         [0, 0, 0, 1, 1, 1]
     """
-    _check_seed(seed)
 
     def shuffle_labels(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
         labels = [demo.label for demo in demonstrations]
@@ -115,6 +113,7 @@ def random(seed: int = 0) -> Relabeling:
     return shuffle_labels
 
 
+@checked
 def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
     """A share of the demonstrations gets another class, the same for all of one class.
 
@@ -136,10 +135,8 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
         >>> [demo.label for demo in wrong]
         [1, 0]
     """
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not is_number or not 0 <= share <= 1:
+    if not 0 <= share <= 1:
         raise PromptError(f"share must be a number from 0 to 1; got {share!r}")
-    _check_seed(seed)
 
     def flip_labels(task: Task, demonstrations: Demonstrations) -> tuple[Task, Demonstrations]:
         other = derangement(len(task.labels), seed)
@@ -156,6 +153,7 @@ def flipped(share: float = 1.0, seed: int = 0) -> Relabeling:
     return flip_labels
 
 
+@checked
 def symbols(words: Sequence[str]) -> Relabeling:
     """Other label words, which mean nothing; the classes of the demonstrations do not change.
 
@@ -186,6 +184,7 @@ def symbols(words: Sequence[str]) -> Relabeling:
     return replace_words
 
 
+@checked
 def derangement(count: int, seed: int) -> list[int]:
     """Another class for each class: pairs exchange, and three change in a circle if one is over."""
     order = Random(seed).sample(range(count), count)
@@ -228,8 +227,3 @@ def _generator(seed: int, demonstrations: Demonstrations) -> Random:
 def _with_labels(demonstrations: Demonstrations, labels: Sequence[int | None]) -> list[Example]:
     pairs = zip(demonstrations, labels, strict=True)
     return [replace(demo, label=label) for demo, label in pairs]
-
-
-def _check_seed(seed: int) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PromptError(f"seed must be a whole number; got {seed!r}")

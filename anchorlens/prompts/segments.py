@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from .batch import PromptBatch
 from .groups import PADDING
 from .tokens import check_tokenizer, encode
@@ -14,6 +15,7 @@ from .tokens import check_tokenizer, encode
 TextPiece = tuple[str | None, str]
 
 
+@checked
 def build_segments(
     tokenizer: Any,
     prompts: Sequence[Sequence[TextPiece]],
@@ -53,7 +55,7 @@ def build_segments(
         >>> results = al.run(model, [batch], [al.SegmentFlows()], loss=loss, progress=False,
         ...                  resamples=0)
     """
-    check_tokenizer(tokenizer, batch_size, padding_side)
+    check_tokenizer(tokenizer, batch_size)
     _check_pieces(prompts)
     names = list(dict.fromkeys(name for pieces in prompts for name, _ in pieces if name))
     rows = [_row(tokenizer, pieces, names, number) for number, pieces in enumerate(prompts)]
@@ -72,15 +74,14 @@ class _Row(NamedTuple):
     begins_with_bos: bool
 
 
-def _check_pieces(prompts: Any) -> None:
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+def _check_pieces(prompts: Sequence[Sequence[TextPiece]]) -> None:
+    if not prompts:
         raise PromptError(
             "prompts is a list of prompts, each a list of (name, text), "
             f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
         )
     for number, pieces in enumerate(prompts):
-        is_list = isinstance(pieces, Sequence) and not isinstance(pieces, str) and len(pieces) > 0
-        if not is_list or not all(_is_piece(piece) for piece in pieces):
+        if not pieces or any(name == "" for name, _ in pieces):
             raise PromptError(
                 f"prompt {number} must be a list of (name, text), where the name may be None; got "
                 f"{pieces!r}"
@@ -89,15 +90,6 @@ def _check_pieces(prompts: Any) -> None:
             raise PromptError(f"prompt {number} has no text; got {pieces!r}")
         if not any(name for name, _ in pieces):
             raise PromptError(f"prompt {number} has no piece with a name; name at least one")
-
-
-def _is_piece(piece: Any) -> bool:
-    is_pair = isinstance(piece, tuple | list) and len(piece) == 2
-    return is_pair and isinstance(piece[1], str) and (piece[0] is None or _is_name(piece[0]))
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and bool(name)
 
 
 def _row(tokenizer: Any, pieces: Sequence[TextPiece], names: Sequence[str], number: int) -> _Row:

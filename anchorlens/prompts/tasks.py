@@ -1,11 +1,13 @@
 """Tasks: how demonstrations and queries are written (template, label words, separator)."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from ..system.names import name_of
 from .examples import Example
 from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
@@ -20,6 +22,7 @@ class Piece(NamedTuple):
     label: int | None = None
 
 
+@checked
 @dataclass(frozen=True)
 class Task:
     r"""How demonstrations and queries are written.
@@ -39,9 +42,9 @@ class Task:
             ``torch.logsumexp``, with which the probabilities of the words are added.
 
     Raises:
-        PromptError: A part is not a string, the template lacks a field or has the fields in the
-            wrong order, there are fewer than two labels, two label words are the same, or
-            ``score`` does not give one number a prompt.
+        PromptError: The template lacks a field, has another one or has the fields in the wrong
+            order, there are fewer than two labels, two label words are the same, or ``score`` does
+            not give one number a prompt.
 
     Examples:
         >>> task = Task("Review: {text}\nSentiment:{label}", labels=[" Negative", " Positive"])
@@ -62,25 +65,17 @@ class Task:
     adds_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("template", "separator", "prefix"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise PromptError(f"the {name} of a task must be a string; got {value!r}")
-        if not _is_list(self.labels) or not all(
-            isinstance(words, str)
-            or (_is_list(words) and words and all(isinstance(word, str) for word in words))
-            for words in self.labels
-        ):
-            raise PromptError(
-                "labels must be a list of words, such as [' Negative', ' Positive'], or of lists "
-                f"of words, such as [[' bad', ' awful'], [' good']]; got {self.labels!r}"
-            )
         for field in ("{text}", "{label}"):
             if self.template.count(field) != 1:
                 raise PromptError(
                     f"the template must contain {field} exactly once, "
                     f"but contains it {self.template.count(field)} times: {self.template!r}"
                 )
+        if unknown := _UNKNOWN_FIELD.search(self.template):
+            raise PromptError(
+                f"the fields of a template are {{text}} and {{label}}, in single braces; nothing "
+                f"would fill {unknown.group()!r} in {self.template!r}"
+            )
         if self.template.index("{label}") < self.template.index("{text}"):
             raise PromptError(
                 "the template must have {text} before {label}, because the query is what stands "
@@ -92,7 +87,7 @@ class Task:
                 f"{list(self.labels)}"
             )
         every = [word for words in self.words for word in words]
-        if not all(word.strip() for word in every) or len(set(every)) < len(every):
+        if not all(self.words) or not all(map(str.strip, every)) or len(set(every)) < len(every):
             raise PromptError(
                 f"label words must be different and not blank; got {list(self.labels)}"
             )
@@ -138,16 +133,19 @@ class Task:
         between, after = rest.split("{label}")
         return before, between, after
 
+    @checked
     def demonstration(self, text: str, label: int) -> str:
         """The demonstration for a text of class ``label``."""
         before, between, after = self.pieces
         return before + text + between + self.first_words[label] + after
 
+    @checked
     def query(self, text: str) -> str:
         """The query for a text: the template up to the label."""
         before, between, _ = self.pieces
         return before + text + between
 
+    @checked
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are its text. The last belongs to the query."""
         before, between, after = self.pieces
@@ -163,6 +161,7 @@ class Task:
             ]
         return [*pieces, Piece(self.query(query), QUERY)]
 
+    @checked
     def written_word(
         self, tokenizer: Any, demonstrations: Sequence[Example], query: str, word: str
     ) -> str:
@@ -170,8 +169,9 @@ class Task:
         return word
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+# A column of the data, or the braces of another library's templates. Other braces are text, such as
+# those of JSON.
+_UNKNOWN_FIELD = re.compile(r"\{\{\s*\w+\s*\}\}|\{(?!text\}|label\})[^\W\d]\w*\}")
 
 
 TASKS: MappingProxyType[str, Task] = MappingProxyType(

@@ -9,10 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
+from ..system.arguments import checked
 from ..system.names import name_of
 from .scores import Score, mean
 
 
+@checked
 @dataclass(frozen=True)
 class Verbalizer:
     """Several label words for each class, and how their log probabilities give its score.
@@ -37,10 +39,9 @@ class Verbalizer:
     score: Score = mean
 
     def __post_init__(self) -> None:
-        rows: Any = self.token_ids
-        lists = isinstance(rows, Sequence) and all(isinstance(row, Sequence) for row in rows)
-        ids = [token for row in rows for token in row] if lists else []
-        if not ids or not all(type(token) is int and token >= 0 for token in ids):
+        rows = self.token_ids
+        ids = [token for row in rows for token in row]
+        if not ids or min(ids) < 0:
             raise PromptError(
                 "token_ids of a verbalizer are lists of whole numbers from 0, a list for each "
                 f"class, such as [[1, 2], [5]]; got {rows!r}"
@@ -57,6 +58,7 @@ class Verbalizer:
         # The repr of a function holds an address, which differs between processes.
         return f"Verbalizer(token_ids={self.token_ids}, score={name_of(self.score)})"
 
+    @checked
     def scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
         """Score of each class, from log probabilities over the whole vocabulary, in nats.
 

@@ -24,8 +24,8 @@ from ..runs.fingerprint import fingerprint, warn_of_unknown
 from ..runs.identity import identity_of
 from ..runs.run import target_logits
 from ..runs.store import Store, same_rows
+from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
-from ..system.renames import renamed_arguments
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 from .passes_bar import PassesBar
 
@@ -33,8 +33,8 @@ COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
 TRAINING = 4  # examples of each class for re-weighting
 
 
-@renamed_arguments(layers="depth")
 @fails_together()
+@checked
 def paper(
     model: HookedModel,
     examples: Mapping[str, tuple[Sequence[Example], Sequence[Example]]],

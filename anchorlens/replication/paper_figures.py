@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ..results import captions, figures
+from ..system.arguments import checked
 from .paper_tables import Parts, by_part, task_name
 
 
+@checked
 def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
     """Figures 3 to 6 by heading: the mean over seeds and the range of seeds.
 

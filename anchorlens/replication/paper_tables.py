@@ -12,6 +12,7 @@ from ..prompts.examples import BUNDLED
 from ..results import captions
 from ..results.depth import shallow_and_deep
 from ..results.text_tables import TextTable, aligned, digits
+from ..system.arguments import checked
 from .published import TABLE_1, TABLE_2, TABLE_3, TASK_NAMES, Values
 
 WIDTH = 110
@@ -43,6 +44,7 @@ class Section(NamedTuple):
         return "\n".join([*title, *aligned(self.table), *note])
 
 
+@checked
 def paper_tables(numbers: pd.DataFrame) -> str:
     """The figures' main numbers and the tables as text, beside what the paper reports.
 

@@ -15,6 +15,7 @@ from ..errors import MetricError
 from ..metrics.step_flows import StepFlowsRecord
 from ..prompts.groups import GROUPS, PADDING
 from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class, token_spans
+from ..system.arguments import checked
 from ..system.texts import printable
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
@@ -105,6 +106,7 @@ class AnswerFlows(FlowPage):
         }
 
 
+@checked
 def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     """A page of what each token of an answer reads: its coloured text, numbers and arcs.
 

@@ -16,6 +16,7 @@ from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.record import Record
+from ..system.arguments import checked
 from .contents import contents_of
 
 SHARE_LIMIT, RATIO_LIMIT, CHANCE = 0.25, 2.0, 0.5
@@ -106,6 +107,7 @@ class Claim:
         return f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})"
 
 
+@checked
 def claims(results: Mapping[str, Any]) -> list[Claim]:
     """Compare the numbers of a model with the claims of the paper.
 

@@ -18,6 +18,7 @@ from ..experiments.context_comparison import ContextsRecord
 from ..experiments.edge_sweep import CutEdgesRecord, plot_cuts
 from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
+from ..system.arguments import checked
 from ..system.files import write_text
 from . import flow_page
 from .answer import headline, sentences, surprises
@@ -95,6 +96,7 @@ class _Chapter:
     sections: Sequence[_Section] = ()
 
 
+@checked
 def write_report(
     results: ReportResults | Mapping[str, ReportResults],
     path: str | Path,

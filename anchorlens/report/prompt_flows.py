@@ -23,6 +23,7 @@ from ..prompts.groups import GROUPS, LABEL, TARGET
 from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.token_texts import token_texts
 from ..runs.fused_trial import try_fused
+from ..system.arguments import checked
 from ..system.texts import printable
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
@@ -105,6 +106,7 @@ class PromptFlows(FlowPage):
         }
 
 
+@checked
 def plot_prompt(
     model: HookedModel,
     batch: PromptBatch,

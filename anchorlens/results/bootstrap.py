@@ -114,8 +114,8 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
 
 def check_resamples(resamples: int) -> None:
     """Check the number of resamples; call it before the model runs."""
-    if not isinstance(resamples, int) or resamples < 0:
-        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples!r}")
+    if resamples < 0:
+        raise MetricError(f"resamples must be 0 (no intervals) or more; got {resamples}")
 
 
 def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from ..system.arguments import checked
 from .figure_parts import (
     PALETTE,
     VISIBLE,
@@ -37,6 +38,7 @@ DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
 MOST_TOKENS = 1000  # of arcs between tokens, a line each
 
 
+@checked
 def lines_by_layer(
     values: Float[Tensor, "series layer"],
     names: Sequence[str],
@@ -95,6 +97,7 @@ def lines_by_layer(
     return figure.update_xaxes(unifiedhovertitle_text="layer %{x}")
 
 
+@checked
 def lines_by_step(
     lines: Mapping[str, tuple[Int[Tensor, " _"], Float[Tensor, " _"]]],
     *,
@@ -121,6 +124,7 @@ def lines_by_step(
     return figure.update_layout(xaxis_title="step", yaxis_title=literal(y_title))
 
 
+@checked
 def grouped_bars(
     values: Float[Tensor, "group series"],
     groups: Sequence[str],
@@ -168,6 +172,7 @@ def grouped_bars(
     return figure.update_xaxes(name_ticks(groups)).update_yaxes(title=literal(y_title))
 
 
+@checked
 def bars_with_controls(
     values: Float[Tensor, "panel group kind"],
     panels: Sequence[str],
@@ -223,6 +228,7 @@ def bars_with_controls(
     return figure.update_xaxes(name_ticks(groups))
 
 
+@checked
 def confusion_pair(
     predicted: Float[Tensor, "class class"],
     actual: Float[Tensor, "class class"],
@@ -273,6 +279,7 @@ def confusion_pair(
     return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
 
 
+@checked
 def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
     """Draw a figure of lines under another figure; both keep their heights.
 
@@ -311,6 +318,7 @@ def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
     return figure.update_layout(axes, height=whole, legend=legend, hovermode="closest")
 
 
+@checked
 def token_arcs(
     tokens: Sequence[str],
     saliency: Float[Tensor, "layer query key"],

@@ -13,6 +13,7 @@ from jaxtyping import jaxtyped
 from torch import Tensor
 
 from ..errors import MetricError, StoreError
+from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import printable
@@ -134,6 +135,7 @@ class Record:
         """
         return {}
 
+    @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """Names along an axis: those in ``names``, or the class names in ``info``."""
         if axis in self.names:
@@ -174,6 +176,7 @@ class Record:
             f"{type(self).__name__} has no plot; define one in the class, or use to_frame()"
         )
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the record into one safetensors file, with ``info`` as json in the header.
 
@@ -204,6 +207,7 @@ class Record:
         return path
 
     @classmethod
+    @checked
     def load(cls: type[_R], path: str | Path) -> _R:
         """Read a record that ``save`` wrote.
 
@@ -268,6 +272,7 @@ def kind_of_file(header: Mapping[str, Any]) -> str:
     return str(context.get("class", "CompressedContext") if isinstance(context, dict) else None)
 
 
+@checked
 def load_record(path: str | Path) -> Record:
     """Read a file that any record's ``Record.save`` wrote, as a record of the same class.
 

@@ -31,6 +31,7 @@ from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
 from ..results.record import Rows
 from ..results.results import Results
+from ..system.arguments import checked
 from .checks import require_metrics
 from .fingerprint import versions
 from .order import order_of_queries, sets_of
@@ -41,6 +42,7 @@ _LAYER = re.compile(r"blocks\.(\d+)\.")
 _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gradients
 
 
+@checked
 def from_caches(
     metrics: Sequence[Metric],
     batches: Sequence[PromptBatch],
@@ -115,6 +117,7 @@ def from_caches(
     return results_of(metrics, in_order, record, {}, {})
 
 
+@checked
 def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBatch) -> list[str]:
     """The hook points that these metrics observe: what a cache for ``from_caches`` must have.
 
@@ -145,6 +148,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
     return list(names)
 
 
+@checked
 def cache_of_attentions(
     attentions: Sequence[Float[Tensor, "batch head query key"]],
     gradients: Sequence[Float[Tensor, "batch head query key"]] | None = None,

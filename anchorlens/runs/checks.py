@@ -49,8 +49,6 @@ def check_metrics(
 
 def require_metrics(metrics: Sequence[Metric]) -> None:
     """Raise an error unless these are metrics with different names."""
-    if not isinstance(metrics, Sequence):
-        raise MetricError(f"expected a list of metrics; got a {type(metrics).__name__}")
     if wrong := [metric for metric in metrics if not is_metric(metric)]:
         raise MetricError(
             f"a metric has name, needs_gradient, observe and result; got {wrong[0]!r} "
@@ -61,20 +59,10 @@ def require_metrics(metrics: Sequence[Metric]) -> None:
         raise MetricError(f'a metric needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):
         raise MetricError(f"two metrics of one run need different names; got {names}")
-    for metric in metrics:
-        if hasattr(metric, "observe_demonstrations"):
-            raise MetricError(
-                f"the method observe_demonstrations of {metric.name} is now observe_prefix"
-            )
 
 
 def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]) -> None:
     """Raise an error unless ``hooks`` is a function of the batch to hooks that the model has."""
-    if not callable(hooks):
-        raise HookError(
-            "hooks is a function of the batch to hooks, hooks=lambda batch: [...]; "
-            f"got a {type(hooks).__name__}"
-        )
     for each in batches:
         batch = each.to(device_of(model))
         acting = hooks(batch)

@@ -13,11 +13,11 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
 from ..results.results import Results
-from ..system.renames import renamed_arguments
+from ..system.arguments import checked
 from .study import Study
 
 
-@renamed_arguments(checkpoint="gradient_checkpointing")
+@checked
 def run(
     model: HookedModel,
     batches: Sequence[PromptBatch],
@@ -112,6 +112,7 @@ def run(
         return study.results(plan, rows)
 
 
+@checked
 def target_logits(
     model: HookedModel,
     batches: Sequence[PromptBatch],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StoreError
+from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import remove_temporary_files, write_atomically
 from ..system.parsing import bytes_of
@@ -156,6 +157,7 @@ class Store:
             )
 
 
+@checked
 def forget_rows(folder: str | Path) -> None:
     """Delete the rows that ``run`` stored in a folder, so that it starts over; other files stay.
 

@@ -29,6 +29,7 @@ from ..prompts.groups import GROUPS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows
 from ..results.results import Results
+from ..system.arguments import checked
 from ..system.processes import (
     batches_of_process,
     failed_elsewhere,
@@ -95,6 +96,7 @@ class Study:
         True
     """
 
+    @checked
     def __init__(
         self,
         model: HookedModel,
@@ -151,6 +153,7 @@ class Study:
             )
         return self._checked
 
+    @checked
     def plan(
         self,
         metrics: Sequence[Metric] = (),
@@ -211,6 +214,7 @@ class Study:
         self._plans.append((plan, [metrics, hooks, interventions, loss]))
         return plan
 
+    @checked
     def collect(
         self,
         rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
@@ -272,6 +276,7 @@ class Study:
         order = order_of_queries(self.batches)
         return {name: values[order] for name, values in rows.items()}
 
+    @checked
     def record(
         self, result: Callable[[Rows], R], rows: Rows, info: Mapping[str, Any] | None = None
     ) -> R:
@@ -290,6 +295,7 @@ class Study:
             info=self.describe() | dict(info or {}),
         )
 
+    @checked
     def results(self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
@@ -432,17 +438,13 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
 
 
 def require_batches(batches: Sequence[PromptBatch]) -> None:
-    """Raise an error unless this is a list of batches, at least one."""
-    if isinstance(batches, PromptBatch):
-        raise PromptError("expected a list of batches; got a single one, so write [batch]")
-    if not isinstance(batches, Sequence):
-        raise PromptError(f"expected a list of batches; got a {type(batches).__name__}")
+    """Raise an error unless there is a batch, and none twice."""
     if not batches:
         raise PromptError("there are no batches to run")
-    if wrong := [batch for batch in batches if not isinstance(batch, PromptBatch)]:
+    if len({id(batch) for batch in batches}) < len(batches):
         raise PromptError(
-            f"expected a list of batches; got one of {type(wrong[0]).__name__}; lists of several "
-            "calls are joined by +"
+            "a batch is in the list twice, so that its prompts would count twice and intervals be "
+            "too narrow; give each batch once"
         )
 
 

@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def imported_at_first_use(
-    package: str, source: str, new_names: Mapping[str, str]
+    package: str, source: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
@@ -20,7 +20,6 @@ def imported_at_first_use(
     Args:
         package: Name of the package.
         source: Path of its ``__init__.py``.
-        new_names: From each name of an earlier version to the present one.
     """
     origins = {
         alias.asname or alias.name: (f"{package}.{node.module}", alias.name)
@@ -33,8 +32,6 @@ def imported_at_first_use(
     def import_name(name: str) -> Any:
         if name in origins:
             value = _imported(*origins[name])
-        elif name in new_names:
-            raise AttributeError(f"{package}.{name} is now {package}.{new_names[name]}")
         elif name.startswith("_") or find_spec(f"{package}.{name}") is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:

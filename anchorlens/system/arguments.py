@@ -1,0 +1,312 @@
+"""Every public function takes the types of its signature, or says what it expected and what came.
+
+``checked`` reads the annotations of a function, and before each call it
+
+1. takes what plainly means the same: whole numbers of NumPy, generators, the rows of a table;
+2. raises an ``ArgumentError`` for all else: texts and flags as numbers, one value for a list;
+3. leaves ranges, shapes and what values mean to the function.
+"""
+
+import inspect
+import reprlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import ArgumentError
+
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+
+_LISTS = (Sequence, Collection, Iterable)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def checked(function: Checked) -> Checked:
+    """A function or class whose arguments are compared with its annotations at each call.
+
+    Examples:
+        >>> @checked
+        ... def repeated(text: str, times: int) -> str:
+        ...     return text * times
+        >>> repeated("ab", times="2")
+        Traceback (most recent call last):
+        anchorlens.errors.ArgumentError: times of repeated must be a whole number; got '2' (a str)
+    """
+    if inspect.isclass(function):
+        function.__init__ = checked(function.__init__)  # type: ignore[method-assign]
+        return function
+    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python says which argument is missing or unknown
+        for argument, hint in _hints_of(function).items():
+            if argument in bound.arguments:
+                value = bound.arguments[argument]
+                try:
+                    bound.arguments[argument] = as_hint(value, hint)
+                except _Unfit as unfit:
+                    got = f"{_SHORT.repr(value)} ({_a(type(value).__name__)})"
+                    raise ArgumentError(
+                        f"{argument} of {name} must be {in_words(hint)}; got {got}{unfit}"
+                    ) from None
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class _Unfit(Exception):
+    """A value does not fit an annotation; its text is the cure, if there is one."""
+
+
+@cache
+def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the named parameters of a function."""
+    one_value = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind not in one_value}
+    hints = get_type_hints(function)
+    return {name: hint for name, hint in hints.items() if name in names}
+
+
+def as_hint(value: Any, hint: Any) -> Any:
+    """A value as an annotation has it; the value itself where nothing is to be changed.
+
+    Raises:
+        _Unfit: The value does not fit.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return value
+    if origin in (Union, UnionType):
+        return _as_one_of(value, args)
+    if origin is Literal:
+        return _require(value, isinstance(value, str) and value in args)
+    if origin is Callable:
+        return _require(value, callable(value))
+    if origin is not None and issubclass(origin, Mapping):
+        return _as_mapping(value, *args)
+    if origin is tuple and Ellipsis not in args:
+        return _as_tuple(value, args)
+    if origin in (*_LISTS, list, tuple):
+        return _as_list(value, args[0], origin)
+    if hint in _PLAIN:
+        return _PLAIN[hint](value)
+    if is_array(hint):
+        return _as_tensor(value)
+    if getattr(hint, "_is_protocol", False):
+        return _as_protocol(value, hint)
+    if is_dataclass(hint) and isinstance(value, Mapping):
+        return _as_record(value, hint)
+    return _require(value, isinstance(value, hint))
+
+
+def _require(value: Any, fits: bool, cure: str = "") -> Any:
+    if not fits:
+        raise _Unfit(cure)
+    return value
+
+
+def _as_one_of(value: Any, hints: Sequence[Any]) -> Any:
+    # A generator can be read once, and each kind of list reads it.
+    rows = _rows_of(value) if any(get_origin(hint) in _LISTS for hint in hints) else None
+    cures = []
+    for hint in hints:
+        try:
+            return as_hint(value if rows is None else rows, hint)
+        except _Unfit as unfit:
+            cures.append(str(unfit))
+    raise _Unfit(next(filter(None, cures), ""))
+
+
+def _as_whole_number(value: Any) -> int:
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    fits = hasattr(value, "__index__") and not is_flag and getattr(value, "ndim", 0) == 0
+    try:
+        number = int(value.__index__()) if fits else None
+    except TypeError:  # a tensor of fractions
+        number = None
+    if number is None:
+        raise _Unfit
+    # Generators and tensors take no larger ones.
+    return _require(number, -(2**63) <= number < 2**63, "; the largest one has 64 bits")
+
+
+def _as_number(value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # An int stays one, so that stored settings stay the same.
+    return _require(value, is_number) if type(value) is int else float(_require(value, is_number))
+
+
+def _as_flag(value: Any) -> bool:
+    is_of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    return bool(_require(value, isinstance(value, bool) or is_of_numpy))
+
+
+def _as_text(value: Any) -> str:
+    return str(_require(value, isinstance(value, str)))
+
+
+def _as_path(value: Any) -> Path:
+    return Path(_require(value, isinstance(value, PathLike)))
+
+
+def _as_none(value: Any) -> None:
+    return _require(value, value is None)
+
+
+_PLAIN: Mapping[Any, Callable[[Any], Any]] = {
+    int: _as_whole_number,
+    float: _as_number,
+    bool: _as_flag,
+    str: _as_text,
+    Path: _as_path,
+    NoneType: _as_none,
+    None: _as_none,
+}
+
+
+def _rows_of(value: Any) -> Sequence[Any] | None:
+    """The elements of a list, generator or table, in order; None if it is none of these."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return None
+    if isinstance(value, Sequence):
+        return value
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a table of pandas
+        return tuple(value.to_dict("records"))
+    try:
+        return tuple(value)
+    except TypeError:  # a tensor or array of one number
+        return None
+
+
+def _as_list(value: Any, hint: Any, origin: Any) -> Any:
+    rows = _rows_of(value)
+    if rows is None:
+        raise _Unfit("; write it in brackets" if _fits(value, hint) else "")
+    if isinstance(value, set | frozenset) and origin is Sequence:
+        raise _Unfit("; a set has no order")
+    converted = [as_hint(row, hint) for row in rows]
+    return _same_if_unchanged(rows, converted if isinstance(rows, list) else tuple(converted))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        as_hint(value, hint)
+    except _Unfit:
+        return False
+    return True
+
+
+def _as_tuple(value: Any, hints: Sequence[Any]) -> Any:
+    rows = _rows_of(value)
+    if rows is None or len(rows) != len(hints):
+        raise _Unfit
+    each = [as_hint(row, hint) for row, hint in zip(rows, hints, strict=True)]
+    return _same_if_unchanged(rows, tuple(each))
+
+
+def _as_mapping(value: Any, of_keys: Any, of_values: Any) -> Any:
+    _require(value, isinstance(value, Mapping))
+    rows = {as_hint(key, of_keys): as_hint(each, of_values) for key, each in value.items()}
+    changed = any(rows[key] is not each for key, each in value.items() if key in rows)
+    return rows if changed or len(rows) != len(value) else value
+
+
+def _same_if_unchanged(rows: Sequence[Any], converted: Sequence[Any]) -> Sequence[Any]:
+    pairs = zip(rows, converted, strict=True)
+    return rows if all(row is each for row, each in pairs) else converted
+
+
+def _as_record(value: Mapping[Any, Any], hint: Any) -> Any:
+    """A row of a table, by the names of its columns."""
+    names = [field.name for field in fields(hint)]
+    if unknown := [key for key in value if key not in names]:
+        raise _Unfit(f"; the columns are {' and '.join(names)}, but there is {unknown[0]!r} too")
+    try:
+        return hint(**value)
+    except (ArgumentError, TypeError) as error:
+        raise _Unfit(f"; {error}") from None
+
+
+def _as_protocol(value: Any, protocol: Any) -> Any:
+    missing = missing_from(value, protocol)
+    lacks = f"; {_a(type(value).__name__)} has no {' and no '.join(missing)}"
+    return _require(value, not missing, f"{lacks}. {(protocol.__doc__ or '').splitlines()[0]}")
+
+
+def _as_tensor(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    is_array = type(value).__module__ == "numpy"
+    cure = "; convert it with torch.as_tensor" if is_array else ""
+    return _require(value, torch is not None and isinstance(value, torch.Tensor), cure)
+
+
+def is_array(hint: Any) -> bool:
+    """Whether an annotation is a tensor with axes."""
+    return hasattr(hint, "array_type") or getattr(hint, "__name__", "") == "Tensor"
+
+
+def missing_from(value: Any, protocol: Any) -> list[str]:
+    """The attributes of a protocol that a value lacks. Properties are not evaluated."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
+    names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
+    missing = [] if callable(value) or "__call__" not in names else ["__call__"]
+    for name in sorted(name for name in names if not name.startswith("_")):
+        if not hasattr(type(value), name) and not hasattr(value, name):
+            missing.append(name)
+    return missing
+
+
+def in_words(hint: Any, several: bool = False) -> str:
+    """An annotation as a noun, with its article or in the plural."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        words = dict.fromkeys(in_words(arg, several) for arg in args)
+        return " or ".join(words)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is Callable:
+        return "functions" if several else "a function"
+    if origin is not None and issubclass(origin, Mapping):
+        return f"{'dicts' if several else 'a dict'} of {in_words(args[1], True)} by name"
+    if origin is tuple and Ellipsis not in args:
+        parts = " and ".join(in_words(arg) for arg in args)
+        return f"pairs of {parts}" if several else f"a pair of {parts}"
+    if origin in (*_LISTS, list, tuple):
+        return f"{'lists' if several else 'a list'} of {in_words(args[0], True)}"
+    if hint in _NOUNS:
+        return _NOUNS[hint][several]
+    if is_array(hint):
+        axes = getattr(hint, "dim_str", "")
+        return f"{'tensors' if several else 'a tensor'}" + (f" ({axes})" if axes else "")
+    name = getattr(hint, "__name__", str(hint))
+    if several:
+        return name + "s" * (not name.endswith("s")) if not name.endswith("ch") else f"{name}es"
+    return _a(name)
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
+_NOUNS: Mapping[Any, tuple[str, str]] = {
+    Any: ("anything", "anything"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("True or False", "flags"),
+    str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    NoneType: ("None", "None"),
+}
