@@ -5,6 +5,7 @@ Nothing runs, because an argument is refused before the function begins.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -15,10 +16,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import datasets
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 import torch
 from attack_scene import Scene, scene
-from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError
@@ -35,7 +36,17 @@ MADE_BY_THE_PACKAGE = (
     *(al.CompressedContext, al.PrefixContext, al.ReweightedContext, al.QueryPass),
     *(al.PromptBatch, al.EdgeSet, al.Results),
 )
-INTERNAL = {"edges.check_edges", "edges.as_edge_set", "edges.edge_set_of", "edges.draw_generator"}
+INTERNAL = {
+    "edges.check_edges",
+    "edges.as_edge_set",
+    "edges.edge_set_of",
+    "edges.draw_generator",
+    "weights.refuse_values",
+    "Task.score",
+    "ChatTask.score",
+    "Verbalizer.score",
+    "Study.results",
+}
 
 
 def public_functions() -> dict[str, Callable[..., Any]]:
@@ -55,7 +66,7 @@ def public_functions() -> dict[str, Callable[..., Any]]:
 
 def _is_from(value: Any, module: str) -> bool:
     is_defined = inspect.isfunction(value) or inspect.isclass(value)
-    return is_defined and value.__module__ == module
+    return is_defined and value.__module__ == module and value.__name__[0] != "_"
 
 
 def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
@@ -86,7 +97,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
     return {
         each.name: hints[each.name]
         for each in named
-        if each.kind not in several and each.name in hints
+        if each.kind not in several and each.name in hints and each.name not in ("self", "cls")
     }
 
 
@@ -94,8 +105,12 @@ FUNCTIONS = public_functions()
 
 
 def is_checked(function: Callable[..., Any]) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_qualname == "checked.<locals>.call"
+    names = []
+    while function is not None:
+        if code := getattr(function, "__code__", None):
+            names.append(code.co_qualname)
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+    return "checked.<locals>.call" in names
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -129,7 +144,7 @@ def wrong_for(hint: Any) -> list[Any]:
         first, *others = ([*map(_key, wrong_for(arg))] for arg in args)
         both = set(first).intersection(*others)
         return [value for arg in args for value in wrong_for(arg) if _key(value) in both]
-    if origin is Callable:
+    if origin in (Callable, Literal):
         return [None, 3, "text", [], {}, True, NOTHING]
     if origin is not None and issubclass(origin, Mapping):
         return [None, 3, "text", [], {3: 3}, True, NOTHING, len]
@@ -174,13 +189,28 @@ def right_for(hint: Any) -> Any:
     return examples_of_types()[hint]
 
 
+def scene_without_warnings() -> Scene:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few queries
+        return scene()
+
+
 @cache
 def examples_of_types() -> dict[Any, Any]:
-    setup: Scene = scene()
+    setup = scene_without_warnings()
     values = [1, 1.0, True, "text", Path("file"), setup.batch, setup.task, setup.beta]
     values += [setup.context, setup.prefix, pd.DataFrame(), torch.device("cpu"), al.NoContext()]
-    values += [torch.float32, al.Site(0), al.Example("text"), slice(0, 1), setup.results]
-    values += [al.hard_prompts.Descent(), al.PrefixEffect(), *setup.results.values()]
+    values += [
+        torch.float32,
+        al.Site(0),
+        al.Verbalizer([[1], [2]]),
+        go.Figure(),
+        al.Example("text"),
+        slice(0, 1),
+        setup.results,
+    ]
+    values += [al.hard_prompts.Descent(len), al.PrefixEffect(), *setup.results.values()]
+    values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}
     contexts = {hint: setup.context for hint in _protocols() if hint.__name__ == "Context"}
@@ -194,3 +224,111 @@ def _protocols() -> Iterator[Any]:
             for each in (hint, *get_args(hint)):
                 if getattr(each, "_is_protocol", False):
                     yield each
+
+
+TEXTS = ["Who wrote it?", "What is it?", "Where is it?"]
+
+
+@pytest.mark.parametrize(
+    "queries",
+    [
+        TEXTS,
+        tuple(TEXTS),
+        (text for text in TEXTS),
+        np.array(TEXTS),
+        pd.Series(TEXTS),
+        pd.DataFrame({"text": TEXTS}),
+        datasets.Dataset.from_dict({"text": TEXTS}),
+        [{"text": text} for text in TEXTS],
+        [al.Example(text) for text in TEXTS],
+        dict.fromkeys(TEXTS).keys(),
+    ],
+    ids=lambda queries: type(queries).__name__,
+)
+def test_a_list_can_be_whatever_has_rows(queries: Any) -> None:
+    setup = scene_without_warnings()
+    prompts = [
+        al.build_prompts(setup.tokenizer, setup.task, setup.demos, each, max_length=10**6)
+        for each in (queries, TEXTS)
+    ]
+    assert torch.equal(prompts[0][0].tokens, prompts[1][0].tokens)
+
+
+def test_labels_of_a_table_are_those_of_examples() -> None:
+    setup = scene_without_warnings()
+    columns = {
+        "text": [demo.text for demo in setup.demos],
+        "label": [demo.label for demo in setup.demos],
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    labels = np.array(columns["label"])
+    tables = [
+        pd.DataFrame(columns),
+        datasets.Dataset.from_dict(columns),
+        rows,
+        (al.Example(text, label) for text, label in zip(columns["text"], labels, strict=True)),
+    ]
+    for table in tables:
+        assert al.sample_demonstrations(table, seed=3) == al.sample_demonstrations(
+            setup.demos, seed=np.int64(3)
+        )
+    with pytest.raises(
+        al.AnchorlensError, match=r"columns are text and label; got .*rename or drop"
+    ):
+        al.sample_demonstrations(pd.DataFrame(columns).assign(source="x"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"a": al.Example("x")}, {"x"}, "x", al.Example("x"), [al.Example("x"), 3]],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_order_or_is_no_list_is_refused(value: Any) -> None:
+    setup = scene_without_warnings()
+    with pytest.raises(
+        ArgumentError, match=r"^queries of build_prompts must be a list of Examples or texts"
+    ):
+        al.build_prompts(setup.tokenizer, setup.task, setup.demos, value)
+
+
+@pytest.mark.parametrize(
+    "number", [np.int64(2), np.uint8(2), torch.tensor(2), np.array(2)], ids=type
+)
+def test_whole_numbers_of_other_libraries_are_whole_numbers(number: Any) -> None:
+    value = as_hint(number, int)
+    assert type(value) is int and value == 2
+    assert type(as_hint(np.float32(0.5), float)) is float
+    assert as_hint(np.bool_(True), bool) is True
+    assert as_hint(range(3), Sequence[int]) == range(3)
+    assert as_hint(torch.arange(3), Iterable[int] | int) == (0, 1, 2)
+
+
+def test_what_needs_no_change_is_the_same_object() -> None:
+    values = [1, 2]
+    rows = {"a": values}
+    assert as_hint(values, Sequence[int]) is values
+    assert as_hint(rows, Mapping[str, Sequence[int]]) is rows
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, 2.5, "text", b"bytes", [], {}, [None], NOTHING, int, len], ids=repr
+)
+def test_models_and_tokenizers_of_another_type_are_refused(wrong: Any) -> None:
+    """Their signatures take anything that has the methods of one."""
+    setup = scene_without_warnings()
+    calls: list[Callable[[], Any]] = [
+        lambda: al.prepare_model(wrong),
+        lambda: al.restore_model(wrong),
+        lambda: al.build_prompts(wrong, setup.task, setup.demos, ["x"]),
+        lambda: al.text_anchor_prompts(wrong, setup.task, setup.demos, ["x"]),
+        lambda: al.build_segments(wrong, [[("a", "x")]]),
+    ]
+    if wrong is not None:  # the model's own
+        calls += [
+            lambda: al.load_model(wrong),
+            lambda: al.hard_prompt(setup.model, "x", held_out=setup.batches, tokenizer=wrong),
+            lambda: setup.batch.show(wrong),
+        ]
+    for call in calls:
+        with pytest.raises(al.AnchorlensError):
+            call()

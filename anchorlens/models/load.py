@@ -183,11 +183,16 @@ def restore_model(model: Model) -> Model:
     Returns:
         The same model. Functions that build hooks for it raise an error until it is prepared again.
 
+    Raises:
+        ModelError: It is no model of TransformerLens.
+
     Examples:
         >>> al.restore_model(al.prepare_model(model)) is model
         True
         >>> model = al.prepare_model(model)
     """
+    if reason := why_not_hooked(model):
+        raise ModelError(reason)
     verified_operands.pop(model, None)
     without_cache.pop(model, None)
     unwrap_model(model)

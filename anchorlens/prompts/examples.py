@@ -2,11 +2,12 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from ..errors import DataError
 from ..system.arguments import checked
@@ -20,6 +21,25 @@ class Example:
 
     text: str
     label: int | None = None
+
+    @classmethod
+    @checked
+    def from_row(cls, row: Mapping[str, Any]) -> "Example":
+        """A row of a table that has the columns ``text`` and, where it is known, ``label``.
+
+        Raises:
+            DataError: There are other columns, or no text.
+
+        Examples:
+            >>> al.Example.from_row({"text": "fun", "label": 1})
+            Example(text='fun', label=1)
+        """
+        if "text" not in row or not set(row) <= {"text", "label"}:
+            raise DataError(
+                "a row of a table becomes an example where its columns are text and label; got "
+                f"{list(row)}; rename or drop columns, or give al.Example(text, label)"
+            )
+        return cls(**row)
 
 
 @dataclass(frozen=True)

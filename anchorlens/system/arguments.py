@@ -11,7 +11,6 @@ import inspect
 import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from numbers import Real
 from os import PathLike
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ArgumentError
+from ..errors import AnchorlensError, ArgumentError
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
@@ -73,11 +72,11 @@ class _Unfit(Exception):
 @cache
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of the named parameters of a function."""
-    one_value = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    names = {parameter.name for parameter in parameters if parameter.kind not in one_value}
+    names = {parameter.name for parameter in parameters if parameter.kind not in several}
     hints = get_type_hints(function)
-    return {name: hint for name, hint in hints.items() if name in names}
+    return {name: hint for name, hint in hints.items() if name in names - {"self", "cls"}}
 
 
 def as_hint(value: Any, hint: Any) -> Any:
@@ -107,8 +106,8 @@ def as_hint(value: Any, hint: Any) -> Any:
         return _as_tensor(value)
     if getattr(hint, "_is_protocol", False):
         return _as_protocol(value, hint)
-    if is_dataclass(hint) and isinstance(value, Mapping):
-        return _as_record(value, hint)
+    if isinstance(value, Mapping) and hasattr(hint, "from_row"):
+        return hint.from_row(value)
     return _require(value, isinstance(value, hint))
 
 
@@ -124,7 +123,8 @@ def _as_one_of(value: Any, hints: Sequence[Any]) -> Any:
     cures = []
     for hint in hints:
         try:
-            return as_hint(value if rows is None else rows, hint)
+            is_list = rows is not None and get_origin(hint) in _LISTS
+            return as_hint(rows if is_list else value, hint)
         except _Unfit as unfit:
             cures.append(str(unfit))
     raise _Unfit(next(filter(None, cures), ""))
@@ -204,7 +204,7 @@ def _as_list(value: Any, hint: Any, origin: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     try:
         as_hint(value, hint)
-    except _Unfit:
+    except (_Unfit, AnchorlensError):
         return False
     return True
 
@@ -227,17 +227,6 @@ def _as_mapping(value: Any, of_keys: Any, of_values: Any) -> Any:
 def _same_if_unchanged(rows: Sequence[Any], converted: Sequence[Any]) -> Sequence[Any]:
     pairs = zip(rows, converted, strict=True)
     return rows if all(row is each for row, each in pairs) else converted
-
-
-def _as_record(value: Mapping[Any, Any], hint: Any) -> Any:
-    """A row of a table, by the names of its columns."""
-    names = [field.name for field in fields(hint)]
-    if unknown := [key for key in value if key not in names]:
-        raise _Unfit(f"; the columns are {' and '.join(names)}, but there is {unknown[0]!r} too")
-    try:
-        return hint(**value)
-    except (ArgumentError, TypeError) as error:
-        raise _Unfit(f"; {error}") from None
 
 
 def _as_protocol(value: Any, protocol: Any) -> Any:

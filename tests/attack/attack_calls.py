@@ -28,7 +28,6 @@ class Call:
     function: Callable[..., Any]
     right: dict[str, Any]
     wrong: dict[str, list[Any]]
-    types: tuple[str, ...] = ()  # parameters that take no other type
 
 
 LAYERS: list[Any] = [99, -99, [0, 99], [], [0.5], "all", [None], range(0), NAN, [[0]], {}]
@@ -73,7 +72,6 @@ def calls() -> list[Call]:
                 "padding_side": ["up", "", "LEFT"],
                 "max_length": [0, -1, 1, NAN, "9"],
             },
-            ("tokenizer", "task", "demonstrations", "queries", "batch_size"),
         ),
         Call(
             al.Task,
@@ -82,19 +80,16 @@ def calls() -> list[Call]:
                 "template": ["", "{text}", "{label}", "{label}{text}", "{text}{text}{label}"],
                 "labels": [[], [" a"], [" a", " a"], ["", " a"], [" ", " a"], "ab"],
             },
-            ("template", "labels", "separator", "prefix"),
         ),
         Call(
             al.sample_demonstrations,
             {"examples": setup.examples, "shots": 1, "seed": 0},
             {"examples": examples, "shots": [0, 10_000, *COUNTS]},
-            ("examples", "shots"),
         ),
         Call(
             al.sample_queries,
             {"examples": setup.examples, "count": 2, "seed": 0, "exclude": ()},
             {"examples": [[]], "count": [10_000, *COUNTS], "exclude": [setup.examples]},
-            ("examples", "count"),
         ),
         Call(
             al.load_examples,
@@ -106,14 +101,13 @@ def calls() -> list[Call]:
                 "label": ["nope", "", "text"],
                 "classes": [[], [5, 6], ["a"]],
             },
-            ("source", "split", "text", "label", "classes"),
         ),
         Call(
             al.load_model,
             {"source": setup.folder},
             {"source": [setup.folder, "x.gguf", setup.data]},
         ),
-        Call(al.prepare_model, {"model": model}, {"model": models}, ("model",)),
+        Call(al.prepare_model, {"model": model}, {"model": models}),
         Call(
             al.run,
             {**all_of, "metrics": [al.Accuracy()], **QUICK},
@@ -126,7 +120,6 @@ def calls() -> list[Call]:
                 "gradient_checkpointing": [True],
                 "folder": [setup.data, "\0"],
             },
-            ("model", "batches", "metrics", "hooks", "resamples"),
         ),
         Call(
             al.run,
@@ -137,7 +130,6 @@ def calls() -> list[Call]:
                 "hooks": hooks,
                 "metrics": odd_options(),
             },
-            ("loss",),
         ),
         Call(
             al.run,
@@ -148,19 +140,16 @@ def calls() -> list[Call]:
             al.target_logits,
             {**all_of, **QUIET},
             {"model": models, "batches": bad_lists, "hooks": hooks},
-            ("model", "batches", "hooks"),
         ),
         Call(
             al.saliency,
             {**both},
             {"model": models, "batch": bad, "loss": odd_losses()},
-            ("model", "batch", "loss"),
         ),
         Call(
             al.block_edges,
             {"model": model, "edges": edges, "layers": [0], "heads": None},
             {**layers, "edges": [torch.ones_like(edges), edges.float(), edges[0], edges.long()]},
-            ("edges", "layers", "heads"),
         ),
         Call(
             al.scale_edges,
@@ -170,31 +159,26 @@ def calls() -> list[Call]:
                 "edges": [edges.float(), edges[0], edges.long()],
                 "factor": [-1.0, NAN, INF, "x", None, True, vector, torch.ones(3, 2) * NAN],
             },
-            ("edges", "factor", "layers", "heads"),
         ),
         Call(
             al.detach_heads,
             {"model": model, "layers": [0], "heads": None},
             {"model": models, **layers},
-            ("model", "layers", "heads"),
         ),
         Call(
             al.isolate,
             {**one_layer, "positions": batch.label_positions, "heads": None},
             {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
-            ("positions", "layers", "heads"),
         ),
         Call(
             al.isolate_labels,
             {**one_layer, "heads": None, "keep_bos": False},
             {**layers, "keep_bos": [True], "batch": wrong_labels},
-            ("batch", "layers", "heads"),
         ),
         Call(
             al.isolate_random,
             {**one_layer, "seed": 0, "heads": None},
             {**layers, "seed": ["x", 1.5, NAN], "batch": wrong_labels},
-            ("batch", "layers", "seed"),
         ),
         Call(
             al.reweight_anchors,
@@ -204,7 +188,6 @@ def calls() -> list[Call]:
                 "batch": wrong_labels,
                 "beta": [vector, torch.zeros(3, 2, 99), setup.beta.beta * NAN],
             },
-            ("batch", "beta"),
         ),
         Call(
             al.train_reweighting,
@@ -213,13 +196,11 @@ def calls() -> list[Call]:
                 **{"batches": bad_lists, "epochs": sizes, "lr": [NAN, INF, "x"]},
                 **{"start": [vector, torch.zeros(3, 2, 99)], "loss": odd_losses()},
             },
-            ("model", "batches", "epochs"),
         ),
         Call(
             al.reweighting_accuracy,
             {**all_of, "beta": setup.beta, "more_shots": batches, **QUICK},
             {"batches": bad_lists, "more_shots": bad_lists, "resamples": COUNTS},
-            ("model", "batches", "beta", "more_shots"),
         ),
         Call(
             al.isolation_loyalty,
@@ -229,7 +210,6 @@ def calls() -> list[Call]:
                 **{"batches": bad_lists, "layers": LAYERS, "draws": sizes, "resamples": COUNTS},
                 "keep_bos": [True],
             },
-            ("model", "batches", "layers", "draws"),
         ),
         Call(
             al.isolation_sweep,
@@ -240,7 +220,6 @@ def calls() -> list[Call]:
                 "draws": sizes,
                 "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
             },
-            ("model", "batches", "sites", "draws"),
         ),
         Call(
             al.edge_sweep,
@@ -255,19 +234,14 @@ def calls() -> list[Call]:
                 "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
                 "draws": sizes,
             },
-            ("model", "batches", "edges", "sites", "control", "draws"),
         ),
         Call(
             al.sites.first_and_last,
             {"model": model, "depths": [1]},
             {"depths": [[0], [99], [-1], [1.5]]},
         ),
-        Call(
-            al.sites.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}, ("width",)
-        ),
-        Call(
-            al.sites.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}, ("layers",)
-        ),
+        Call(al.sites.windows, {"model": model, "width": 1}, {"width": [0, 99, *COUNTS]}),
+        Call(al.sites.single_heads, {"model": model, "layers": [0]}, {"layers": LAYERS}),
         Call(
             al.compress,
             {"model": model, "demonstrations": batch, "keep": al.selection.label_words},
@@ -288,26 +262,22 @@ def calls() -> list[Call]:
                     lambda selected: None,
                 ],
             },
-            ("model", "demonstrations", "keep", "positions"),
         ),
         Call(
             setup.context.logits,
             {"model": model, "batch": batch},
             {"model": models, "batch": bad},
-            ("model", "batch"),
         ),
         Call(
             al.compression_loyalty,
             {**all_of, "keep": al.selection.label_words, "draws": 1, **QUICK},
             {"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
-            ("model", "batches", "keep", "draws"),
         ),
         Call(al.answer_times, {**all_of, "repeats": 1}, {"batches": bad_lists, "repeats": sizes}),
         Call(
             al.reweight_demonstrations,
             {"model": model, "demonstrations": batch, "beta": torch.zeros(3, 2, 6)},
             {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
-            ("beta",),
         ),
         Call(
             al.compare_contexts,
@@ -330,7 +300,6 @@ def calls() -> list[Call]:
                 "queries": [[], [al.Example("x", 99)]],
                 "batch_size": sizes,
             },
-            ("tokenizer", "task"),
         ),
         Call(
             al.loyalty,
@@ -349,7 +318,6 @@ def calls() -> list[Call]:
                 "label_token_ids": [vector, batch.label_token_ids + 10**6, vector[:0].long()],
                 "top": [0, 10**6, *COUNTS],
             },
-            ("reference_logits", "logits", "label_token_ids", "top"),
         ),
         Call(
             al.compare_accuracies,
@@ -365,34 +333,27 @@ def calls() -> list[Call]:
                 ],
                 "resamples": COUNTS,
             },
-            ("correct",),
         ),
         Call(
             al.diagnose,
             {"distances": setup.results["anchor_distances"], "layer": None},
             {"layer": [99, -99, 1.5, "x"]},
-            ("distances",),
         ),
-        Call(
-            al.plot_isolation, {"records": {"a": setup.isolation}}, {"records": [{}]}, ("records",)
-        ),
+        Call(al.plot_isolation, {"records": {"a": setup.isolation}}, {"records": [{}]}),
         Call(
             record_class.load,
             {"path": setup.results["saliency_flows"].save(setup.folder / "record.safetensors")},
             {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
-            ("path",),
         ),
         Call(
             al.CompressedContext.load,
             {"path": setup.context.save(setup.folder / "context.safetensors")},
             {"path": [setup.data, setup.folder, setup.folder / "none", "\0"]},
-            ("path",),
         ),
         Call(
             al.write_report,
             {"results": setup.results, "path": setup.folder / "report.html"},
             {"results": [{}], "path": [setup.folder, setup.folder / "no" / "x.html", "\0"]},
-            ("results",),
         ),
         Call(
             al.PromptBatch.from_positions,
@@ -420,10 +381,9 @@ def calls() -> list[Call]:
                 "attention_mask": [torch.zeros(2, 6), torch.ones(1, 6), torch.ones(2, 6) * NAN],
                 "target_positions": [[9, 5], [2, 5], [5], [-1, -1]],
             },
-            ("tokens", "label_positions", "label_classes", "label_token_ids"),
         ),
-        Call(batch.prompt, {"number": 0}, {"number": [99, -1, 1.5, "x"]}, ("number",)),
-        Call(al.edges.group, {"batch": batch, "name": "label"}, {"name": ["", "nope"]}, ("name",)),
+        Call(batch.prompt, {"number": 0}, {"number": [99, -1, 1.5, "x"]}),
+        Call(al.edges.group, {"batch": batch, "name": "label"}, {"name": ["", "nope"]}),
         Call(
             al.paper,
             {
@@ -436,6 +396,5 @@ def calls() -> list[Call]:
                 **{"queries": sizes, "seeds": [[], ["x"]], "depth": [0, 99, -1], "draws": sizes},
                 "parts": [[], [None]],
             },
-            ("model", "examples"),
         ),
     ]

@@ -12,7 +12,7 @@ from attack_damages import (
     forged_files,
     odd_settings,
 )
-from attack_inputs import bad_values, wrong_types
+from attack_inputs import bad_values
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.without_jaxtyping
 SMALL: list[tuple[Section, int]] = [
     (fuzzed_prompts, 60),
     (bad_values, 25),
-    (wrong_types, 25),
     (odd_metrics, 12),
     (damaged_rows, 10),
     (damaged_record, 10),

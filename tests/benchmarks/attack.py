@@ -29,7 +29,7 @@ from attack_damages import (
     forged_files,
     odd_settings,
 )
-from attack_inputs import bad_values, wrong_types
+from attack_inputs import bad_values
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
@@ -43,7 +43,6 @@ import anchorlens as al
 SECTIONS: list[tuple[str, Section]] = [
     ("prompts", fuzzed_prompts),
     ("inputs", bad_values),
-    ("inputs", wrong_types),
     ("metrics", odd_metrics),
     ("damages", damaged_rows),
     ("damages", damaged_record),
