@@ -4,7 +4,6 @@ Each function returns a list of ``(hook name, function)`` pairs for ``run_with_h
 with ``+``. It checks its arguments against the model before the model runs.
 """
 
-import warnings
 from collections.abc import Iterable, Sized
 from dataclasses import replace
 from html import escape
@@ -36,6 +35,7 @@ from .prompts.arrays import holds_integers
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet
 from .system.arguments import checked
+from .system.warn import warn_user
 
 _ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
 
@@ -518,10 +518,7 @@ def _checked_edges(edges: Edges, without_diagonal: str | None) -> EdgeSet:
             raise _diagonal_error(without_diagonal)
         is_empty = is_empty and not of_rows.any()
     if is_empty:
-        warnings.warn(
-            "nothing is cut or scaled: no prompt of this batch has such an edge",
-            stacklevel=3,
-        )
+        warn_user("nothing is cut or scaled: no prompt of this batch has such an edge")
     return chosen
 
 

@@ -14,6 +14,7 @@ from ..passes.losses import Loss, check_loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..prompts.insertion import insert_after_bos
 from ..prompts.plain_tokens import plain_tokens
+from ..prompts.tokens import check_is_tokenizer
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
@@ -143,7 +144,7 @@ def random_hard_prompts(
     """
     check_length(length)
     if draws < 1:
-        raise PromptError(f"draws must be from 1 up; got {draws}")
+        raise PromptError(f"draws must be a whole number from 1; got {draws}")
 
     def drawn(tokenizer: Any) -> list[list[int]]:
         plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]
@@ -160,11 +161,12 @@ def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
     """The given tokenizer, or that of the model.
 
     Raises:
-        PromptError: There is none.
+        PromptError: There is none, or it is no tokenizer.
     """
     found = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if found is None:
         raise PromptError("the model has no tokenizer, which gives tokens their text; pass it")
+    check_is_tokenizer(found)
     return found
 
 

@@ -134,7 +134,7 @@ def train_prefix(
 def check_length(length: int) -> None:
     """Raise an error for a context without positions."""
     if length < 1:
-        raise PromptError(f"length must be from 1 up; got {length}")
+        raise PromptError(f"length must be a whole number from 1; got {length}")
 
 
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, nan
@@ -27,6 +26,7 @@ from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
 from ..system.files import write_atomically
 from ..system.processes import is_main
+from ..system.warn import warn_user
 from .compression import cache_of_tokens
 from .context import model_identity
 from .query_pass import QueryPass, bos_of
@@ -140,7 +140,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("check_every", 1)):
             if getattr(self, name) < least:
-                raise MetricError(f"{name} must be from {least} up; got {getattr(self, name)}")
+                raise MetricError(
+                    f"{name} must be a whole number from {least}; got {getattr(self, name)}"
+                )
         if not self.clip > 0:
             raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
         _check_optimizer(self.optimizer)
@@ -378,12 +380,11 @@ def _diverges(state: _State, window: int) -> bool:
 
 def _warn_of_divergence(state: _State) -> None:
     best = state.record()
-    warnings.warn(
+    warn_user(
         f"training diverged: the loss of step {len(state.losses)} is {state.losses[-1]:.3g}, that "
         f"of held-out queries was {state.held_out_losses[0]:.3g} at the start and is "
         f"{state.held_out_losses[-1]:.3g} now. It was stopped, and the context is that after step "
-        f"{int(best.checked_steps[best.best])}; use a lower learning rate",
-        stacklevel=4,
+        f"{int(best.checked_steps[best.best])}; use a lower learning rate"
     )
 
 
@@ -472,7 +473,7 @@ class _StateFile:
             ) from error
         digest, data = written[:_DIGEST], written[_DIGEST:]
         if hashlib.sha256(data).digest() != digest:
-            warnings.warn(f"{self.path} is damaged; training begins again", stacklevel=5)
+            warn_user(f"{self.path} is damaged; training begins again")
             return None
         if self.unknown:
             return None

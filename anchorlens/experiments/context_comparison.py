@@ -180,7 +180,7 @@ def compare_contexts(
     """
     _check_contexts(contexts)
     if repeats < 1:
-        raise MetricError(f"repeats must be from 1 up; got {repeats}")
+        raise MetricError(f"repeats must be a whole number from 1; got {repeats}")
     settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
     settings |= {f"context {name}": context for name, context in contexts.items()}
     with Study(

@@ -113,7 +113,7 @@ def trace_generation(
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
     if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens must be from 1 up; got {max_new_tokens}")
+        raise PromptError(f"max_new_tokens must be a whole number from 1; got {max_new_tokens}")
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
     _check_names(model, options)
     [prompt_batch] = build_segments(tokenizer, [pieces])
@@ -187,7 +187,7 @@ def _written(
     ):
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
         filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**64)
         written = model.generate(
             prompt.tokens.to(device),
             max_new_tokens=count,

@@ -1,6 +1,5 @@
 """Flows with the integrated gradient: attention attribution, one layer at a time."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ from ..runs.trial import late_starts
 from ..system.arguments import checked
 from ..system.names import name_of
 from ..system.processes import fails_together
+from ..system.warn import warn_user
 
 Pattern = Float[Tensor, "batch head query key"]
 # The sum of all attributions may differ from F(A) - F(0) by this part of it, and also by this part
@@ -134,7 +134,7 @@ def integrated_flows(
         True
     """
     if steps < 1:
-        raise MetricError(f"steps must be from 1 up; got {steps}")
+        raise MetricError(f"steps must be a whole number from 1; got {steps}")
     refuse_values(weight, "al.integrated_flows")
     metric = SegmentFlows(segments, weight)
     name = "probability of the prediction" if output is None else name_of(output)
@@ -254,14 +254,13 @@ def _warn_if_incomplete(rows: Rows, steps: int) -> None:
     limit = INCOMPLETE * sizes + SMALL * rows["output"].abs().mean()
     if wrong := (error > limit).nonzero().flatten().tolist():
         worst = max(wrong, key=lambda layer: float(error[layer] / sizes[layer]))
-        warnings.warn(
+        warn_user(
             f"in layers {wrong} the attributions do not sum to F(A) - F(0): in layer {worst} they "
             f"sum to {float(attributed[:, worst].mean()):.3g}, and F(A) - F(0) is "
             f"{float(change[:, worst].mean()):.3g} (means over prompts). The flows of these layers "
             f"say nothing as they are; take more steps than {steps}. If the difference does not "
             "fall, F jumps on the path (other experts are chosen), or the model divides by the "
-            "size of what the heads give out, and these layers have no integrated gradient",
-            stacklevel=4,
+            "size of what the heads give out, and these layers have no integrated gradient"
         )
 
 

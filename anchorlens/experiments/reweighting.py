@@ -1,6 +1,5 @@
 """Anchor re-weighting: learn how much the target attends to each label word (section 3.1)."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -31,6 +30,7 @@ from ..runs.run import run
 from ..runs.study import Study, checked_batches, describe
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes, is_main
+from ..system.warn import warn_user
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -339,9 +339,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _warn_of_divergence(losses: Sequence[float], start_loss: float, lr: float) -> None:
-    warnings.warn(
+    warn_user(
         f"training diverged: the mean loss of epoch {len(losses)} is {losses[-1]:.3g}, and at the "
         f"start it is {start_loss:.3g}. It was stopped, and the beta is that of its best epoch "
-        f"before, or of the start where no epoch was better; use a lower lr than {lr}",
-        stacklevel=4,  # the wrapper of fails_together is a frame too
+        f"before, or of the start where no epoch was better; use a lower lr than {lr}"
     )

@@ -1,6 +1,5 @@
 """How well the attention from target to label words predicts the model's prediction."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,6 +18,7 @@ from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from ..system.arguments import checked
+from ..system.warn import warn_user
 from .metric import Observation, observes_nothing
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
@@ -141,10 +141,9 @@ class AttentionAUCROC:
             of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
         empty = sum(bool(values.isnan().any()) for values in of_sets)
         if empty:
-            warnings.warn(
+            warn_user(
                 f"in {empty} of {len(of_sets)} sets of demonstrations the model predicts fewer "
-                "than two classes, so that they have no AUCROC; use more or other queries",
-                stacklevel=2,
+                "than two classes, so that they have no AUCROC; use more or other queries"
             )
         mean = torch.stack(of_sets).nanmean(0)
         by_layer = mean[:, 0]

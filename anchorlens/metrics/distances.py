@@ -1,6 +1,5 @@
 """Distances between the anchors' keys along the queries' directions, and actual confusions."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -26,6 +25,7 @@ from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from ..system.arguments import checked
+from ..system.warn import warn_user
 from .aucroc import auc, predicted_class
 from .metric import Observation
 
@@ -210,21 +210,19 @@ class AnchorDistances:
         ).mean(0)
         flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
         if flat:
-            warnings.warn(
+            warn_user(
                 f"in layers {flat} all prompts have the same query at the target, as in a first "
                 "layer where prompts are of one length or positions do not enter the query, so "
-                "that no distance is defined: NaN",
-                stacklevel=2,
+                "that no distance is defined: NaN"
             )
         gaps = torch.stack([set_rows["positions"].mean(0) for set_rows in sets])
         gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
         confusion = pair_auc(rows["label_logits"], rows["gold"])
         upper = torch.ones_like(confusion).triu(1).bool()
         if confusion[upper].isnan().any():
-            warnings.warn(
+            warn_user(
                 "some pairs of classes have no prompts of both, so that they have no AUC; use more "
-                "queries of each class",
-                stacklevel=2,
+                "queries of each class"
             )
         return AnchorDistancesRecord(
             anchor_distance=distance,

@@ -1,6 +1,5 @@
 """Attention-gradient saliency and the information flows S_wp, S_pq, S_ww by layer."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from ..results import captions, figures
 from ..results.depth import shallow_and_deep
 from ..results.record import Record, Rows, rows_by_set
 from ..system.arguments import checked
+from ..system.warn import warn_user
 from .metric import Observation
 from .products import EdgeSums, over_heads, pieces, product_hooks
 
@@ -228,10 +228,9 @@ class SaliencyFlows:
 def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prompt flow"]) -> None:
     found = (counts > 0).any(0).tolist()
     if empty := [name for name, is_found in zip(names, found, strict=False) if not is_found]:
-        warnings.warn(
+        warn_user(
             f"no prompt has an edge of the flows {empty}, so that these flows and all shares are "
-            "NaN; leave them out of the edges",
-            stacklevel=3,
+            "NaN; leave them out of the edges"
         )
 
 

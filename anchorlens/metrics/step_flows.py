@@ -165,7 +165,7 @@ def step_flows(
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
     if chunk < 1:
-        raise MetricError(f"chunk must be from 1 up; got {chunk}")
+        raise MetricError(f"chunk must be a whole number from 1; got {chunk}")
     try_weight(SegmentFlows(weight=weight).weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 

@@ -20,7 +20,7 @@ from ..system.checksum import row_sums
 from .rotary import refuse_rotations_in_a_batch
 
 HookFunction = Callable[..., Tensor | None]
-Hook = tuple[str, HookFunction]
+Hook = tuple[str | Callable[[str], bool], HookFunction]  # by name, or the names selected
 
 
 @runtime_checkable

@@ -1,7 +1,6 @@
 """Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from ..errors import ModelError
 from ..system.processes import process_device
+from ..system.warn import warn_user
 from .quiet import gguf_bar_of_transformers
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -177,11 +177,10 @@ def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> No
         )
     unused = [key for key in report["unexpected_keys"] if _IN_A_LAYER.search(key)]
     if unused := [key for key in unused if not _COMPUTED.search(key)]:
-        warnings.warn(
+        warn_user(
             f"the configuration of {name!r} ({type(weights).__name__}) has no use for all of its "
             f"weights: {_listed(unused)} left out, so that this may be another model than the one "
-            "that was stored",
-            stacklevel=4,
+            "that was stored"
         )
 
 

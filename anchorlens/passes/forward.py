@@ -427,12 +427,14 @@ def leaf_hook(leaves: list[Tensor]) -> Hook:
 
 
 def _point_hook(
-    points: list[tuple[Tensor, HookFunction]], name: str | HookFunction, receive: HookFunction
+    points: list[tuple[Tensor, HookFunction]],
+    name: str | Callable[[str], bool],
+    receive: HookFunction,
 ) -> Hook:
     def store(tensor: Tensor, hook: Any) -> None:
         points.append((tensor, receive))
 
-    return name, store  # type: ignore[return-value]
+    return name, store
 
 
 def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
@@ -478,6 +480,6 @@ def _before_unembedding(model: HookedModel) -> str:
     return name if name in model.hook_dict else last_block
 
 
-def _is_in_a_block(name: str | HookFunction) -> bool:
+def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:
     """Whether a hook is certain to see all positions."""
     return isinstance(name, str) and name.startswith(("blocks.", "hook_embed"))

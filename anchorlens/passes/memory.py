@@ -1,7 +1,6 @@
 """Smaller parts of a batch where memory runs out."""
 
 import ctypes
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MemoryLimitError
 from ..prompts.batch import PromptBatch
+from ..system.warn import warn_user
 
 T = TypeVar("T")
 
@@ -123,10 +123,9 @@ def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:
 def half_of(batch: PromptBatch) -> int:
     """How many prompts to try after a batch did not fit, with a warning."""
     half = (len(batch) + 1) // 2
-    warnings.warn(
+    warn_user(
         f"{len(batch)} prompts of {batch.tokens.shape[1]} tokens do not fit into memory; going on "
-        f"with {half} at a time",
-        stacklevel=2,
+        f"with {half} at a time"
     )
     return half
 

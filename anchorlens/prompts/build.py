@@ -5,7 +5,6 @@ format around them), so that the piece of every character is known. The characte
 tokenizer then give the piece of every token. Token ids are never searched.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
+from ..system.warn import warn_user
 from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
@@ -71,7 +71,7 @@ def build_prompts(
     """
     check_tokenizer(tokenizer, batch_size)
     if max_length is not None and max_length < 1:
-        raise PromptError(f"max_length must be from 1 up; got {max_length}")
+        raise PromptError(f"max_length must be a whole number from 1; got {max_length}")
     sets = demonstrations_by_query(task, demonstrations, queries)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
@@ -92,7 +92,7 @@ def build_prompts(
                 f"{count} {names}; use fewer or shorter demonstrations, or drop_too_long=True in "
                 "Python"
             )
-        warnings.warn(f"{count} and are left out {names}", stacklevel=2)
+        warn_user(f"{count} and are left out {names}")
     # Sets in the order of their first prompt, so that the prompts of a set are adjacent.
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))

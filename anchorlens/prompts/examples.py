@@ -160,7 +160,7 @@ def sample_demonstrations(
         [0, 1, 2, 3, 4, 5]
     """
     if shots < 1:
-        raise DataError(f"shots must be at least 1; got {shots}")
+        raise DataError(f"shots must be a whole number from 1; got {shots}")
     by_class: dict[int, list[Example]] = {}
     for example in examples:
         if example.label is None or example.label < 0:
@@ -207,7 +207,7 @@ def sample_queries(
         5
     """
     if count < 0:
-        raise DataError(f"count must be from 0 up; got {count}")
+        raise DataError(f"count must be a whole number from 0; got {count}")
     excluded = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in excluded]
     if len(pool) < count:

@@ -4,6 +4,7 @@ import unicodedata
 from typing import Any
 
 from ..errors import PromptError
+from ..system.methods import has_methods
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 
@@ -66,6 +67,14 @@ def _composes(text: str, stop: int, start: int) -> bool:
     return normal[0] + normal[1] != normal[2]
 
 
+def check_is_tokenizer(tokenizer: Any) -> None:
+    """Raise an error for what cannot turn tokens into text and back."""
+    if not has_methods(tokenizer, "decode", "encode"):
+        raise PromptError(
+            f"expected a tokenizer of transformers, such as model.tokenizer; got {tokenizer!r:.80}"
+        )
+
+
 def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
     """Raise an error for a tokenizer without offsets, or a wrong batch size."""
     if not getattr(tokenizer, "is_fast", False):
@@ -76,4 +85,4 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
             "positions with PromptBatch.from_positions"
         )
     if batch_size < 1:
-        raise PromptError(f"batch_size must be from 1 up; got {batch_size}")
+        raise PromptError(f"batch_size must be a whole number from 1; got {batch_size}")

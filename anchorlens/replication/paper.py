@@ -26,6 +26,7 @@ from ..runs.run import target_logits
 from ..runs.store import Store, same_rows
 from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
+from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, Number, Part, Setting
 from .passes_bar import PassesBar
 
@@ -119,7 +120,7 @@ def paper(
             if outcome.warnings:
                 bar.clear()  # so that a warning begins on a new line
             for warning in outcome.warnings:
-                warnings.warn(f"{title}: {warning}", stacklevel=4)  # paper has two decorators
+                warn_user(f"{title}: {warning}")
             with fails_together():
                 if is_main():
                     if store and computed and not outcome.failed:
@@ -185,7 +186,7 @@ def _outcome(part: Part, setting: Setting) -> _Outcome:
                     numbers.append(number)
         except (AnchorlensError, torch.OutOfMemoryError) as error:
             failed = True
-            warnings.warn(str(error), stacklevel=2)
+            warn_user(str(error))
     return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
 
 

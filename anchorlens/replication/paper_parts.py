@@ -1,6 +1,5 @@
 """The parts of ``paper``: its figures, tables and appendix, each for one task and seed."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from ..prompts.verbalizer import label_scores
 from ..results.results import Results
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
+from ..system.warn import warn_user
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 # The appendix.
@@ -120,11 +120,11 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
     wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
     metrics, reasons = possible(setting.model, batches, wanted)
     for name, reason in reasons.items():
-        warnings.warn(f"no {name}: {reason}", stacklevel=2)
+        warn_user(f"no {name}: {reason}")
     try:
         results = run(setting.model, batches, metrics, **QUIET)
     except RunError as error:  # some metrics have no result for these prompts; the others have
-        warnings.warn(str(error), stacklevel=2)
+        warn_user(str(error))
         results = Results(error.results)
     if "saliency_flows" in results:
         flows = results["saliency_flows"]

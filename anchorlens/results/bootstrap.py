@@ -13,6 +13,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 from torch import Tensor
 
 from ..errors import MetricError
+from ..system.warn import warn_user
 from .record import Record, Rows
 
 _R = TypeVar("_R", bound=Record)
@@ -122,11 +123,10 @@ def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
     """Warn that intervals of so few prompts or sets are rough; call it once for a run."""
     population = population_of(sets.cpu())
     if population.units < FEW_UNITS:
-        warnings.warn(
+        warn_user(
             f"intervals of {population.units} {population.name} are rough: with fewer than "
             f"{FEW_UNITS} they may hold the true value in 85 of 100 cases and not in 95; use more "
-            "queries, or resamples=0 for no intervals",
-            stacklevel=5,
+            "queries, or resamples=0 for no intervals"
         )
 
 

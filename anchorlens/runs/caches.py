@@ -46,7 +46,7 @@ _GRADIENT = "_grad"  # what TransformerLens adds to the name where it caches gra
 def from_caches(
     metrics: Sequence[Metric],
     batches: Sequence[PromptBatch],
-    passes: Iterable[tuple[Tensor, Mapping[str, Tensor]]],
+    passes: Iterable[Any],
     *,
     model: HookedModel | None = None,
     resamples: int = 200,
@@ -150,7 +150,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
 
 @checked
 def cache_of_attentions(
-    attentions: Sequence[Float[Tensor, "batch head query key"]],
+    attentions: Sequence[Float[Tensor, "batch head query key"] | None],
     gradients: Sequence[Float[Tensor, "batch head query key"]] | None = None,
 ) -> dict[str, Tensor]:
     """A cache from the patterns of each layer, as plain transformers and other tools return them.
@@ -173,7 +173,12 @@ def cache_of_attentions(
         ['blocks.0.attn.hook_pattern', 'blocks.0.attn.hook_pattern_grad']
     """
     slopes = [] if gradients is None else [*gradients]
-    missing = [layer for layer, pattern in enumerate(attentions) if not isinstance(pattern, Tensor)]
+    patterns = {
+        pattern_name(layer): pattern
+        for layer, pattern in enumerate(attentions)
+        if pattern is not None
+    }
+    missing = [layer for layer, pattern in enumerate(attentions) if pattern is None]
     if missing or not attentions:
         raise MetricError(
             f"no pattern in layers {missing or 'at all'}: transformers returns patterns only with "
@@ -181,7 +186,6 @@ def cache_of_attentions(
         )
     if gradients is not None and len(slopes) != len(attentions):
         raise MetricError(f"{len(attentions)} patterns, but {len(slopes)} gradients: one a layer")
-    patterns = {pattern_name(layer): pattern for layer, pattern in enumerate(attentions)}
     return patterns | {pattern_name(layer) + _GRADIENT: slope for layer, slope in enumerate(slopes)}
 
 

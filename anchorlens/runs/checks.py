@@ -129,16 +129,7 @@ def check_observation(model: HookedModel, metric: Metric, observation: Any) -> N
             f"{metric.name} must observe a batch with an al.Observation; got a "
             f"{type(observation).__name__}"
         )
-    if not callable(observation.rows):
-        raise MetricError(
-            "the rows of an al.Observation are a function of (logits, clean_logits); "
-            f"{metric.name} gave a {type(observation.rows).__name__}"
-        )
     both = (observation.hooks, observation.backward_hooks)
-    if wrong := [hooks for hooks in both if not _are_hooks(hooks)]:
-        raise HookError(
-            f"hooks of {metric.name} must be a list of (hook point, function); got {wrong[0]!r}"
-        )
     points = [name for hooks in both for name, _ in hooks if isinstance(name, str)]
     _check_points(model, dict.fromkeys(points, metric.name))
 

@@ -1,7 +1,6 @@
 """A fingerprint of a run: its model, prompts, settings and versions, by which rows are stored."""
 
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -17,6 +16,7 @@ from ..prompts.batch import PromptBatch
 from ..system.names import name_of
 from ..system.process_state import is_main
 from ..system.versions import installed_version
+from ..system.warn import warn_user
 from .identity import identity_of
 
 PACKAGES = ("anchorlens", "transformer-lens", "transformers", "tokenizers", "torch", "scipy")
@@ -88,11 +88,10 @@ def fingerprint(
 def warn_of_unknown(folder: str | Path, unknown: Sequence[str]) -> None:
     """Warn, in the main process, that what is stored is computed again, and why."""
     if unknown and is_main():
-        warnings.warn(
+        warn_user(
             f"what {folder} holds is computed again at each call, because something that decides "
             f"the numbers cannot be compared: {'; '.join(unknown[:3])}. Give what was read as a "
-            "value, such as a tensor",
-            stacklevel=4,
+            "value, such as a tensor"
         )
 
 

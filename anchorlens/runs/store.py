@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import remove_temporary_files, write_atomically
 from ..system.parsing import bytes_of
+from ..system.warn import warn_user
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
@@ -83,7 +83,7 @@ class Store:
         if _is_foreign(path):
             raise StoreError(f"{path} is not of anchorlens; use another folder for rows")
         if os.path.exists(path):
-            warnings.warn(f"{path} is damaged; it is written anew", stacklevel=2)
+            warn_user(f"{path} is damaged; it is written anew")
         write_atomically(path, _bytes_of_run(store.run))
         return store
 
@@ -111,7 +111,7 @@ class Store:
             if stored.number == number:
                 return stored.rows
         reason = "is damaged" if stored is None else f"holds the rows of batch {stored.number}"
-        warnings.warn(f"{path} {reason}; batch {number} is computed again", stacklevel=2)
+        warn_user(f"{path} {reason}; batch {number} is computed again")
         return None
 
     def complete(self, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:

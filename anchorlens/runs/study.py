@@ -108,11 +108,6 @@ class Study:
         progress: bool = True,
         title: str = "batches",
     ) -> None:
-        if not isinstance(settings, Mapping):
-            raise PromptError(
-                "settings tell one experiment from another by name, {'experiment': 'depths'}; "
-                f"got a {type(settings).__name__}"
-            )
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False

@@ -16,13 +16,14 @@ from numbers import Real
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import AnchorlensError, ArgumentError
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 _LISTS = (Sequence, Collection, Iterable)
+_NO_LISTS = (str, bytes, Mapping)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
@@ -98,13 +99,15 @@ def as_hint(value: Any, hint: Any) -> Any:
         return _as_mapping(value, *args)
     if origin is tuple and Ellipsis not in args:
         return _as_tuple(value, args)
+    if origin is Iterable and args[0] is Any:  # read one at a time, and once
+        return _require(value, isinstance(value, Iterable) and not isinstance(value, _NO_LISTS))
     if origin in (*_LISTS, list, tuple):
         return _as_list(value, args[0], origin)
     if hint in _PLAIN:
         return _PLAIN[hint](value)
     if is_array(hint):
         return _as_tensor(value)
-    if getattr(hint, "_is_protocol", False):
+    if _is_protocol(hint):
         return _as_protocol(value, hint)
     if isinstance(value, Mapping) and hasattr(hint, "from_row"):
         return hint.from_row(value)
@@ -139,8 +142,7 @@ def _as_whole_number(value: Any) -> int:
         number = None
     if number is None:
         raise _Unfit
-    # Generators and tensors take no larger ones.
-    return _require(number, -(2**63) <= number < 2**63, "; the largest one has 64 bits")
+    return number
 
 
 def _as_number(value: Any) -> float:
@@ -179,7 +181,7 @@ _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
 
 def _rows_of(value: Any) -> Sequence[Any] | None:
     """The elements of a list, generator or table, in order; None if it is none of these."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
         return None
     if isinstance(value, Sequence):
         return value
@@ -231,8 +233,8 @@ def _same_if_unchanged(rows: Sequence[Any], converted: Sequence[Any]) -> Sequenc
 
 def _as_protocol(value: Any, protocol: Any) -> Any:
     missing = missing_from(value, protocol)
-    lacks = f"; {_a(type(value).__name__)} has no {' and no '.join(missing)}"
-    return _require(value, not missing, f"{lacks}. {(protocol.__doc__ or '').splitlines()[0]}")
+    lacks = f", which has no {' and no '.join(missing[:3])}: "
+    return _require(value, not missing, lacks + (protocol.__doc__ or "").splitlines()[0])
 
 
 def _as_tensor(value: Any) -> Any:
@@ -247,9 +249,13 @@ def is_array(hint: Any) -> bool:
     return hasattr(hint, "array_type") or getattr(hint, "__name__", "") == "Tensor"
 
 
+def _is_protocol(hint: Any) -> bool:
+    return Protocol in getattr(hint, "__bases__", ())
+
+
 def missing_from(value: Any, protocol: Any) -> list[str]:
     """The attributes of a protocol that a value lacks. Properties are not evaluated."""
-    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
+    bases = filter(_is_protocol, protocol.__mro__)
     names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
     missing = [] if callable(value) or "__call__" not in names else ["__call__"]
     for name in sorted(name for name in names if not name.startswith("_")):
@@ -269,7 +275,8 @@ def in_words(hint: Any, several: bool = False) -> str:
     if origin is Callable:
         return "functions" if several else "a function"
     if origin is not None and issubclass(origin, Mapping):
-        return f"{'dicts' if several else 'a dict'} of {in_words(args[1], True)} by name"
+        kind = "dicts" if several else "a dict"
+        return kind if args[1] is Any else f"{kind} of {in_words(args[1], True)} by name"
     if origin is tuple and Ellipsis not in args:
         parts = " and ".join(in_words(arg) for arg in args)
         return f"pairs of {parts}" if several else f"a pair of {parts}"

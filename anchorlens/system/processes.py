@@ -6,7 +6,6 @@ imported and the process runs alone.
 
 import atexit
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from .heartbeats import Heart
 from .process_state import is_main as is_main
 from .process_state import is_single_process as is_single_process
 from .process_state import process_state, was_launched
+from .warn import warn_user
 
 T = TypeVar("T")
 
@@ -156,11 +156,10 @@ def join_launched() -> None:
         )
     # accelerate's launcher sets MASTER_ADDR only if several processes were asked for.
     if state.num_processes == 1 and "MASTER_ADDR" in os.environ and "LOCAL_RANK" not in os.environ:
-        warnings.warn(
+        warn_user(
             "accelerate launch was asked for several processes and started one, as it does on a "
             "CPU or a single GPU; add --multi_gpu, which starts all of them on any machine, or use "
-            "torchrun --nproc-per-node",
-            stacklevel=2,
+            "torchrun --nproc-per-node"
         )
 
 

@@ -1,8 +1,8 @@
 """Bad inputs to every public function: each raises an error and changes nothing.
 
-A wrong value raises an ``AnchorlensError``; ``tests/test_arguments.py`` gives values of other types.
-An error of a user's function, or of torch on its result, is passed on unchanged. Any other error is a
-fault, and so is a result. The model, its hooks and the random state must be as before.
+A wrong value raises an ``AnchorlensError``; ``tests/test_arguments.py`` gives values of other
+types. An error of a user's function, or of torch on its result, is passed on unchanged. Any other
+error is a fault, and so is a result. The model, its hooks and the random state must be as before.
 """
 
 import inspect

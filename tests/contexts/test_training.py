@@ -317,14 +317,10 @@ def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (MetricError, "steps must be a whole number from 0; got -1", {"steps": -1}),
         (MetricError, "check_every must be a whole number from 1", {"check_every": 0}),
-        (MetricError, "seed must be a whole number; got '3'", {"seed": "3"}),
         (MetricError, "clip must be a number above 0", {"clip": float("nan")}),
-        (MetricError, "clip must be a number above 0", {"clip": "1"}),
-        (MetricError, "optimizer must be a function", {"optimizer": "adam"}),
         (MetricError, "whose step needs no arguments", {"optimizer": torch.optim.LBFGS}),
         (PromptError, "there are no training prompts", {"batches": []}),
         (PromptError, "there are no held-out prompts", {"held_out": []}),
-        (PromptError, "a list of batches as training prompts", {"batches": first}),
         (PromptError, "4 held-out queries are training queries", {"held_out": [first]}),
         (MetricError, "one number a prompt", {"loss": lambda logits, batch: logits.sum()}),
         (

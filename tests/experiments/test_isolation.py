@@ -183,7 +183,7 @@ def test_wrong_arguments_raise_an_error_before_any_pass(
 
 
 def test_a_single_batch_raises_an_error(gpt2: Any) -> None:
-    with pytest.raises(AnchorlensError, match=r"write \[batch\]"):
+    with pytest.raises(AnchorlensError, match="write it in brackets"):
         al.isolation_loyalty(gpt2, questions(gpt2, 2)[0], 0)  # type: ignore[arg-type]
 
 

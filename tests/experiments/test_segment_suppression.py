@@ -192,7 +192,6 @@ def test_a_failure_leaves_no_trace(
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ("answer", "segments are different names"),
         ([], "segments are different names"),
         (["reply"], "there is no segment 'reply'"),
         ({"a": lambda b: b.tokens}, "'a' of segment_suppression must give a tensor of True"),

@@ -310,10 +310,8 @@ def test_figures_show_shares_and_gaps(gpt2: Any) -> None:
     ("options", "message"),
     [
         ({"times": 0}, "times must be a number above 0.*got 0"),
-        ({"times": "5"}, "times must be a number above 0.*got '5'"),
         ({"times": float("nan")}, "times must be a number above 0.*got nan"),
         ({"draws": 0}, "draws must be .* at least 1; got 0"),
-        ({"draws": 2.0}, r"draws must be .* at least 1; got 2\.0"),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:

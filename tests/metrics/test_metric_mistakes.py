@@ -12,7 +12,7 @@ from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import HookError, MetricError
+from anchorlens.errors import ArgumentError, HookError, MetricError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -79,9 +79,9 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
         f"no hook point '{MISSING}', which mine names",
     ),
     (Mine(observation=None), MetricError, "mine must observe a batch with an al.Observation; got"),
-    (Mine(observation=observing(PATTERN)), HookError, "hooks of mine must be a list of"),
-    (Mine(observation=observing((PATTERN, None))), HookError, "hooks of mine must be a list of"),
-    (Mine(observation=observing(backward=7)), HookError, "hooks of mine must be a list .* got 7"),
+    (Mine(observation=observing(PATTERN)), ArgumentError, "hooks of Observation must be a list of"),
+    (Mine(observation=observing((PATTERN, None))), ArgumentError, "hooks of Observation must be"),
+    (Mine(observation=observing(backward=7)), ArgumentError, "backward_hooks of Obs.* got 7"),
 ]
 
 

@@ -369,14 +369,8 @@ def test_positions_that_are_no_prefix_or_no_query_are_refused(
 
 
 def test_wrong_options_and_changed_runs_are_refused(gpt2: Any) -> None:
-    for options, message in (
-        ({"keys": al.edges.anchors}, "keys are functions of the batch by name"),
-        ({"keys": {}}, "keys are functions of the batch by name"),
-        ({"rows": "target"}, "rows is a function of the batch"),
-    ):
-        wrong: Any = options
-        with pytest.raises(MetricError, match=message):
-            al.PrefixEffect(**wrong)
+    with pytest.raises(MetricError, match="keys are functions of the batch by name"):
+        al.PrefixEffect(keys={})
     batches = questions(gpt2, 3)
     with pytest.raises(MetricError, match="passes of its own"):
         al.run(

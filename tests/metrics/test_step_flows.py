@@ -169,8 +169,6 @@ def test_a_record_names_its_steps(gpt2: Any, prompt: al.PromptBatch, tmp_path: A
         ({"segment": "reply"}, "there is no segment 'reply'"),
         ({"segments": ["reply"]}, "there is no segment 'reply'"),
         ({"chunk": 0}, "chunk must be a whole number from 1"),
-        ({"chunk": 2.5}, "chunk must be a whole number from 1"),
-        ({"weight": "signed"}, "weight is a function"),
         ({"weight": lambda a, g: a}, "to a number for each edge"),
     ],
 )

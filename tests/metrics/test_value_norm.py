@@ -199,5 +199,3 @@ def test_where_there_are_no_values_an_error_names_the_cure(
         message = rf"value_norm needs the values.* al\.{name} has not.*SegmentFlows\("
         with pytest.raises(MetricError, match=message):
             call()
-    with pytest.raises(MetricError, match="takes a function of"):
-        al.weights.WithValues("norm")  # type: ignore[arg-type]

@@ -294,8 +294,8 @@ def test_a_loss_of_a_prompt_that_depends_on_other_prompts_is_refused(gpt2: Any, 
 
 
 def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -> None:
-    alone = batch_of(gpt2).prompt(0)
-    for batches in ([alone], [alone, alone]):
+    alone, other = batch_of(gpt2).prompt(0), batch_of(gpt2).prompt(0)
+    for batches in ([alone], [alone, other]):
         with pytest.raises(MetricError, match="the loss minus_mean has no gradient"):
             al.run(gpt2, batches, METRICS[:1], loss=minus_mean, progress=False)
 

@@ -289,8 +289,8 @@ def test_labels_of_wrong_types_raise_an_error(tmp_path: Path, label: Any, classe
 
 
 @pytest.mark.without_jaxtyping
-@pytest.mark.parametrize("classes", ["bad", ["bad", "bad", "good"], {"bad": 0, "good": 1}, 2])
-def test_wrong_classes_raise_an_error(tmp_path: Path, classes: Any) -> None:
+def test_a_class_that_is_listed_twice_raises_an_error(tmp_path: Path) -> None:
+    classes = ["bad", "bad", "good"]
     path = write(tmp_path / "file.csv", ROWS, "sentence", "verdict")
     with raises(match=rf"classes is a list of the different .*; got {re.escape(repr(classes))}$"):
         al.load_examples(path, text="sentence", label="verdict", classes=classes)

@@ -54,13 +54,6 @@ def test_wrong_sizes_and_slow_tokenizers_raise_an_error(byte_level: Any) -> None
             al.build_prompts(slow, SST2, [GOOD, BAD], ["x"])
 
 
-@pytest.mark.without_jaxtyping
-def test_an_unknown_padding_side_raises_an_error(byte_level: Any) -> None:
-    side: Any = "both"
-    with raises(match=r"padding_side must be 'left' or 'right'; got 'both'"):
-        al.build_prompts(byte_level, SST2, [GOOD, BAD], ["x"], padding_side=side)
-
-
 def test_prompts_that_are_too_long_are_left_out_only_on_request(byte_level: Any) -> None:
     queries = ["x", "much " * 9, "y"]
     build = partial(al.build_prompts, byte_level, SST2, [GOOD, BAD])

@@ -112,7 +112,7 @@ def test_forerunners_stand_before_the_label_words(gpt2: Any) -> None:
 
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_wrong_edges_and_seeds_are_errors(gpt2: Any, draw: Draw) -> None:
+def test_wrong_edges_are_errors(gpt2: Any, draw: Draw) -> None:
     batch = questions(gpt2, 2, padding_side="left")[0]
     good = edges.pq(batch)
     padding = torch.zeros_like(good)
@@ -120,7 +120,6 @@ def test_wrong_edges_and_seeds_are_errors(gpt2: Any, draw: Draw) -> None:
     wrong: list[tuple[Any, str]] = [
         (good.float(), r"\(batch, query, key\) = .*got torch.float32"),
         (good[:1], r"got torch.bool of the shape \(1, "),
-        (None, "got NoneType"),
         (torch.eye(good.shape[1], dtype=torch.bool).expand_as(good), "token to an earlier token"),
         (torch.ones_like(good).triu(1), "token to an earlier token"),
         (~batch.attention_mask[:, None, :] & torch.ones_like(good).tril(-1), "belong to padding"),
@@ -128,6 +127,3 @@ def test_wrong_edges_and_seeds_are_errors(gpt2: Any, draw: Draw) -> None:
     for value, message in wrong:
         with pytest.raises(PromptError, match=message):
             draw(batch, value, 0)
-    for seed in (1.5, None, "3"):
-        with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
-            draw(batch, good, seed)  # type: ignore[arg-type]

@@ -136,22 +136,13 @@ def test_relabeling_leaves_its_inputs_and_the_random_state() -> None:
 
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
-anything: Any = None
 
 
 @pytest.mark.without_jaxtyping
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "1", True, None])
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_wrong_shares_raise_an_error(share: Any) -> None:
     with pytest.raises(PromptError, match=r"share must be a number from 0 to 1; got "):
         al.relabeling.flipped(share)
-
-
-@pytest.mark.without_jaxtyping
-@pytest.mark.parametrize("seed", [0.5, "0", None, True])
-def test_wrong_seeds_raise_an_error(seed: Any) -> None:
-    for make in (al.relabeling.random, lambda seed: al.relabeling.flipped(1, seed)):
-        with pytest.raises(PromptError, match=r"seed must be a whole number; got "):
-            make(seed)
 
 
 @pytest.mark.without_jaxtyping
@@ -159,7 +150,6 @@ def test_wrong_seeds_raise_an_error(seed: Any) -> None:
     ("demos", "how", "message"),
     [
         ([], al.relabeling.gold, "there are no demonstrations to relabel"),
-        ([BAD, GOOD], "flipped", r"such as al.relabeling.random\(0\); got 'flipped'"),
         ([BAD, GOOD], lambda task, demos: demos, r"as many demonstrations as it got.*got \[Exa"),
         ([BAD, GOOD], lambda task, demos: (task, demos[:1]), "as many demonstrations as it got"),
         ([al.Example("x"), GOOD], al.relabeling.gold, r"have the labels \[None\], but"),
@@ -168,7 +158,6 @@ def test_wrong_seeds_raise_an_error(seed: Any) -> None:
         ([BAD, GOOD], al.relabeling.symbols([" A"]), "at least two label words"),
         ([BAD, GOOD], al.relabeling.symbols([" A", " B", " C"]), "each of the 2 classes; got"),
         ([BAD, GOOD], al.relabeling.symbols([" A", " A"]), "different and not blank"),
-        ([BAD, GOOD], lambda *given: al.relabeling.symbols(anything)(*given), "must be a list of"),
     ],
 )
 def test_wrong_relabelings_raise_an_error(demos: Any, how: Any, message: str) -> None:

@@ -122,18 +122,6 @@ def test_batches_from_positions_take_several_words() -> None:
         check_batch(replace(batch, verbalizer=al.Verbalizer([[1], [2], [3]])))
 
 
-@pytest.mark.without_jaxtyping
-def test_a_wrong_verbalizer_of_a_batch_raises_an_error() -> None:
-    with pytest.raises(PromptError, match=r"is an al.Verbalizer; got \[\[1\], \[2\]\]"):
-        al.PromptBatch.from_positions(
-            torch.tensor([[5, 1, 6, 2, 7, 8]]),
-            label_positions=[[1, 3]],
-            label_classes=[[0, 1]],
-            label_token_ids=[1, 2],
-            verbalizer=[[1], [2]],  # type: ignore[arg-type]
-        )
-
-
 def test_words_with_one_first_token_raise_an_error(tokenizer: Any) -> None:
     for words in ([[" Ab", " A"], [" Positive"]], [[" Ab"], [" Positive", " A"]]):
         with pytest.raises(PromptError, match=r"' Ab' and ' A' have the same first token '.A'"):
@@ -147,9 +135,7 @@ def test_words_with_one_first_token_raise_an_error(tokenizer: Any) -> None:
         ([[" a", " a"], [" b"]], "different and not blank"),
         ([[" a", " b"], [" b"]], "different and not blank"),
         ([[" a", " "], [" b"]], "different and not blank"),
-        ([[" a", " b"], []], r"or of lists of words, .*; got \[\[' a', ' b'\], \[\]\]"),
-        ([[" a", 3], [" b"]], "or of lists of words"),
-        ([[" a", [" c"]], [" b"]], "or of lists of words"),
+        ([[" a", " b"], []], "different and not blank"),
         ([[" a", " b"]], "at least two classes"),
     ],
 )
@@ -162,7 +148,6 @@ def test_wrong_words_raise_an_error(labels: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        ("mean", r"a function of \(log probabilities, axis\) .*; got 'mean'"),
         (torch.max, r"score max must give one number a prompt: .*got max; .*amax \(not max\)|got "),
         (lambda log_probs: log_probs.mean(-1), r"must take \(log probabilities, axis\)"),
         (lambda log_probs, axis: log_probs.mean(), r"the shape \(2,\); got \(\)"),
@@ -181,10 +166,7 @@ def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
     ("ids", "message"),
     [
         ([], "lists of whole numbers from 0"),
-        ([1, 2], "lists of whole numbers from 0"),
         ([[1], [-2]], "lists of whole numbers from 0"),
-        ([[1], [2.0]], "lists of whole numbers from 0"),
-        (None, "lists of whole numbers from 0"),
         ([[1], []], "at least one for each class"),
         ([[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
     ],

@@ -150,9 +150,3 @@ def test_mistakes_are_errors_before_anything_runs(
 def test_a_depth_beyond_the_model_is_an_error(model: Any) -> None:
     with pytest.raises(HookError, match="layers must be numbers from 0 to 1"):
         al.paper(model, EMOTIONS, depth=3, progress=False)
-
-
-def test_the_error_for_the_old_argument_gives_the_new_name(model: Any) -> None:
-    options: dict[str, Any] = {"layers": 1}
-    with pytest.raises(TypeError, match="the argument 'layers' of paper is now 'depth'"):
-        al.paper(model, EMOTIONS, **options)

@@ -166,9 +166,7 @@ def test_texts_are_escaped_and_the_report_has_the_page(
 def test_what_cannot_be_shown_is_an_error(flows: al.StepFlowsRecord) -> None:
     broken = flows.read_of_tokens.clone()
     broken[0, 0, 0] = torch.nan
-    wrong: Any = "answer"
     for given, message in (
-        (wrong, "plot_answer takes what al.step_flows returns.* got a str"),
         (replace(flows, info={**flows.info, "tokens": None}), "have no texts of tokens"),
         (replace(flows, read_of_tokens=broken), "the flows are not finite"),
     ):

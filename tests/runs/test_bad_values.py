@@ -30,34 +30,6 @@ TEMPLATE = "{text}:{label}"
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize(
-    ("queries", "message"),
-    [
-        ("Who?", r"a list of examples or texts; got the string 'Who\?'; write \[query\]"),
-        ([3], "query 0 must be an al.Example or a text; got a int"),
-    ],
-)
-def test_queries_must_be_a_list_of_texts(byte_level: Any, queries: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.build_prompts(byte_level, al.TASKS["sst2"], [BAD, GOOD], queries)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"labels": "ab"}, r"labels must be a list of words, .*; got 'ab'"),
-        ({"labels": [" a", 3]}, r"labels must be a list of words, .*; got \[' a', 3\]"),
-        ({"labels": None}, "labels must be a list of words, .*; got None"),
-        ({"separator": None}, "the separator of a task must be a string; got None"),
-        ({"prefix": 3}, "the prefix of a task must be a string; got 3"),
-        ({"template": 3}, "the template of a task must be a string; got 3"),
-    ],
-)
-def test_parts_of_a_task_must_be_strings(parts: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        al.Task(**{"template": TEMPLATE, "labels": [" a", " b"], **parts})
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("index", [0, 1])
 def test_loyalty_needs_finite_logits(value: float, index: int) -> None:
@@ -67,24 +39,15 @@ def test_loyalty_needs_finite_logits(value: float, index: int) -> None:
         al.loyalty(runs[0], runs[1], torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("ids", [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False]])
+@pytest.mark.parametrize("ids", [[0, 8], [-1, 1], [], [0.0, 1.0], [[0, 1]], [True, False], [1, 1]])
 def test_loyalty_needs_tokens_of_the_vocabulary(ids: list[Any]) -> None:
-    with pytest.raises(MetricError, match=r"must be a row of whole numbers from 0 to 7, .*; got"):
+    with pytest.raises(
+        MetricError, match=r"must be a row of different whole numbers from 0 to 7, .*; got"
+    ):
         al.loyalty(torch.eye(3, 8), torch.eye(3, 8), torch.tensor(ids))
 
 
-def test_loyalty_needs_tensors() -> None:
-    logits, wrong = torch.eye(3, 8), partial(pytest.raises, MetricError)
-    ids: Any = [0, 1]
-    with wrong(match=r"must be a row of whole numbers .*; got \[0, 1\]"):
-        al.loyalty(logits, logits, ids)
-    none: Any = None
-    with wrong(match=r"logits are of \(batch, vocab\), .*; got NoneType"):
-        al.loyalty(none, logits, torch.tensor(ids))
-
-
-@pytest.mark.parametrize("resamples", [-1, 1.5, "3", None])
-def test_resamples_must_be_a_whole_number_from_0(gpt2: Any, resamples: Any) -> None:
+def test_resamples_must_be_a_whole_number_from_0(gpt2: Any) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the model ran")
 
@@ -98,15 +61,11 @@ def test_resamples_must_be_a_whole_number_from_0(gpt2: Any, resamples: Any) -> N
     right = {"one": torch.ones(30), "two": torch.zeros(30)}
     refused = partial(pytest.raises, MetricError, match="resamples must be 0 .* or more; got")
     with refused():
-        al.compare_accuracies(right, resamples=resamples)
+        al.compare_accuracies(right, resamples=-1)
     handle = gpt2.register_forward_pre_hook(refuse)
     try:
         with refused():
-            al.reweighting_accuracy(gpt2, batches, beta, batches, resamples=resamples)
-        none: Any = [None]
-        for first, second in ((none, batches), (batches, none)):
-            with pytest.raises(PromptError, match="expected a list of batches; got one of None"):
-                al.reweighting_accuracy(gpt2, first, beta, second, progress=False)
+            al.reweighting_accuracy(gpt2, batches, beta, batches, resamples=-1)
     finally:
         handle.remove()
 
@@ -118,7 +77,6 @@ def test_resamples_must_be_a_whole_number_from_0(gpt2: Any, resamples: Any) -> N
         torch.tensor([2, 1]),
         torch.tensor([NAN, 1]),
         torch.ones(2, 1),
-        [0, 1],
     ],
 )
 def test_answers_must_be_0_or_1(answers: Any) -> None:
@@ -132,17 +90,13 @@ def test_sets_must_have_an_entry_for_each_answer() -> None:
         MetricError, match=r"the set of each of the 2 prompts; got the shape \(3,\)"
     ):
         al.compare_accuracies(right, sets=torch.arange(3), resamples=0)
-    odd: Any = [torch.ones(2)]
-    with pytest.raises(MetricError, match=r"expected {method: answers}, .*; got a list"):
-        al.compare_accuracies(odd)
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, "3"])
-def test_counts_must_be_whole_numbers(count: Any) -> None:
-    with pytest.raises(DataError, match="count must be a whole number from 0; got"):
-        al.sample_queries([BAD, GOOD], count)
-    with pytest.raises(DataError, match=r"shots must be at least 1; got .*; give a whole number"):
-        al.sample_demonstrations([BAD, GOOD], count)
+def test_counts_are_not_below_0() -> None:
+    with pytest.raises(DataError, match="count must be a whole number from 0; got -1"):
+        al.sample_queries([BAD, GOOD], -1)
+    with pytest.raises(DataError, match="shots must be a whole number from 1; got 0"):
+        al.sample_demonstrations([BAD, GOOD], 0)
 
 
 def test_impossible_paths_are_refused(gpt2: Any) -> None:
@@ -164,11 +118,6 @@ def test_impossible_paths_are_refused(gpt2: Any) -> None:
         ({"tokens": torch.full((1, 6), -3)}, "tokens must be whole numbers from 0, .*; got -3"),
         ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 for tokens"),
         ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 for tokens"),
-        ({"label_positions": None}, "label_positions must"),
-        ({"label_classes": None}, "label_classes must"),
-        ({"label_token_ids": None}, "label_token_ids must"),
-        ({"label_positions": [[None, 3]]}, "label_positions must"),
-        ({"label_token_ids": ["a", "b"]}, "label_token_ids must"),
         ({"label_positions": torch.tensor([[1j, 3]])}, "label_positions must be integers"),
     ],
 )
@@ -187,7 +136,7 @@ def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str)
 @pytest.mark.parametrize(
     "positions",
     [
-        *(torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]]), [[1]]),
+        *(torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]])),
         torch.zeros(2, 0, dtype=torch.long),
     ],
 )
@@ -198,19 +147,12 @@ def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None
 
 @pytest.mark.parametrize(
     "edges",
-    [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2, None],
+    [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2],
 )
 def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
     for hooks in (al.block_edges, partial(al.scale_edges, factor=0.5)):
         with pytest.raises(PromptError, match=r"edges must be a tensor of True and False .*; got"):
             hooks(gpt2, edges=edges, layers=0)
-
-
-@pytest.mark.parametrize("seed", [1.5, None, "3"])
-def test_seeds_must_be_whole_numbers(gpt2: Any, seed: Any) -> None:
-    (batch,) = questions(gpt2, 2)
-    with pytest.raises(HookError, match="the seed of a draw must be a whole number; got"):
-        al.isolate_random(gpt2, batch, 0, seed=seed)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -241,12 +183,6 @@ class Falsy(list[Any]):
 
     def __call__(self, batch: al.PromptBatch) -> list[Any]:
         return [("blocks.0.attn.hook_pattern", lambda tensor, hook: tensor * 0.5)]
-
-
-@pytest.mark.parametrize("hooks", [[], (), 0, False, {}])
-def test_hooks_must_be_a_function(gpt2: Any, hooks: Any) -> None:
-    with pytest.raises(HookError, match="hooks is a function of the batch to hooks"):
-        al.target_logits(gpt2, questions(gpt2, 2), hooks=hooks, progress=False)
 
 
 def test_hooks_that_count_as_false_act(gpt2: Any) -> None:
@@ -285,31 +221,6 @@ def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -
             call()
 
 
-@pytest.mark.parametrize("size", [1.5, NAN, "3"])
-def test_sizes_must_be_whole_numbers(byte_level: Any, size: Any) -> None:
-    demos = [al.Example("x", 0), al.Example("y", 1)]
-    build = partial(al.build_prompts, byte_level, al.TASKS["sst2"], demos, ["z"])
-    for name in ("batch_size", "max_length"):
-        with pytest.raises(PromptError, match=f"{name} must be a whole number from 1; got"):
-            build(**{name: size})
-
-
-@pytest.mark.parametrize("count", [1.5, None, "1"])
-def test_numbers_of_prompts_and_layers_must_be_whole_numbers(gpt2: Any, count: Any) -> None:
-    with pytest.raises(PromptError, match="the batch has the prompts 0 to 1; got"):
-        questions(gpt2, 2)[0].prompt(count)
-    with pytest.raises(HookError, match="depths are from 1 to 3 layers; got"):
-        al.sites.first_and_last(gpt2, [count])
-    with pytest.raises(HookError, match="a window has from 1 to 3 layers; got"):
-        al.sites.windows(gpt2, count)
-
-
-def test_sites_need_names(gpt2: Any) -> None:
-    sites: Any = {3: al.Site(0)}
-    with pytest.raises(HookError, match=r"sites are {name: .*}, each name a string; got {3:"):
-        al.isolation_sweep(gpt2, questions(gpt2, 2), sites, draws=1, progress=False)
-
-
 @dataclass(frozen=True)
 class UserMetric:
     """A metric that a user wrote."""
@@ -341,14 +252,6 @@ def test_rows_must_be_dense_and_have_values(gpt2: Any, change: Any, message: str
     with pytest.raises(RunError, match=message) as caught:
         al.run(gpt2, questions(gpt2, 2), [metric, al.Accuracy()], progress=False, resamples=0)
     assert list(caught.value.results) == ["accuracy"]
-
-
-@pytest.mark.parametrize("rows", [None, 3, {}])
-def test_rows_of_an_observation_must_be_a_function(gpt2: Any, rows: Any) -> None:
-    right: Any = lambda logits, clean_logits: {"v": logits[:, 0]}  # noqa: E731
-    for metric in (UserMetric(rows), UserMetric(right, shared_rows=rows)):
-        with pytest.raises(MetricError, match=r"are a function of \(logits, .*; own gave a"):
-            al.run(gpt2, questions(gpt2, 4), [metric], progress=False, resamples=0)
 
 
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:

@@ -158,17 +158,11 @@ def constant(rows: Any, batch: al.PromptBatch) -> Any:
 @pytest.mark.without_jaxtyping
 def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    settings: Any = ["depths"]
-    with pytest.raises(PromptError, match="settings tell one experiment from another by name"):
-        al.Study(gpt2, batches, settings)
     study = al.Study(gpt2, batches, {}, **QUIET)
     with pytest.raises(PromptError, match=r"write: with al\.Study"):
         study.plan()
     before = hooks_on(gpt2)
     with al.Study(gpt2, batches, {}, **QUIET) as study:
-        wrong: Any = al.isolate_labels(gpt2, batches[0], 0)
-        with pytest.raises(HookError, match="hooks is a function of the batch to hooks"):
-            study.plan(interventions=[wrong])
         for rows, message in (
             (None, "rows must be a dict of tensors"),
             ({"x": 1.0}, "row 'x' must be a tensor with an entry a prompt"),

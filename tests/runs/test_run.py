@@ -12,7 +12,13 @@ from tiny_models import questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError, RunError
+from anchorlens.errors import (
+    AnchorlensError,
+    ArgumentError,
+    MetricError,
+    PromptError,
+    RunError,
+)
 from anchorlens.metrics.metric import is_metric
 from anchorlens.models.hooked import Hook, pattern_name
 
@@ -142,13 +148,13 @@ def test_bad_arguments_are_refused_before_any_pass(
 @pytest.mark.without_jaxtyping
 def test_arguments_of_a_wrong_type_are_refused(gpt2: Any) -> None:
     batches: Any = questions(gpt2, 4)
-    with pytest.raises(ModelError, match="expected a TransformerBridge"):
+    with pytest.raises(ArgumentError, match=r"A TransformerBridge or .* as ``al.load_model``"):
         run("gpt2", [], METRICS)
-    with pytest.raises(PromptError, match=r"got a single one, so write \[batch\]"):
+    with pytest.raises(ArgumentError, match=r"batches of run must be a list .*; write it in br"):
         run(gpt2, batches[0], METRICS)
     with pytest.raises(MetricError, match="an instance is needed"):
         run(gpt2, batches, [al.AttentionAUCROC])
-    with pytest.raises(MetricError, match="has name, needs_gradient, observe"):
+    with pytest.raises(ArgumentError, match="which has no name and no needs_gradient and"):
         run(gpt2, batches, [object()])
 
 
