@@ -1,7 +1,7 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -312,21 +312,16 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         observers = checkpoints.observers(observers)
     losses, is_finite = None, False
     continues = needs_continuations(loss)
+    forward = [*needed, *changes.hooks, *observers, *last]
+    acting = acting_hooks(model, forward, of_gradients.hooks)
 
     # An inference_mode of the caller would make tensors that autograd rejects.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        ExitStack() as hooks,
+        acting,
     ):
-        hooks.enter_context(
-            acting_hooks(
-                model,
-                [*needed, *changes.hooks, *observers, *last],
-                of_gradients.hooks,
-            )
-        )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
         tokens, inputs = _inputs(model, batch, prefix, cache)
         outputs = model(tokens, **inputs)
@@ -337,7 +332,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         if loss is not None:
             of_loss = every[:, :-1] if needs_positions(loss) else logits
             if needs_continuations(loss):
-                hooks.close()  # they are for the rows of the prompts
+                acting.close()  # they are for the rows of the prompts
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)
