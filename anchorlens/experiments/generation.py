@@ -24,6 +24,7 @@ from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
 from ..prompts.segments import TextPiece, build_segments
 from ..system.texts import printable
+from ..system.torch_state import own_random_state
 
 ANSWER = "answer"
 """The segment of the tokens that the model writes."""
@@ -182,7 +183,7 @@ def _written(
     }
     with (
         frozen_in_eval_mode(model),
-        torch.random.fork_rng(devices),
+        own_random_state(devices),
         torch.no_grad(),
         acting_hooks(model),
         catch_warnings(),

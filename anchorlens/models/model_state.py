@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..system.put_back import put_back, safe_context
+from ..system.torch_state import torch_modes
 from .hooked import modules_of
 
 # Hooks of these packages on a module are a part of what the model computes.
@@ -27,6 +28,9 @@ _locks_lock = Lock()
 def frozen_in_eval_mode(model: Any) -> Iterator[None]:
     """Freeze parameters and switch dropout off; restore both afterwards, also after an error.
 
+    What torch does at each operation is restored too, because an interrupt can skip the end of the
+    contexts of torch inside.
+
     Threads that run the same model take turns, because each would see the other's hooks and modes.
     """
     with _lock_of(model):
@@ -40,7 +44,10 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             if parameter.requires_grad
         ]
 
+        modes_as_found = torch_modes()
+
         def restore() -> None:
+            modes_as_found()
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:

@@ -1,9 +1,10 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..models.kv_cache import (
     prefix_of,
 )
 from ..prompts.batch import PromptBatch
+from ..system.put_back import put_back, safe_context
 from .continuations import log_probs_after
 from .losses import (
     Loss,
@@ -232,14 +234,12 @@ def logits_at(
     return of_prompts
 
 
-@contextmanager
+@safe_context
 def after_each_pass(call: Callable[[], None]) -> Iterator[None]:
     """Inside, ``call`` is called after each ``run_pass``, to show progress."""
-    token = _after_pass.set(call)
-    try:
+    with put_back(partial(_after_pass.set, _after_pass.get())):
+        _after_pass.set(call)
         yield
-    finally:
-        _after_pass.reset(token)
 
 
 def run_prefix(

@@ -48,7 +48,7 @@ def safe_context(steps_of: Callable[P, Iterator[T]]) -> Callable[P, SafeContext[
 
 
 @safe_context
-def put_back(restore: Callable[[], None]) -> Iterator[None]:
+def put_back(restore: Callable[[], object]) -> Iterator[None]:
     """Call ``restore`` at the end, and again where an interrupt ended that call.
 
     One call is enough if no interrupt comes; two interrupts while it is put back are survived,
