@@ -162,14 +162,14 @@ def prepare_model(model: Model) -> Model:
         if not is_prepared:
             restore_model(model)
 
-    with frozen_in_eval_mode(model), without_user_hooks(model), put_back(undo):
+    with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
-            verified_operands[model] = _wrap_and_verify(model)
-            verify_cached_step(model)
-            is_prepared = True
+            with put_back(undo):
+                verified_operands[model] = _wrap_and_verify(model)
+                verify_cached_step(model)
+                is_prepared = True
         except ModelError as error:
-            restore_model(model)
             if attends_to_later(model):
                 raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name)) from error
             raise

@@ -38,12 +38,13 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 
 
 def state_of(model: Any) -> Any:
+    modules: list[Any] = modules_of(model)
     points = [
         (len(module.fwd_hooks), len(module.bwd_hooks), vars(module).get("_is_full_backward_hook"))
-        for module in modules_of(model)
+        for module in modules
         if hasattr(module, "fwd_hooks")
     ]
-    forwards = [vars(module).get("forward") for module in modules_of(model)]
+    forwards = [vars(module).get("forward") for module in modules]
     steps = [vars(block.attn).get("calculate_z_scores") for block in model.blocks]
     return functions_of(model), points, forwards, steps, global_state(with_python=False)
 

@@ -7,6 +7,8 @@ from itertools import count
 from types import FrameType, ModuleType
 from typing import Any
 
+_NEXT = 12  # a second interrupt comes at one of the moments after the first
+
 
 class Interrupting:
     """Raises KeyboardInterrupt at chosen moments in the functions of some modules.
@@ -66,7 +68,7 @@ def at_every_moment(
     The error is alive then, as in an ``except`` block, so that no frame of the call is released.
     """
     for first in count():
-        for second in count() if interrupts == 2 else [0]:
+        for second in range(_NEXT if interrupts == 2 else 1):
             moments = [first, second][:interrupts]
             interrupting = Interrupting(modules, moments)
             raised = interrupting.call(function)

@@ -1,7 +1,8 @@
 """What was changed is put back, wherever interrupts come."""
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from interrupting import at_every_moment
@@ -51,7 +52,7 @@ def test_a_context_gives_what_its_generator_yields_and_can_be_closed_before_its_
     assert steps == ["inside one", "end of one", "end of two", "closed"]
 
 
-def changing(settings: list[str], decorator: Callable[..., object]) -> Callable[[], None]:
+def changing(settings: list[str], decorator: Callable[..., Any]) -> Callable[[], None]:
     """A function that changes settings in a context, which is made by a decorator."""
 
     def changed() -> Iterator[None]:
@@ -59,10 +60,10 @@ def changing(settings: list[str], decorator: Callable[..., object]) -> Callable[
             settings.append("changed")
             yield
 
-    context: Callable[..., object] = decorator(changed)
+    context = decorator(changed)
 
     def change() -> None:
-        with context():  # type: ignore[attr-defined]
+        with context():
             settings.append("inside")
 
     return change
@@ -78,10 +79,8 @@ def test_nothing_is_left_by_interrupts_at_every_moment(interrupts: int) -> None:
 
 def test_the_moments_find_the_gap_of_contextlib() -> None:
     """An interrupt at the start of ``__exit__`` of ``contextlib`` leaves the change."""
-    import contextlib
-
     settings: list[str] = []
-    moments = at_every_moment([contextlib], 1, changing(settings, contextmanager))
+    moments = at_every_moment([contextlib], 1, changing(settings, contextlib.contextmanager))
     left = []
     for moment in moments:
         left += [moment] if settings else []
