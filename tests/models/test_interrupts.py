@@ -1,5 +1,6 @@
 """Ctrl-C leaves no hook, no frozen parameter, no replaced method and no mode of torch."""
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
 
 pytestmark = pytest.mark.without_jaxtyping
-MODULES = [acting_hooks, model_state, replaced, put_back, torch_state]
+MODULES = [contextlib, acting_hooks, model_state, replaced, put_back, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
 
 

@@ -72,7 +72,7 @@ def changing(settings: list[str], decorator: Callable[..., Any]) -> Callable[[],
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_nothing_is_left_by_interrupts_at_every_moment(interrupts: int) -> None:
     settings: list[str] = []
-    moments = at_every_moment([module], interrupts, changing(settings, safe_context))
+    moments = at_every_moment([module, contextlib], interrupts, changing(settings, safe_context))
     left = [moment for moment in moments if settings]
     assert not left
 
