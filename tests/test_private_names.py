@@ -212,7 +212,36 @@ def annotations_name_their_axes() -> bool:
     return annotation.dim_str == "layer flow"
 
 
+def modes_of_torch_can_be_removed() -> bool:
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
+
+    of_autograd = torch._C._autograd
+    before = len(_get_current_function_mode_stack())
+    hooks = (lambda tensor: tensor, lambda tensor: tensor)
+    torch.autograd.graph.saved_tensors_hooks(*hooks).__enter__()
+    top = of_autograd._top_saved_tensors_default_hooks(True)
+    of_autograd._pop_saved_tensors_default_hooks()
+    TorchFunctionMode().__enter__()
+    count = len(_get_current_function_mode_stack())
+    _pop_mode()
+    after = of_autograd._top_saved_tensors_default_hooks(True)
+    return top == hooks and after is None and count == before + 1
+
+
 USES = [
+    Use(
+        "torch",
+        (
+            "_get_current_function_mode_stack",
+            "_pop_mode",
+            "_autograd",
+            "_top_saved_tensors_default_hooks",
+            "_pop_saved_tensors_default_hooks",
+        ),
+        ("system/torch_state.py",),
+        "the function modes and the hooks of saved tensors of a thread can be read and removed",
+        modes_of_torch_can_be_removed,
+    ),
     Use(
         "torch",
         ("_orig_mod",),

@@ -118,7 +118,7 @@ def train_soft_prompt(
     begin = "random tokens" if start is None else f"tokens {list(start)}"
     about = f"soft prompt of {length} embeddings from {begin}"
     settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
-    with prepared_study(model, batches, held_out, settings) as study:
+    with prepared_study(model, batches, held_out, settings).entered() as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         bos = bos_of(training[0]).to(device_of(model))
         random = random_tokens(model, length, seed)

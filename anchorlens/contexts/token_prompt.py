@@ -227,7 +227,7 @@ def _measured(
 ) -> list[HardPrompt]:
     """The hard prompts of the token ids that ``choose`` gives for a tokenizer."""
     study = Study(model, held_out, {"experiment": "hard prompts"}, resamples=0, progress=False)
-    with study:
+    with study.entered():
         if any(batch.gold is None for batch in study.batches):
             raise PromptError("accuracy needs the true label of each query; give queries with them")
         check_loss(loss, study.batches, model)

@@ -108,7 +108,7 @@ def train_prefix(
     settings = Settings(
         steps, optimizer, clip, check_every, seed, loss, folder, progress, about, made_of
     )
-    with prepared_study(model, batches, held_out, settings) as study:
+    with prepared_study(model, batches, held_out, settings).entered() as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         bos = bos_of(training[0]).to(device_of(model))
         count = len(bos) + length

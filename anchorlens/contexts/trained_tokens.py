@@ -118,7 +118,7 @@ def train_hard_prompt(
         about,
         (method, start, allowed, tokenizer),
     )
-    with prepared_study(model, batches, held_out, settings) as study:
+    with prepared_study(model, batches, held_out, settings).entered() as study:
         training, others = study.batches[: len(batches)], study.batches[len(batches) :]
         ids = start_tokens(model, class_words(training) if start is None else start, length)
         nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))

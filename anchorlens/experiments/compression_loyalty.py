@@ -203,7 +203,7 @@ def compression_loyalty(
     settings = names | {"control": name_of(control), "draws": draws}
     with Study(
         model, batches, settings, resamples=resamples, progress=progress, title="compression"
-    ) as study:
+    ).entered() as study:
         for batch in study.batches:
             require_gold(batch.gold, "accuracy")
             checked_selections(keeps, batch)

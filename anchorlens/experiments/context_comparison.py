@@ -191,7 +191,7 @@ def compare_contexts(
         resamples=resamples,
         progress=progress,
         title="contexts",
-    ) as study:
+    ).entered() as study:
         _check_prompts(model, study.batches, contexts)
         digests = set(query_digests(study.batches))
         plan = study.plan()

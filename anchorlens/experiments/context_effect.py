@@ -86,7 +86,7 @@ def prefix_effect(
         progress=progress,
         title="prefix effect",
     )
-    with study:
+    with study.entered():
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))
         for batch in study.batches:

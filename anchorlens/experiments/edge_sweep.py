@@ -275,7 +275,7 @@ def loyalty_sweep(
         progress=progress,
         title=kind.heading,
     )
-    with study:
+    with study.entered():
         _check_cuts(study.batches, cuts)  # raises errors before the model runs
         plan = study.plan(metrics, interventions=[cuts[0].change], loss=None)
         first_changes = {each.first_layer: each.change for each in cuts}

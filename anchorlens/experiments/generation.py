@@ -25,6 +25,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.segments import TextPiece, build_segments
 from ..system.arguments import checked
 from ..system.texts import printable
+from ..system.torch_state import own_random_state
 
 ANSWER = "answer"
 """The segment of the tokens that the model writes."""
@@ -180,7 +181,7 @@ def _written(
     }
     with (
         frozen_in_eval_mode(model),
-        torch.random.fork_rng(devices),
+        own_random_state(devices),
         torch.no_grad(),
         acting_hooks(model),
         catch_warnings(),

@@ -147,7 +147,7 @@ def integrated_flows(
         progress=progress,
         title="integrated gradient",
     )
-    with study:
+    with study.entered():
         refuse_folded_value_biases(model)
         metric.check(model, study.batches, changed=False)
         if output is not None:

@@ -136,7 +136,7 @@ def train_reweighting(
         ...     hooks=lambda batch: al.reweight_anchors(model, batch, loaded))
     """
     settings: dict[str, Any] = {"epochs": epochs, "lr": lr, "seed": seed}
-    with Study(model, batches, settings, resamples=0, progress=progress) as study:
+    with Study(model, batches, settings, resamples=0, progress=progress).entered() as study:
         batches = study.batches
         refuse_folded_value_biases(model)
         classes = _classes(batches)

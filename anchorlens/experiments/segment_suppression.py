@@ -120,7 +120,7 @@ def segment_suppression(
         progress=progress,
         title="segment suppression",
     )
-    with study:
+    with study.entered():
         if not any(_predictors(batch, chosen.segments_of(batch)).any() for batch in study.batches):
             raise MetricError(
                 "nothing depends on a suppressed segment: in no prompt a token of a segment is "

@@ -6,14 +6,13 @@ tables of hooks are stored before the first change, and put back whole.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..errors import HookError
-from ..system.put_back import put_back
+from ..system.put_back import put_back, safe_context
 from .hooked import Hook
 from .model_state import is_of_library
 
@@ -29,7 +28,7 @@ _VALUES = ("_is_full_backward_hook", "_pattern")
 ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
 
 
-@contextmanager
+@safe_context
 def acting_hooks(
     model: Any,
     forward: Sequence[Hook] = (),

@@ -8,7 +8,6 @@ What an architecture does before (projections, norms, rotations, caches) and aft
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
-from ..system.put_back import put_back
+from ..system.put_back import put_back, safe_context
 from .attention_mask import Mask, Seen, causal_mask, mask_of
 from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
 from .implementations import implementations_of
@@ -53,7 +52,7 @@ class Terms:
 Attend = Callable[[int, Heads, SharedHeads, SharedHeads, Terms], Heads]
 
 
-@contextmanager
+@safe_context
 def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
     """Inside, ``attend`` computes the attention of every layer.
 
@@ -196,7 +195,7 @@ def _mask_of_interface(
     return mask_of(seen, kv_length)
 
 
-@contextmanager
+@safe_context
 def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -285,16 +284,16 @@ class _Steps:
         return module.hook_z(z.transpose(1, 2))
 
 
-@contextmanager
+@safe_context
 def _by_steps(model: Any, attend: Attend) -> Iterator[None]:
     if model.cfg.positional_embedding_type in ("alibi", "relative_positional_bias"):
         raise ModelError("positions are numbers that are added to its scores")
     attentions = [block.attn for block in model.blocks]
     steps = [_Steps(layer, module, attend) for layer, module in enumerate(attentions)]
-    with ExitStack() as replaced:
-        for name in _STEPS:
-            step_of = partial(_step_of, steps, name)
-            replaced.enter_context(replaced_methods(attentions, name, step_of))
+    scores, mask, z = (
+        replaced_methods(attentions, name, partial(_step_of, steps, name)) for name in _STEPS
+    )
+    with scores, mask, z:
         yield
 
 

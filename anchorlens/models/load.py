@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..system.arguments import checked
+from ..system.put_back import put_back
+from ..system.torch_state import own_random_state
 from .acting_hooks import acting_hooks
 from .cached_step import verify_cached_step
 from .hooked import (
@@ -112,7 +114,7 @@ def load_model(
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
     tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
     expected = _few_logits(weights, tokens) if weights.can_generate() else None
-    with torch.random.fork_rng(devices=[]):  # new modules draw random weights first
+    with own_random_state():  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
         _refuse_different_logits(name, expected, _logits_of_bridge(name, model, tokens))
@@ -157,18 +159,22 @@ def prepare_model(model: Model) -> Model:
     if reason := why_not_hooked(model):
         raise ModelError(reason)
     _refuse_inference_tensors(model.cfg.model_name, model)
+    is_prepared = False
+
+    def undo() -> None:
+        if not is_prepared:
+            restore_model(model)
+
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
         try:
-            verified_operands[model] = _wrap_and_verify(model)
-            verify_cached_step(model)
+            with put_back(undo):
+                verified_operands[model] = _wrap_and_verify(model)
+                verify_cached_step(model)
+                is_prepared = True
         except ModelError as error:
-            restore_model(model)
             if attends_to_later(model):
                 raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name)) from error
-            raise
-        except BaseException:
-            restore_model(model)
             raise
     return model
 

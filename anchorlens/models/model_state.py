@@ -1,7 +1,6 @@
 """Freeze a model and suspend the user's hooks for a pass, and restore its state afterwards."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from threading import Lock, RLock
 from typing import Any
@@ -9,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..system.put_back import put_back
+from ..system.put_back import put_back, safe_context
+from ..system.torch_state import torch_modes
 from .hooked import modules_of
 
 # Hooks of these packages on a module are a part of what the model computes.
@@ -24,9 +24,12 @@ _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _locks_lock = Lock()
 
 
-@contextmanager
+@safe_context
 def frozen_in_eval_mode(model: Any) -> Iterator[None]:
     """Freeze parameters and switch dropout off; restore both afterwards, also after an error.
+
+    What torch does at each operation is restored too, because an interrupt can skip the end of the
+    contexts of torch inside.
 
     Threads that run the same model take turns, because each would see the other's hooks and modes.
     """
@@ -41,7 +44,10 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             if parameter.requires_grad
         ]
 
+        modes_as_found = torch_modes()
+
         def restore() -> None:
+            modes_as_found()
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:
@@ -55,7 +61,7 @@ def frozen_in_eval_mode(model: Any) -> Iterator[None]:
             yield
 
 
-@contextmanager
+@safe_context
 def without_user_hooks(model: Any) -> Iterator[None]:
     """Suspend the hooks that the user put on the model; restore them afterwards.
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
+from ..system.put_back import put_back
+from ..system.torch_state import torch_modes
 from .implementations import implementations_of
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
@@ -140,7 +142,8 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
         args = (attention.hook_in(args[0]), *args[1:])
     shape = _shape_of_rows(attention, args, kwargs)
     pattern = _PatternThroughHooks(attention, shape, depth=1)
-    with pattern, _OperandsThroughHooks(attention, shape, depth=1):
+    operands = _OperandsThroughHooks(attention, shape, depth=1)
+    with put_back(torch_modes()), pattern, operands:
         output = attention.original_component(*args, **kwargs)
     if pattern.calls != 1:
         raise ModelError(
@@ -155,7 +158,8 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the bridge's own forward, and call the rotary hook points, which it leaves out."""
-    with _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0):
+    operands = _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0)
+    with put_back(torch_modes()), operands:
         return type(attention).forward(attention, *args, **kwargs)
 
 

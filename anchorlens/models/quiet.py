@@ -4,6 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from ..system.put_back import put_back, safe_context
 
 # The libraries that load models and examples, by the names of their loggers and modules.
 _LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets", "accelerate")
@@ -39,7 +42,7 @@ def quiet_libraries() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@safe_context
 def gguf_bar_of_transformers() -> Iterator[None]:
     """Inside, the bar of reading a .gguf file is one of transformers, which can be switched off.
 
@@ -52,11 +55,9 @@ def gguf_bar_of_transformers() -> Iterator[None]:
     if before is None:  # a version that has no such bar
         yield
         return
-    of_gguf.tqdm = of_transformers.tqdm
-    try:
+    with put_back(partial(setattr, of_gguf, "tqdm", before)):
+        of_gguf.tqdm = of_transformers.tqdm
         yield
-    finally:
-        of_gguf.tqdm = before
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Methods of modules that are replaced for a while."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from ..system.put_back import put_back
+from ..system.put_back import put_back, safe_context
 
 
-@contextmanager
+@safe_context
 def replaced_methods(
     modules: Iterable[Any], name: str, method_of: Callable[[int, Any], Callable[..., Any]]
 ) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..models.kv_cache import (
     prefix_of,
 )
 from ..prompts.batch import PromptBatch
+from ..system.put_back import put_back, safe_context
 from .continuations import log_probs_after
 from .losses import (
     Loss,
@@ -232,14 +234,12 @@ def logits_at(
     return of_prompts
 
 
-@contextmanager
+@safe_context
 def after_each_pass(call: Callable[[], None]) -> Iterator[None]:
     """Inside, ``call`` is called after each ``run_pass``, to show progress."""
-    token = _after_pass.set(call)
-    try:
+    with put_back(partial(_after_pass.set, _after_pass.get())):
+        _after_pass.set(call)
         yield
-    finally:
-        _after_pass.reset(token)
 
 
 def run_prefix(
@@ -312,21 +312,16 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         observers = checkpoints.observers(observers)
     losses, is_finite = None, False
     continues = needs_continuations(loss)
+    forward = [*needed, *changes.hooks, *observers, *last]
+    acting = acting_hooks(model, forward, of_gradients.hooks)
 
     # An inference_mode of the caller would make tensors that autograd rejects.
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(loss is not None),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
-        ExitStack() as hooks,
+        acting,
     ):
-        hooks.enter_context(
-            acting_hooks(
-                model,
-                [*needed, *changes.hooks, *observers, *last],
-                of_gradients.hooks,
-            )
-        )
         cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
         tokens, inputs = _inputs(model, batch, prefix, cache)
         outputs = model(tokens, **inputs)
@@ -337,7 +332,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         if loss is not None:
             of_loss = every[:, :-1] if needs_positions(loss) else logits
             if needs_continuations(loss):
-                hooks.close()  # they are for the rows of the prompts
+                acting.close()  # they are for the rows of the prompts
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)

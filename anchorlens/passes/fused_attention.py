@@ -1,7 +1,6 @@
 """All attention of a model by a fused kernel, so that no pattern is formed."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from ..models.hooked import (
     verified_operands,
     z_name,
 )
+from ..system.put_back import safe_context
 from .memory import return_freed_memory
 from .row_attention import RowAttention, Rows, UseRowsOfLayer
 
@@ -34,7 +34,7 @@ from .row_attention import RowAttention, Rows, UseRowsOfLayer
 UseRows = Callable[[int, slice, slice, Rows, Rows], None]
 
 
-@contextmanager
+@safe_context
 def fused_attention(
     model: HookedModel,
     use: UseRows | None = None,

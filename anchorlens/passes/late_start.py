@@ -6,12 +6,12 @@ costs only those layers. This works in both lines of TransformerLens.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ..models.acting_hooks import acting_hooks
 from ..models.replaced import replaced_methods
+from ..system.put_back import safe_context
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Start:
     output: Any
 
 
-@contextmanager
+@safe_context
 def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start]]:
     """Store what ``layers`` get in the last pass inside; layer 0 needs nothing."""
     starts: dict[int, Start] = {}
@@ -44,7 +44,7 @@ def stored_starts(model: Any, layers: Iterable[int]) -> Iterator[dict[int, Start
         yield starts
 
 
-@contextmanager
+@safe_context
 def started(model: Any, start: Start | None) -> Iterator[None]:
     """Passes inside begin at ``start``: before it no hook is called and no key is cached."""
     skipped = [] if start is None else model.blocks[: start.layer]

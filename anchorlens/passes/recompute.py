@@ -6,7 +6,6 @@ the second run is compared with that of the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
 from ..models.replaced import replaced_methods
+from ..system.put_back import safe_context
 
 _CURE = (
     "leave gradient_checkpointing out; if it was chosen because memory is short, use fewer "
@@ -65,7 +65,7 @@ class Checkpoints:
             )
 
 
-@contextmanager
+@safe_context
 def checkpointed(model: Any, checkpoints: Checkpoints) -> Iterator[None]:
     """Inside, a pass stores only the input and the output of each block."""
 

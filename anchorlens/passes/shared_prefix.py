@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -17,6 +17,7 @@ from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
 from ..system.free_memory import free_bytes
+from ..system.put_back import safe_context
 from .forward import run_pass, run_prefix
 from .fused_attention import fused_attention, outside_attention
 from .late_start import Start, started
@@ -146,7 +147,7 @@ class Passes:
         with self.attending(whole, hooks(whole)) as (others, _):
             return run_pass(self.model, whole, hooks=others)
 
-    @contextmanager
+    @safe_context
     def attending(
         self, batch: PromptBatch, hooks: Sequence[Hook], observers: Sequence[Hook] = ()
     ) -> Iterator[tuple[Sequence[Hook], Sequence[Hook]]]:

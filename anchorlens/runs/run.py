@@ -98,7 +98,7 @@ def run(
         progress=progress,
         title="metrics",
     )
-    with study:
+    with study.entered():
         if not metrics:
             raise MetricError("there are no metrics to compute")
         plan = study.plan(
@@ -141,7 +141,8 @@ def target_logits(
     """
     settings = {"hooks": hooks}
     change = no_hooks if hooks is None else hooks
-    with Study(model, batches, settings, resamples=0, progress=progress, title="logits") as study:
+    study = Study(model, batches, settings, resamples=0, progress=progress, title="logits")
+    with study.entered():
         plan = study.plan(hooks=change)
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:

@@ -3,9 +3,9 @@
 ``run`` and the experiments of the package use it, and so can your own experiment.
 """
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ from ..system.processes import (
     require_equal_settings,
     require_whole_model,
 )
+from ..system.put_back import safe_context
 from ..system.texts import printable
 from .checkpoint_choice import why_checkpointed
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
@@ -125,19 +126,32 @@ class Study:
         return printable(f"Study({parts}{'' if self.folder is None else '; with a folder'})")
 
     def __enter__(self) -> "Study":
-        with ExitStack() as stack:
-            stack.enter_context(fails_together())
+        self._inside = self.entered()
+        return self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.close()
+
+    @safe_context
+    def entered(self) -> Iterator["Study"]:
+        """Do what ``with study`` does; no Ctrl-C, at whatever moment, leaves the model frozen."""
+        outside, error = sys.exception(), None
+        with fails_together():
             check_resamples(self.resamples)
             self._checked = checked_batches(self.model, self._given)
             if self.resamples and is_main():
                 warn_if_few_units(torch.cat([batch.demonstrations_id for batch in self.batches]))
             self._check_same_call()
-            stack.enter_context(frozen_in_eval_mode(self.model))
-            self._leave = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._leave.__exit__(*error)
+            try:
+                with frozen_in_eval_mode(self.model):
+                    yield self
+            except GeneratorExit as end:
+                error = end.__context__
+            try:
+                if error not in (None, outside):
+                    raise error  # that of the block, of which fails_together tells the others
+            finally:
+                error = None  # otherwise its frames, and their tensors, would stay in memory
 
     @property
     def batches(self) -> list[PromptBatch]:

@@ -1,32 +1,75 @@
-"""What was changed for a while is put back, also if interrupts come while it is put back."""
+"""What was changed for a while is put back, also if interrupts come while it is put back.
+
+Ctrl-C raises its error between two instructions: at the start of a function, at the next turn of a
+loop, or after a call of a function written in C. So it can come at the start of the ``__exit__`` of
+``contextlib.contextmanager``, before the generator goes on, and then nothing is put back.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import wraps
+from io import IOBase
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@contextmanager
-def put_back(restore: Callable[[], None]) -> Iterator[None]:
-    """Call ``restore`` at the end, and again where an interrupt ends that call.
+class SafeContext(IOBase, Generic[T]):
+    """A context whose end no interrupt prevents.
 
-    Ctrl-C can raise its error between any two instructions, also at the first one of a ``finally``:
-    so there are two.
+    The ``__exit__`` of ``IOBase`` calls ``close``, here that of a generator. All of this is written
+    in C, so that the next moment at which an interrupt can come is inside the generator.
+    """
+
+    def __init__(self, steps: Iterator[T]) -> None:
+        self._steps = steps
+        self.close = steps.close  # type: ignore[attr-defined,method-assign]
+
+    def __enter__(self) -> T:  # type: ignore[override]
+        try:
+            return next(self._steps)
+        except BaseException:
+            self.close()
+            raise
+
+
+def safe_context(steps_of: Callable[P, Iterator[T]]) -> Callable[P, SafeContext[T]]:
+    """Do what ``contextlib.contextmanager`` does, but no interrupt prevents the end.
+
+    The generator must end with a ``with`` or ``finally``: at the end of the block ``yield`` raises
+    GeneratorExit. The generator does not see the error of the block, and cannot stop it.
+    """
+
+    @wraps(steps_of)
+    def context(*args: P.args, **kwargs: P.kwargs) -> SafeContext[T]:
+        return SafeContext(steps_of(*args, **kwargs))
+
+    return context
+
+
+@safe_context
+def put_back(restore: Callable[[], object]) -> Iterator[None]:
+    """Call ``restore`` at the end, and again where an interrupt ended that call.
+
+    One call is enough if no interrupt comes; two interrupts while it is put back are survived,
+    wherever they come.
 
     Args:
         restore: Puts back what was found. It is also called where nothing or only a part was
             changed, and where it was put back already. Enter this before the first change.
     """
+    is_done = False
     try:
         try:
-            yield
+            try:
+                yield
+            finally:
+                restore()
+                is_done = True
         finally:
-            _until_done(restore)
+            if not is_done:
+                restore()
+                is_done = True
     finally:
-        _until_done(restore)
-
-
-def _until_done(restore: Callable[[], None]) -> None:
-    try:
-        restore()
-    except KeyboardInterrupt:
-        _until_done(restore)
-        raise
+        if not is_done:
+            restore()

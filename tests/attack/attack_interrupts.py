@@ -69,6 +69,7 @@ def state_of(model: Any) -> dict[str, Any]:
     from transformers import AttentionInterface
 
     state: dict[str, Any] = dict(global_state(with_python=True))
+    state["hooks of saved tensors"] = torch._C._autograd._top_saved_tensors_default_hooks(True)
     state["attention"] = model.original_model.config._attn_implementation
     state["interface"] = sorted(AttentionInterface._global_mapping)
     for number, module in enumerate(modules_of(model)):

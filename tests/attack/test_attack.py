@@ -1,5 +1,6 @@
 """A small seeded part of the attack (benchmarks/attack.py) must find no fault."""
 
+import signal
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from attack_damages import (
     odd_settings,
 )
 from attack_inputs import bad_values
+from attack_interrupts import random_interrupts
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
 from attempts import Section, attack, listing
+from tiny_models import tiny_gpt2
 
+import anchorlens as al
 from anchorlens.prompts import build
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -58,3 +62,12 @@ def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyP
     tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
     assert all("label groups" in text for _, text in tally.faults)
     assert len(tally.faults) > 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
+@pytest.mark.filterwarnings("ignore")
+def test_interrupts_leave_nothing(byte_level: Any) -> None:
+    model = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
+    attempts = random_interrupts(model, count=20, seed=0)
+    assert sum(attempts.counts.values()) == 20
+    assert not attempts.left

@@ -1,0 +1,119 @@
+"""Ctrl-C leaves no hook, no frozen parameter, no replaced method and no mode of torch."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from interrupting import at_every_moment
+from test_model_state import functions_of
+from torch.autograd import grad_mode
+from torch.overrides import TorchFunctionMode
+from unchanged import global_state
+
+from anchorlens.models import acting_hooks, model_state, replaced
+from anchorlens.models.handed_attention import attention_by
+from anchorlens.models.hooked import modules_of
+from anchorlens.system import put_back, torch_state
+from anchorlens.system.torch_state import own_random_state, torch_modes
+
+pytestmark = pytest.mark.without_jaxtyping
+MODULES = [contextlib, acting_hooks, model_state, replaced, put_back, torch_state]
+HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
+
+
+def hooks_act(model: Any) -> Any:
+    of_modules = [(model.blocks[0], lambda block, inputs, output: None)]
+    return acting_hooks.acting_hooks(model, HOOKS, HOOKS[:1], of_modules)
+
+
+CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+    "hooks": hooks_act,
+    "forwards": lambda model: replaced.replaced_methods(
+        model.blocks, "forward", lambda layer, block: block.forward
+    ),
+    "attention": lambda model: attention_by(model, lambda *args: args[1]),
+}
+
+
+def state_of(model: Any) -> Any:
+    modules: list[Any] = modules_of(model)
+    points = [
+        (len(module.fwd_hooks), len(module.bwd_hooks), vars(module).get("_is_full_backward_hook"))
+        for module in modules
+        if hasattr(module, "fwd_hooks")
+    ]
+    forwards = [vars(module).get("forward") for module in modules]
+    steps = [vars(block.attn).get("calculate_z_scores") for block in model.blocks]
+    return functions_of(model), points, forwards, steps, global_state(with_python=False)
+
+
+@pytest.mark.every_kind
+@pytest.mark.changes_model
+@pytest.mark.parametrize("interrupts", [1, 2])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_interrupts_at_every_moment_leave_nothing(gpt2: Any, name: str, interrupts: int) -> None:
+    gpt2.blocks[0].register_forward_hook(lambda module, inputs, output: None)
+    before = state_of(gpt2)
+
+    def enter() -> None:
+        with CONTEXTS[name](gpt2):
+            pass
+
+    with CONTEXTS[name](gpt2):
+        assert state_of(gpt2) != before
+    tried = 0
+    for moments in at_every_moment(MODULES, interrupts, enter):
+        tried += 1
+        assert state_of(gpt2) == before, moments
+    assert tried > 5
+
+
+class Small(torch.nn.Module):
+    """A small module with a hook of the user, because a model has too many moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = torch.nn.Linear(2, 2), torch.nn.Dropout()
+        self.layer.bias.requires_grad_(False)
+        self.layer.register_forward_hook(lambda module, inputs, output: None)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_interrupts_at_every_moment_leave_a_module_as_it_was(interrupts: int) -> None:
+    module = Small()
+    hooks = functions_of(module)
+
+    def enter() -> None:
+        with (
+            model_state.frozen_in_eval_mode(module),
+            model_state.without_user_hooks(module),
+            own_random_state(),
+            torch.no_grad(),
+        ):
+            assert not module.training and functions_of(module) != hooks
+            torch.rand(1)
+
+    state = torch.get_rng_state()
+    # torch.no_grad is interrupted too, but not the functions that the test calls.
+    for moments in at_every_moment([*MODULES, grad_mode], interrupts, enter):
+        requires = [parameter.requires_grad for parameter in module.parameters()]
+        assert requires == [True, False], moments
+        assert all(each.training for each in module.modules()), moments
+        assert functions_of(module) == hooks, moments
+        assert torch.is_grad_enabled(), moments
+        assert torch.equal(torch.get_rng_state(), state), moments
+        assert not model_state._lock_of(module)._is_owned(), moments
+
+
+def test_modes_that_a_context_of_torch_left_are_removed() -> None:
+    before = global_state(with_python=False)
+    restore = torch_modes()
+    torch.no_grad().__enter__()
+    torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
+    TorchFunctionMode().__enter__()
+    restore()
+    assert global_state(with_python=False) == before
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,0 +1,88 @@
+"""What was changed is put back, wherever interrupts come."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from interrupting import at_every_moment
+
+from anchorlens.system import put_back as module
+from anchorlens.system.put_back import put_back, safe_context
+
+
+@pytest.mark.parametrize("interrupts", [0, 1, 2])
+def test_an_interrupted_restore_is_called_again(interrupts: int) -> None:
+    calls: list[int] = []
+
+    def restore() -> None:
+        calls.append(len(calls))
+        if len(calls) <= interrupts:
+            raise KeyboardInterrupt
+
+    try:
+        with put_back(restore):
+            assert not calls
+    except KeyboardInterrupt:
+        assert interrupts
+    assert calls == list(range(interrupts + 1))
+
+
+def test_the_error_of_the_block_goes_on() -> None:
+    calls: list[str] = []
+    with pytest.raises(RuntimeError, match="inside"), put_back(lambda: calls.append("restored")):
+        raise RuntimeError("inside")
+    assert calls == ["restored"]
+
+
+def test_a_context_gives_what_its_generator_yields_and_can_be_closed_before_its_end() -> None:
+    steps: list[str] = []
+
+    @safe_context
+    def context(name: str) -> Iterator[str]:
+        with put_back(lambda: steps.append(f"end of {name}")):
+            yield f"inside {name}"
+
+    with context("one") as value:
+        steps.append(value)
+    opened = context("two")
+    with opened:
+        opened.close()
+        steps.append("closed")
+    assert steps == ["inside one", "end of one", "end of two", "closed"]
+
+
+def changing(settings: list[str], decorator: Callable[..., Any]) -> Callable[[], None]:
+    """A function that changes settings in a context, which is made by a decorator."""
+
+    def changed() -> Iterator[None]:
+        with put_back(settings.clear):
+            settings.append("changed")
+            yield
+
+    context = decorator(changed)
+
+    def change() -> None:
+        with context():
+            settings.append("inside")
+
+    return change
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_nothing_is_left_by_interrupts_at_every_moment(interrupts: int) -> None:
+    settings: list[str] = []
+    moments = at_every_moment([module, contextlib], interrupts, changing(settings, safe_context))
+    left = [moment for moment in moments if settings]
+    assert not left
+
+
+def test_the_moments_find_the_gap_of_contextlib() -> None:
+    """An interrupt at the start of ``__exit__`` of ``contextlib`` leaves the change."""
+    settings: list[str] = []
+    moments = at_every_moment([contextlib], 1, changing(settings, contextlib.contextmanager))
+    left = []
+    for moment in moments:
+        left += [moment] if settings else []
+        settings.clear()
+    assert left
