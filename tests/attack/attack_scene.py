@@ -108,9 +108,9 @@ def odd_models() -> list[Any]:
 def odd_options() -> list[Any]:
     """Metrics of the package with wrong options."""
     kinds: list[tuple[Any, str, list[Any]]] = [
-        (al.AnchorDistances, "directions", [0, -1, 10_000, 1.5]),
-        (al.Loyalty, "top", [0, -1, 10_000, 1.5]),
-        (al.SaliencyFlows, "name", ["", "a/b", None, 3]),
+        (al.AnchorDistances, "directions", [0, -1, 10_000]),
+        (al.Loyalty, "top", [0, -1, 10_000]),
+        (al.SaliencyFlows, "name", ["", "a/b"]),
     ]
     return [[kind(**{name: value})] for kind, name, values in kinds for value in values]
 
