@@ -17,7 +17,6 @@ from .arrays import checked_integers, checked_mask, holds_integers
 from .groups import GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import NO_SEGMENT, PromptView
 from .token_texts import token_texts
-from .tokens import check_is_tokenizer
 from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
@@ -120,7 +119,6 @@ class PromptBatch:
             >>> text[:10], text.count("◆")  # there is one before each label word
             ('Question: ', 6)
         """
-        check_is_tokenizer(tokenizer)
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"

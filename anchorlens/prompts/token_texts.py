@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import PromptError
+from .tokens import check_is_tokenizer
 
 _INCOMPLETE = "\ufffd"  # a tokenizer decodes a part of a character to it
 
@@ -25,11 +26,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         >>> token_texts(model.tokenizer, model.tokenizer("Who? Me.")["input_ids"])[0]
         'Who'
     """
-    if not callable(getattr(tokenizer, "decode", None)):
-        raise PromptError(
-            "expected the tokenizer with which the prompts were built, such as model.tokenizer; "
-            f"got a {type(tokenizer).__name__}"
-        )
+    check_is_tokenizer(tokenizer)
     if ids and max(ids) >= len(tokenizer):
         raise PromptError(
             f"this tokenizer has {len(tokenizer)} tokens, but the prompt has token {max(ids)}; "

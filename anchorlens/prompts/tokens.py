@@ -71,7 +71,8 @@ def check_is_tokenizer(tokenizer: Any) -> None:
     """Raise an error for what cannot turn tokens into text and back."""
     if not has_methods(tokenizer, "decode", "encode"):
         raise PromptError(
-            f"expected a tokenizer of transformers, such as model.tokenizer; got {tokenizer!r:.80}"
+            "expected the tokenizer with which the prompts were built, such as model.tokenizer; "
+            f"got a {type(tokenizer).__name__}"
         )
 
 

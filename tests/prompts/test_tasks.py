@@ -40,11 +40,11 @@ def test_tasks_equal_those_of_the_paper(name: str) -> None:
 
 
 def test_the_pieces_are_the_template_without_its_fields() -> None:
-    task = al.Task("<{x} {text}>\n[{label}] {{", WORDS)
-    assert task.pieces == ("<{x} ", ">\n[", "] {{")
+    task = al.Task("<{'x'} {text}>\n[{label}] {{", WORDS)
+    assert task.pieces == ("<{'x'} ", ">\n[", "] {{")
     # Fields inside a text are not replaced.
-    assert task.demonstration("a {label} {text}", 1) == "<{x} a {label} {text}>\n[ Positive] {{"
-    assert task.query("{label}") == "<{x} {label}>\n["
+    assert task.demonstration("a {label} {text}", 1) == "<{'x'} a {label} {text}>\n[ Positive] {{"
+    assert task.query("{label}") == "<{'x'} {label}>\n["
 
 
 def test_a_task_copies_its_labels() -> None:
@@ -59,6 +59,8 @@ def test_a_task_copies_its_labels() -> None:
     ("template", "labels", "message"),
     [
         ("no text:{label}", WORDS, r"contain \{text\} exactly once, but contains it 0 times: 'no"),
+        ("{context} {text}{label}", WORDS, r"nothing would fill '\{context\}' in"),
+        ("{{text}} {{label}}", WORDS, r"nothing would fill '\{\{text\}\}' in"),
         ("{text}", WORDS, r"contain \{label\} exactly once, but contains it 0 times"),
         ("{text}{text}{label}", WORDS, r"\{text\} exactly once, but contains it 2 times"),
         ("{text}{label}{label}", WORDS, r"\{label\} exactly once, but contains it 2 times"),
@@ -115,7 +117,7 @@ def test_sampling_does_not_change_the_global_random_state() -> None:
 @pytest.mark.parametrize(
     ("examples", "shots", "message"),
     [
-        (EXAMPLES, 0, "shots must be at least 1; got 0"),
+        (EXAMPLES, 0, "shots must be a whole number from 1; got 0"),
         (EXAMPLES, 2, "class 0 has 1 examples, but 2 of each class .*; lower shots or give more"),
         ([al.Example("a", 2)], 1, "class 0 has 0 examples, but 1 of"),
         ([al.Example("a", 0), al.Example("why?")], 1, r"need a label, .*'why\?' has none"),
