@@ -34,6 +34,8 @@ class Calls:
 
     def __init__(self, model: Any) -> None:
         self.model, self.counts = model, [0] * model.cfg.n_layers
+        # prepare_model replaces some, and the model is that of other tests too.
+        self.found = [vars(block.attn).get("forward") for block in model.blocks]
 
     def __enter__(self) -> list[int]:
         # Hooks of the user would change the count: with them, all layers of whole prompts run.
@@ -46,8 +48,10 @@ class Calls:
         return forward(*args, **kwargs)
 
     def __exit__(self, *_: Any) -> None:
-        for block in self.model.blocks:
+        for block, found in zip(self.model.blocks, self.found, strict=True):
             del vars(block.attn)["forward"]
+            if found is not None:
+                vars(block.attn)["forward"] = found
 
 
 @pytest.mark.every_kind
