@@ -315,7 +315,7 @@ def test_a_data_set_of_the_hub_has_columns_and_splits(monkeypatch: Any) -> None:
         ),
         (
             [*OWN, "--data", "reviews.csv", *COLUMNS[:4], "--classes", "neg,good"],
-            "or one of --classes ['neg', 'good']); got text 'film 1, a film' and label 'pos'",
+            "a class (one of --classes ['neg', 'good']); got text 'film 1, a film' and label 'pos'",
         ),
         (
             [*OWN, "--data", "reviews.csv", *COLUMNS[:4], "--classes", "a,b,c"],
