@@ -284,6 +284,9 @@ def test_what_has_no_order_or_is_no_list_is_refused(value: Any) -> None:
         ArgumentError, match=r"^queries of build_prompts must be a list of Examples or texts"
     ):
         al.build_prompts(setup.tokenizer, setup.task, setup.demos, value)
+    demos: Any = set(setup.demos)
+    with pytest.raises(ArgumentError, match=r"^demonstrations of .*; a set has no order$"):
+        al.build_prompts(setup.tokenizer, setup.task, demos, ["x"])
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Real
+from operator import index
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -121,13 +122,13 @@ def _require(value: Any, fits: bool, cure: str = "") -> Any:
 
 
 def _as_one_of(value: Any, hints: Sequence[Any]) -> Any:
-    # A generator can be read once, and each kind of list reads it.
-    rows = _rows_of(value) if any(get_origin(hint) in _LISTS for hint in hints) else None
+    takes_list = any(get_origin(hint) in _LISTS for hint in hints)
+    if isinstance(value, Iterator) and takes_list:
+        value = tuple(value)  # it can be read once, and each kind of list reads it
     cures = []
     for hint in hints:
         try:
-            is_list = rows is not None and get_origin(hint) in _LISTS
-            return as_hint(rows if is_list else value, hint)
+            return as_hint(value, hint)
         except _Unfit as unfit:
             cures.append(str(unfit))
     raise _Unfit(next(filter(None, cures), ""))
@@ -137,12 +138,9 @@ def _as_whole_number(value: Any) -> int:
     is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     fits = hasattr(value, "__index__") and not is_flag and getattr(value, "ndim", 0) == 0
     try:
-        number = int(value.__index__()) if fits else None
+        return index(_require(value, fits))
     except TypeError:  # a tensor of fractions
-        number = None
-    if number is None:
-        raise _Unfit
-    return number
+        raise _Unfit from None
 
 
 def _as_number(value: Any) -> float:
@@ -185,8 +183,9 @@ def _rows_of(value: Any) -> Sequence[Any] | None:
         return None
     if isinstance(value, Sequence):
         return value
-    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a table of pandas
-        return tuple(value.to_dict("records"))
+    table: Any = value
+    if hasattr(table, "iterrows"):  # a DataFrame
+        return tuple(table.to_dict("records"))
     try:
         return tuple(value)
     except TypeError:  # a tensor or array of one number
