@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
+from ..system.put_back import put_back
 from .acting_hooks import acting_hooks
 from .hooked import HookedModel, device_of, vocabulary_of
 from .kv_cache import (
@@ -17,7 +18,7 @@ from .kv_cache import (
     without_cache,
 )
 from .model_state import frozen_in_eval_mode
-from .native_attention import rename_cache, restore_cache_name
+from .native_attention import rename_cache
 from .verify import n_tokens_of
 
 _log = logging.getLogger(__name__)
@@ -31,12 +32,27 @@ def verify_cached_step(model: Any) -> None:
     without_cache.pop(model, None)
     reason = why_no_cached_step(model)
     if reason and name_of_cache(model) == "cache":
-        renamed = [block.attn for block in model.blocks if rename_cache(block.attn)]
-        reason = why_no_cached_step(model)
-        for attention in renamed if reason else ():
-            restore_cache_name(attention)
+        reason = _why_not_renamed(model)
     if reason:
         without_cache[model] = reason
+
+
+def _why_not_renamed(model: Any) -> str:
+    """Rename the cache; its name is put back where the model does not continue from it either."""
+    reason = "not tried yet"
+    found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
+
+    def undo() -> None:
+        for attention, forward in found if reason else ():
+            vars(attention).pop("forward", None)
+            if forward is not None:
+                vars(attention)["forward"] = forward
+
+    with put_back(undo):
+        for attention, _ in found:
+            rename_cache(attention)
+        reason = why_no_cached_step(model)
+    return reason
 
 
 def why_no_cached_step(model: HookedModel) -> str:

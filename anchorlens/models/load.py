@@ -159,11 +159,19 @@ def prepare_model(model: Model) -> Model:
     if reason := why_not_hooked(model):
         raise ModelError(reason)
     _refuse_inference_tensors(model.cfg.model_name, model)
-    is_prepared = False
+    is_prepared, operands = False, verified_operands.get(model)
+    no_cache = without_cache.get(model)
 
     def undo() -> None:
-        if not is_prepared:
+        if is_prepared:
+            return
+        if operands is None:
             restore_model(model)
+            return
+        # It was prepared before, and to prepare it again changes no module.
+        verified_operands[model] = operands
+        if no_cache is not None:
+            without_cache[model] = no_cache
 
     with frozen_in_eval_mode(model), without_user_hooks(model):
         _refuse_missing_hooks(model)
@@ -173,6 +181,7 @@ def prepare_model(model: Model) -> Model:
                 verify_cached_step(model)
                 is_prepared = True
         except ModelError as error:
+            restore_model(model)
             if attends_to_later(model):
                 raise ModelError(_BIDIRECTIONAL.format(model.cfg.model_name)) from error
             raise

@@ -63,26 +63,17 @@ def wrap_operands(attention: Any) -> bool:
     return True
 
 
-def rename_cache(attention: Any) -> bool:
+def rename_cache(attention: Any) -> None:
     """Replace ``forward`` so that a bridge's own attention gets ``cache`` as ``past_key_values``.
 
-    Returns:
-        False where transformers computes the attention, or another library replaced ``forward``.
+    Nothing is done where transformers computes the attention, or another library replaced
+    ``forward``.
     """
     if not isinstance(attention, _bridge_class()) or is_native(attention):
-        return False
+        return
     run = _replacement(attention) or type(attention).forward
-    if run is _run_renamed or ("forward" in vars(attention) and run is not _run_rebuilt):
-        return False
-    _replace_forward(attention, _run_renamed, run)
-    return True
-
-
-def restore_cache_name(attention: Any) -> None:
-    """Undo ``rename_cache``."""
-    _, run = vars(attention).pop("forward").args
-    if run is _run_rebuilt:
-        _replace_forward(attention, run)
+    if run is not _run_renamed and ("forward" not in vars(attention) or run is _run_rebuilt):
+        _replace_forward(attention, _run_renamed, run)
 
 
 def use_eager_attention(model: Any) -> None:

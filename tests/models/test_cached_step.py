@@ -12,7 +12,7 @@ import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.cached_step import why_no_cached_step
 from anchorlens.models.kv_cache import name_of_cache, without_cache
-from anchorlens.models.native_attention import rename_cache, restore_cache_name
+from anchorlens.models.native_attention import _run_renamed
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
@@ -97,20 +97,29 @@ def test_the_name_of_the_cache_is_that_of_the_wrapped_model(llama: Any, byte_lev
 
 
 @pytest.mark.changes_model
-def test_a_renamed_cache_is_undone(llama: Any) -> None:
+def test_a_renamed_cache_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(llama, "original_model") or name_of_cache(llama) != "cache":
         pytest.skip("transformers names the cache as TransformerLens does")
+
+    def forwards() -> list[Any]:
+        return [vars(block.attn).get("forward") for block in llama.blocks]
+
     hooks = hooks_on(llama)
     al.restore_model(llama)
-    assert not any("forward" in vars(block.attn) for block in llama.blocks)
+    assert forwards() == [None] * len(llama.blocks)
     assert "takes no key-value cache" in why_no_cached_step(llama)
-    renamed = [rename_cache(block.attn) for block in llama.blocks]
-    assert renamed == [True] * len(llama.blocks)
-    assert not any(rename_cache(block.attn) for block in llama.blocks)  # once is enough
-    assert not why_no_cached_step(llama)
-    for block in llama.blocks:
-        restore_cache_name(block.attn)
-    assert not any("forward" in vars(block.attn) for block in llama.blocks)
+    al.prepare_model(llama)
+    renamed = forwards()
+    assert None not in renamed and not why_no_cached_step(llama)
+    al.prepare_model(llama)
+    assert all(now is before for now, before in zip(forwards(), renamed, strict=True))
+    al.restore_model(llama)
+    leave_empty(llama, monkeypatch)  # then the other name makes no difference
+    al.prepare_model(llama)
+    assert "takes no key-value cache" in without_cache[llama]
+    assert not any(forward.func is _run_renamed for forward in forwards() if forward)
+    al.restore_model(llama)
+    assert forwards() == [None] * len(llama.blocks)
     assert hooks_on(llama) == hooks
 
 

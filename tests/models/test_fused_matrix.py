@@ -13,6 +13,7 @@ from comparison import CUT_HEADS, batch_of, precise
 from measures import difference
 from test_matrix import LINE, hooked, marks_of
 from torch import Tensor
+from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.without_jaxtyping
 
 # Their attention is written in the code of the model, or is of TransformerLens's own models.
 NOT_HANDED = {
-    *("GPT-J", "GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "CodeGen", "XGLM"),
+    *(() if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else ("GPT-J",)),  # from 5.24 on
+    *("GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "CodeGen", "XGLM"),
     *(row.name for row in ALL if row.name.startswith("Toy")),
 }
 LIMIT = 1e-12  # in float64

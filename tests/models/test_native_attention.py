@@ -56,7 +56,8 @@ def scaled_pattern(layer: int, factor: float = 0.5) -> tuple[str, Any]:
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_isolation_in_gptj_equals_masks_by_hand(byte_level: Any) -> None:
     """The hooks do nothing on the raw bridge; if this part fails, TransformerLens has fixed it."""
-    weights = randomize(gptj())
+    weights: Any = randomize(gptj())
+    weights.set_attn_implementation("eager")  # gives every attention a mask to edit
     raw = boot(copy.deepcopy(weights), byte_level)
     model = al.prepare_model(boot(copy.deepcopy(weights), byte_level))
     batch = questions(model, 3)[0]
