@@ -102,7 +102,7 @@ def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyP
 
 
 def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
-    """Yield the record of every metric, with and without isolated label words, and of a sweep."""
+    """Yield the record of every metric, of flows with isolated label words, and of a sweep."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(DIRECTIONS)]
     metrics += [al.Accuracy(), al.LabelHeads(draws=2)]
     options: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -116,7 +116,7 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     flows, _ = possible(model, [batch], [al.SaliencyFlows(), al.SegmentFlows()])
     metrics += flows
     yield from al.run(model, [batch], metrics, **options).values()
-    yield from al.run(model, [batch], [*metrics, al.Loyalty()], hooks=isolated, **options).values()
+    yield from al.run(model, [batch], [*flows, al.Loyalty()], hooks=isolated, **options).values()
     sites = {"first": al.Site(layers), "last": al.Site(-1)}
     yield from al.isolation_sweep(model, [batch], sites, draws=1, **options).values()
 

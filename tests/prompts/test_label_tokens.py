@@ -67,14 +67,12 @@ def test_label_words_after_every_query_are_those_of_the_whole_text(kind: str) ->
         before = "".join(task.demonstration(d.text, d.label or 0) + "\n" for d in demos)
         expected = [first_tokens(tokenizer, before + task.query(end), words) for end in ENDS]
         usual = first_tokens(tokenizer, before + task.query("ab x:"), words)
-        for end, tokens in zip(ENDS, expected, strict=True):
-            try:
-                (batch,) = al.build_prompts(tokenizer, task, demos, ["ab x:", end])
-            except PromptError as error:
-                assert tokens is None or tokens != usual, (template, words, end, str(error))
-                assert "query 1" in str(error)
-                refused += 1
-            else:
-                assert batch.label_token_ids.tolist() == tokens == usual, (template, words, end)
-                accepted += 1
+        joined = [end for end, tokens in zip(ENDS, expected, strict=True) if tokens == usual]
+        for batch in al.build_prompts(tokenizer, task, demos, ["ab x:", *joined]):
+            assert batch.label_token_ids.tolist() == usual, (template, words)
+        for end in {*ENDS} - {*joined}:
+            with pytest.raises(PromptError, match="query 1"):
+                al.build_prompts(tokenizer, task, demos, ["ab x:", end])
+        accepted += len(joined)
+        refused += len(ENDS) - len(joined)
     assert accepted and refused
