@@ -13,16 +13,22 @@ from attack_damages import (
     forged_files,
     odd_settings,
 )
+from attack_every_prompt import odd_edges, odd_lengths, odd_turns
 from attack_inputs import bad_values
 from attack_interrupts import random_interrupts
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
+from attack_stale import stale_results
 from attempts import Section, attack, listing
 from tiny_models import tiny_gpt2
+from torch import Tensor
 
 import anchorlens as al
+from anchorlens.models import rotary
 from anchorlens.prompts import build
+from anchorlens.runs import fingerprint, study, trial
+from anchorlens.runs.identity import Identity
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -38,6 +44,10 @@ SMALL: list[tuple[Section, int]] = [
     (odd_settings, 15),
     (random_configurations, 5),
     (payloads, 6),
+    (stale_results, 25),
+    (odd_lengths, 12),
+    (odd_edges, 6),
+    (odd_turns, 20),
 ]
 
 
@@ -62,6 +72,30 @@ def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyP
     tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
     assert all("label groups" in text for _, text in tally.faults)
     assert len(tally.faults) > 3
+
+
+@pytest.mark.parametrize(
+    ("section", "count", "owners", "name", "instead"),
+    [
+        (stale_results, 20, [fingerprint, study], "identity_of", lambda *_: Identity("same", ())),
+        (odd_lengths, 20, [rotary, trial], "rotate_alike", lambda *_: True),
+        (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
+        (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),
+    ],
+)
+def test_the_attack_finds_each_kind(
+    section: Section,
+    count: int,
+    owners: list[Any],
+    name: str,
+    instead: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check of the package is switched off, and its section must find it."""
+    for owner in owners:
+        monkeypatch.setattr(owner, name, instead)
+    tally = attack(section.__name__, section, range(count), seed=0)
+    assert tally.faults and not any("Traceback" in text for _, text in tally.faults)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")

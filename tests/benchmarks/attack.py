@@ -1,12 +1,14 @@
 """Runs the package on random invalid inputs and damaged files, and counts right outcomes.
 
     python tests/benchmarks/attack.py [--seed 0] [--prompts 3000] [--inputs 280] [--metrics 90]
-        [--damages 80] [--configurations 60] [--payloads 40] [--kills 20]
+        [--damages 80] [--configurations 60] [--payloads 40] [--stale 400] [--together 300]
+        [--kills 20]
     python tests/benchmarks/attack.py --seed 0 --repeat damaged_rows:17
 
-Random prompts, bad inputs, misbehaving metrics, damaged files, configurations of models and html in
-texts, each compared with the expected outcome; then killed runs (kill_runs.py). Prints a table of
-attempts and outcomes, and each fault with the command that repeats it. Exit status 1 for any fault.
+Random prompts, bad inputs, misbehaving metrics, damaged files, configurations of models, html in
+texts, changed code of the user, and prompts that differ from those beside them, each compared with
+the expected outcome; then killed runs (kill_runs.py). Prints a table of attempts and outcomes, and
+each fault with the command that repeats it. Exit status 1 for any fault.
 """
 
 import argparse
@@ -29,11 +31,13 @@ from attack_damages import (
     forged_files,
     odd_settings,
 )
+from attack_every_prompt import odd_edges, odd_lengths, odd_turns
 from attack_inputs import bad_values
 from attack_metrics import odd_metrics
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
 from attack_scene import scene
+from attack_stale import stale_results
 from attempts import Section, Tally, attack, listing, table
 from kill_runs import METRICS, Trials, digest_of
 
@@ -52,9 +56,13 @@ SECTIONS: list[tuple[str, Section]] = [
     ("damages", odd_settings),
     ("configurations", random_configurations),
     ("payloads", payloads),
+    ("stale", stale_results),
+    ("together", odd_lengths),
+    ("together", odd_edges),
+    ("together", odd_turns),
 ]
 SIZES = {"prompts": 3000, "inputs": 280, "metrics": 90, "damages": 80, "configurations": 60}
-SIZES |= {"payloads": 40, "kills": 20}
+SIZES |= {"payloads": 40, "stale": 400, "together": 300, "kills": 20}
 
 
 def killed_runs(kills: int, seed: int) -> Tally:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from measures import difference
 from peft_oracle import peft_logits
+from rotary_models import SIZES, longrope, scaled
 from tiny_models import byte_level_tokenizer, questions, randomize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
@@ -35,40 +36,6 @@ pytestmark = [
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 SWITCH = 237  # the prompts have 232 to 246 tokens, and the demonstrations 205
 CACHED = "keys that were cached in a text of .* tokens .*longrope"
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
-def longrope(switch: int) -> dict[str, Any]:
-    return {
-        "max_position_embeddings": 2048,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": switch,
-            "factor": 8.0,
-        },
-        "original_max_position_embeddings": switch,
-    }
-
-
-def scaled(kind: str, longest: int) -> dict[str, Any]:
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = 64
-    return {"max_position_embeddings": longest, "rope_parameters": rope}
-
-
 MAKE: dict[str, Callable[[int], Any]] = {
     "Llama longrope": lambda v: LlamaForCausalLM(
         LlamaConfig(vocab_size=v, **SIZES, **longrope(SWITCH))

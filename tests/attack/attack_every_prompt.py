@@ -1,0 +1,196 @@
+"""Prompts that run together, of which some differ from the others in what the package asks of all.
+
+Some are longer than a switch of the model's rotation, some have edges that others have not, and in
+some a chat template writes something before the answer. Each prompt must have the numbers that it
+has alone, or the prompts are refused. The oracle for rotations is plain transformers.
+"""
+
+import copy
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from attack_scene import QUIET, scene
+from attempts import Ending, Fault
+from chat_tokenizers import chat_tokenizer
+from measures import difference
+from plain_prompts import rows
+from rotary_models import SIZES, longrope, scaled
+from tiny_models import byte_level_tokenizer, randomize
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import anchorlens as al
+from anchorlens.errors import AnchorlensError, PromptError
+
+RUN: dict[str, Any] = {"resamples": 0, **QUIET}
+SWITCHES = (45, 55, 65, 75, 90)  # prompts have 40 to 100 tokens
+
+
+@cache
+def rotating(kind: str, switch: int) -> tuple[Any, Any]:
+    """A hooked model, and the same weights in plain transformers."""
+    tokenizer = byte_level_tokenizer()
+    rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
+    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **rope)
+    weights: Any = randomize(LlamaForCausalLM(config))
+    plain = copy.deepcopy(weights)
+    plain.set_attn_implementation("eager")
+    return al.load_model(weights, tokenizer=tokenizer), plain
+
+
+def words(rng: random.Random, most: int) -> str:
+    return " ".join(
+        rng.choice(["a", "film", "that", "nobody"]) for _ in range(rng.randint(1, most))
+    )
+
+
+def built(rng: random.Random, tokenizer: Any, most: int) -> list[al.PromptBatch]:
+    """A few prompts of random lengths, with one or two sets of demonstrations."""
+    task = al.Task("Review: {text}\nSentiment:{label}", [" Positive", " Negative"])
+    demos = [
+        [al.Example(words(rng, most), label) for label in (0, 1)] for _ in range(rng.randint(1, 2))
+    ]
+    queries = [al.Example(words(rng, most), rng.randrange(2)) for _ in range(rng.randint(2, 6))]
+    sets = [rng.choice(demos) for _ in queries]
+    side: Any = rng.choice(["left", "right"])
+    size = rng.randint(1, 4)
+    return al.build_prompts(tokenizer, task, sets, queries, batch_size=size, padding_side=side)
+
+
+def alone(plain: Any, batches: list[al.PromptBatch]) -> Tensor:
+    """The logits at the target of each prompt, in plain transformers."""
+    with torch.no_grad():
+        found = [plain(torch.tensor([row.tokens])).logits[0, -1] for row in rows(batches)]
+    return torch.stack(found)
+
+
+def odd_lengths(rng: random.Random) -> Ending:
+    kind, switch = rng.choice(["longrope"] * 2 + ["dynamic", "yarn"]), rng.choice(SWITCHES)
+    model, plain = rotating(kind, switch)
+    batches = built(rng, model.tokenizer, most=rng.choice([3, 8, 14]))
+    case = f"{kind} {switch}, lengths {[len(row.tokens) for row in rows(batches)]}"
+    try:
+        logits = al.target_logits(model, batches, **QUIET)
+    except AnchorlensError:
+        return "refused"
+    expected = alone(plain, batches)
+    if not difference(logits, expected) <= 1e-5:
+        raise Fault(f"{case}: other logits than alone")
+    ending: Ending = "right"
+    for batch in batches:
+        try:
+            context = al.compress(model, batch, al.selection.everything)
+            answers = context.logits(model, batch)
+        except AnchorlensError:
+            ending = "refused"
+            continue
+        if not difference(answers, expected[batch.index]) <= 1e-5:
+            raise Fault(f"{case}: a context has other logits than the whole prompts")
+    return ending
+
+
+def odd_edges(rng: random.Random) -> Ending:
+    """Edges of only some prompts, as flows and as cuts, against each prompt alone."""
+    setup = scene()
+    batches = built(rng, setup.tokenizer, most=8)
+    count = sum(map(len, batches))
+    chosen = torch.tensor([rng.random() < 0.6 for _ in range(count)])
+    kind = rng.choice([al.edges.wp, al.edges.pq, al.edges.tq, al.edges.ww])
+
+    def of_some(batch: al.PromptBatch) -> al.EdgeSet:
+        edges = kind(batch)
+        return edges & chosen[batch.index][:, None, None].expand(edges.shape)
+
+    metric = al.SaliencyFlows(edges={"some": of_some, "all": kind})
+    singles = [batch.prompt(k) for batch in batches for k in range(len(batch))]
+    singles.sort(key=lambda batch: int(batch.index))
+
+    def cut(batch: al.PromptBatch) -> Any:
+        return al.block_edges(setup.model, of_some(batch), range(2))
+
+    try:
+        flows = al.run(setup.model, batches, [metric], **RUN)["saliency_flows"]
+        logits = al.target_logits(setup.model, batches, hooks=cut, **QUIET)
+    except AnchorlensError as error:
+        if not chosen.any():
+            return "refused"
+        raise Fault(f"{count} prompts, edges in {chosen.tolist()}: refused: {error}") from error
+    each = [
+        al.run(setup.model, [one], [al.SaliencyFlows(edges={"all": kind})], **RUN)
+        for one in singles
+    ]
+    expected = torch.stack([one["saliency_flows"].flows[:, 0] for one in each])
+    case = f"{kind.__name__} in prompts {chosen.nonzero().flatten().tolist()} of {count}"
+    if not difference(flows.flows[:, 1], expected.mean(0)) <= 1e-5:
+        raise Fault(f"{case}: other flows of all")
+    if not difference(flows.flows[:, 0], expected[chosen].mean(0)) <= 1e-5:
+        raise Fault(f"{case}: other flows of some")
+    for one, is_cut, ours in zip(singles, chosen, logits, strict=True):
+        hooks = (
+            (lambda batch: al.block_edges(setup.model, kind(batch), range(2))) if is_cut else None
+        )
+        theirs = al.target_logits(setup.model, [one], hooks=hooks, **QUIET)[0]
+        if not difference(ours, theirs) <= 1e-5:
+            raise Fault(f"{case}: other logits with cut edges")
+    return "right"
+
+
+WHEN = ["true", "loop.last", "loop.index0 == 1", "'film' in message.content", "loop.length > 5"]
+ODD = ["<|channel|>final", "<think></think>", " ", "\\n", "Answer: "]
+
+
+def random_template(rng: random.Random) -> str:
+    """A template that sometimes writes something before an answer, or where it asks for one."""
+    blocks = [
+        f"{{% if {rng.choice(WHEN)} %}}{rng.choice(ODD)}{{% endif %}}" if rng.random() < 0.2 else ""
+        for _ in range(3)
+    ]
+    asked = rng.choice(["", "", "", rng.choice(ODD)])
+    content = rng.choice(["message.content", "message.content", "message.content | trim"])
+    return (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        f"{blocks[0]}"
+        "{% if message.role == 'assistant' %}" + blocks[1] + "{% endif %}"
+        f"{{{{ {content} }}}}{blocks[2]}<eos>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>" + asked + "{% endif %}"
+    )
+
+
+def odd_turns(rng: random.Random) -> Ending:
+    """The tokens of each prompt, then those of each answer, are those of the chat template."""
+    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
+    tokenizer.chat_template = random_template(rng)
+    labels = ["negative", "positive"]
+    task = al.ChatTask("Review: {text}\nSentiment:{label}", labels)
+    demos = [al.Example(words(rng, 4), label) for label in (0, 1)]
+    queries = [al.Example(words(rng, 4), 0) for _ in range(rng.randint(1, 4))]
+    try:
+        batches = al.build_prompts(tokenizer, task, demos, queries, batch_size=2)
+    except PromptError:
+        return "refused"
+    firsts = batches[0].label_token_ids.tolist()
+
+    def ids(turns: list[tuple[str, str]], ask: bool) -> list[int]:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=True)
+        return list(encoded["input_ids"])
+
+    before = [
+        turn
+        for demo in demos
+        for turn in (
+            ("user", f"Review: {demo.text}\nSentiment:"),
+            ("assistant", labels[int(demo.label or 0)]),
+        )
+    ]
+    for row, query in zip(rows(batches), queries, strict=True):
+        turns = [*before, ("user", f"Review: {query.text}\nSentiment:")]
+        if row.tokens != ids(turns, ask=True):
+            raise Fault(f"{tokenizer.chat_template}: other tokens than the template's")
+        for word, first in zip(labels, firsts, strict=True):
+            answered = ids([*turns, ("assistant", word)], ask=False)
+            if answered[: len(row.tokens) + 1] != [*row.tokens, first]:
+                raise Fault(f"{tokenizer.chat_template}: {word!r} does not follow the prompt")
+    return "right"

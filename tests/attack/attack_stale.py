@@ -1,0 +1,230 @@
+"""Runs and trainings that go on in their folder after the user's code has changed.
+
+A number stands at a random place of a user's module: a constant, a default, a closure, a field, a
+file. The code around it makes hooks, a loss, a metric, the rows of an experiment or the learning
+rate of a training. The first call may stop in the middle. The second has the same number or
+another. It must give the results of a call without a folder bit for bit, or be refused; and what is
+the same must not be refused.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from attack_scene import QUIET, scene
+from attempts import Ending, Fault
+from stored_runs import Killed, LogitsRecord
+from tiny_models import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import StoreError
+
+Scale = Callable[[Any], Any]  # x to x times the number
+
+PLACES = {
+    "a constant": "def scale(x):\n return x * {n}",
+    "a constant of an inner function": "def scale(x):\n return (lambda y: y * {n})(x)",
+    "a default": "def scale(x, k={n}):\n return x * k",
+    "a default by keyword": "def scale(x, *, k={n}):\n return x * k",
+    "a closure": "def make(k):\n return lambda x: x * k\nscale = make({n})",
+    "a closure of a closure": (
+        "def make(k):\n def other(x):\n  return x * k\n return lambda x: other(x)\n"
+        "scale = make({n})"
+    ),
+    "a global": "k = {n}\ndef scale(x):\n return x * k",
+    "a global of a function that is called": (
+        "k = {n}\ndef f(x):\n return x * k\ndef scale(x):\n return f(x)"
+    ),
+    "an entry of a table": "table = {{'k': [1, {n}]}}\ndef scale(x):\n return x * table['k'][1]",
+    "a tensor": "import torch\nk = torch.tensor({n})\ndef scale(x):\n return x * float(k)",
+    "a partial": (
+        "from functools import partial\ndef f(x, k):\n return x * k\nscale = partial(f, k={n})"
+    ),
+    "a cached function": (
+        "import functools\n@functools.cache\ndef k():\n return {n}\ndef scale(x):\n return x * k()"
+    ),
+    "a field": (
+        "class Scale:\n def __init__(self, k):\n  self.k = k\n"
+        " def __call__(self, x):\n  return x * self.k\nscale = Scale({n})"
+    ),
+    "a field of a class": (
+        "class Scale:\n k = {n}\n def __call__(self, x):\n  return x * self.k\nscale = Scale()"
+    ),
+    "a method of the parent": (
+        "class P:\n def k(self):\n  return {n}\nclass Scale(P):\n def __call__(self, x):\n"
+        "  return x * self.k()\nscale = Scale()"
+    ),
+    "a bound method": (
+        "class Scale:\n def __init__(self, k):\n  self.k = k\n"
+        " def f(self, x):\n  return x * self.k\nscale = Scale({n}).f"
+    ),
+    "a slot": (
+        "class Scale:\n __slots__ = ('k',)\n def __call__(self, x):\n  return x * self.k\n"
+        "scale = Scale()\nscale.k = {n}"
+    ),
+    "a weight of a module": (
+        "import torch\nm = torch.nn.Linear(1, 1)\nm.weight.data.fill_({n})\n"
+        "def scale(x):\n return x * float(m.weight)"
+    ),
+    "a file": (
+        "from pathlib import Path\nfile = {file!r}\n"
+        "def scale(x):\n return x * float(Path(file).read_text())"
+    ),
+}
+
+
+@dataclass
+class Stop:
+    """Ends a call as a job that is out of time; what it counts decides no number."""
+
+    at: int | None = field(compare=False)
+    calls: int = field(default=0, compare=False)
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise Killed
+
+
+@dataclass(frozen=True)
+class Loss:
+    scale: Scale
+    stop: Stop = field(compare=False)
+
+    def __call__(self, logits: Tensor, batch: al.PromptBatch) -> Tensor:
+        self.stop()
+        return self.scale(al.label_cross_entropy(logits, batch))
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A user's metric, which acts on no prompt but those from the third on."""
+
+    scale: Scale
+    stop: Stop = field(compare=False)
+    name: ClassVar[str] = "logits"
+    needs_gradient: ClassVar[bool] = False
+
+    def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:
+        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+            self.stop()
+            found = logits[:, batch.label_token_ids]
+            return {"logits": self.scale(found) if int(batch.index.min()) >= 2 else found}
+
+        return al.Observation(rows)
+
+    def result(self, rows: Any) -> LogitsRecord:
+        return LogitsRecord(logits=rows["logits"])
+
+
+def unchanged(x: Any) -> Any:
+    return x
+
+
+class Call(NamedTuple):
+    """What is given to one of the calls below."""
+
+    scale: Scale
+    stop: Stop
+    folder: Path | None
+
+    def run(self, metric: al.Metric, **options: Any) -> dict[str, Tensor]:
+        setup = scene()
+        batches = questions(setup.model, count=5, batch_size=1)
+        results = al.run(
+            setup.model, batches, [metric], folder=self.folder, resamples=0, **QUIET, **options
+        )
+        return results[metric.name].tensors()
+
+
+def hooks(call: Call) -> dict[str, Tensor]:
+    """They act from the third prompt on, so that the first ones are the same."""
+
+    def late(batch: al.PromptBatch) -> Any:
+        acts = int(batch.index.min()) >= 2
+        return [("blocks.0.hook_resid_post", lambda x, hook: call.scale(x) if acts else x)]
+
+    return call.run(Logits(unchanged, call.stop), hooks=late)
+
+
+def metric(call: Call) -> dict[str, Tensor]:
+    return call.run(Logits(call.scale, call.stop))
+
+
+def loss(call: Call) -> dict[str, Tensor]:
+    return call.run(al.SaliencyFlows(), loss=Loss(call.scale, call.stop))
+
+
+def experiment(call: Call) -> dict[str, Tensor]:
+    setup, scale, stop = scene(), call.scale, call.stop
+    batches = questions(setup.model, count=5, batch_size=1)
+    with al.Study(
+        setup.model, batches, {"experiment": "x"}, folder=call.folder, **QUIET, resamples=0
+    ) as study:
+        plan = study.plan()
+
+        def of_batch(batch: al.PromptBatch) -> dict[str, Tensor]:
+            stop()
+            logits = plan.logits(batch).amax(1).cpu()
+            return {"x": scale(logits) if int(batch.index.min()) >= 2 else logits}
+
+        return {"x": study.collect(of_batch)["x"]}
+
+
+def training(call: Call) -> dict[str, Tensor]:
+    setup, scale = scene(), call.scale
+    batches = questions(setup.model, count=6, batch_size=2)
+    context = al.train_prefix(
+        setup.model,
+        batches[:2],
+        held_out=batches[2:],
+        length=2,
+        steps=4,
+        check_every=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=scale(0.1)),
+        loss=Loss(unchanged, call.stop),
+        folder=call.folder,
+        **QUIET,
+    )
+    return {str(k): keys for k, keys in enumerate((*context.prefix.keys, *context.prefix.values))}
+
+
+CALLS: list[Callable[[Call], dict[str, Tensor]]] = [hooks, metric, loss, experiment, training]
+
+
+def stale_results(rng: random.Random) -> Ending:
+    place, call = rng.choice([*PLACES]), rng.choice(CALLS)
+    first, second = rng.sample([0.5, 0.9, 1.5, 3.0], 2)
+    is_same = rng.random() < 0.4
+    numbers = (first, first if is_same else second)
+    stop_at = rng.choice([None, 2, 3, 4])
+    case = f"{place} of {call.__name__}: {numbers}, stopped at {stop_at}"
+    with tempfile.TemporaryDirectory() as name:
+        folder, file = Path(name, "results"), Path(name, "number")
+
+        def scale_of(number: float) -> Scale:
+            file.write_text(str(number))
+            module: dict[str, Any] = {"__name__": "notebook"}
+            exec(PLACES[place].format(n=number, file=str(file)), module)
+            found: Scale = module["scale"]
+            return found
+
+        with suppress(Killed):
+            call(Call(scale_of(numbers[0]), Stop(stop_at), folder))
+        scale = scale_of(numbers[1])
+        try:
+            ours = call(Call(scale, Stop(None), folder))
+        except StoreError as error:
+            if is_same and place != "a file":
+                raise Fault(f"{case}: refused: {error}") from error
+            return "refused"
+        expected = call(Call(scale, Stop(None), None))
+    if not all(torch.equal(ours[key], value) for key, value in expected.items()):
+        raise Fault(f"{case}: not the results of a call without a folder")
+    return "right"
