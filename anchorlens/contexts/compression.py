@@ -16,7 +16,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
-from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of
+from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of, tolerance
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.groups import GROUPS
 from ..system.arguments import checked
@@ -25,6 +25,8 @@ from .context import CompressedContext, forget_windows, model_identity, selected
 from .placement import Placement, as_in_prompt
 from .query_pass import bos_of, queries_after
 from .selection import Keep, anchors_and_format
+
+ROUNDINGS = 8  # that a context may be away from whole prompts, in bfloat16 and float16
 
 
 @checked
@@ -154,7 +156,7 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
             f"{model.cfg.model_name} does not run from a key-value cache, which a context "
             f"needs: {reason_of(error)}"
         ) from error
-    if not difference <= tolerance(model):
+    if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
             f"{model.cfg.model_name} gives other logits after a cached prefix (off by "
             f"{difference:.1e} of the largest), and a context is such a prefix"
@@ -208,7 +210,7 @@ def _context_maker(
         shortened = context(whole.columns(trial), trial, as_in_prompt)
         difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
-        if follows and difference <= tolerance(model) and query >= 0:
+        if follows and difference <= tolerance(model, ROUNDINGS) and query >= 0:
             return cut
         if query == length:
             return masked
@@ -216,7 +218,7 @@ def _context_maker(
         # Without a gap all distances stay the same, so the answers must stay the same too.
         trial = torch.arange(length, device=device) >= length // 2
         difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
-        if difference <= tolerance(model):
+        if difference <= tolerance(model, ROUNDINGS):
             return moved
     else:
         raise PromptError(
@@ -294,11 +296,6 @@ def _moved(model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " pos
     whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
     hooks = [replaced(name) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
-    if not logit_difference(moved.values[0], whole.values[0]) <= tolerance(model):
+    if not logit_difference(moved.values[0], whole.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")
     return replace(moved, values=whole.values)
-
-
-def tolerance(model: Any) -> float:
-    """Largest allowed difference of logits; in low precision it allows for rounding."""
-    return max(TOLERANCE, 8 * torch.finfo(next(iter(model.parameters())).dtype).eps)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
 from ..hooks import block_edges
-from ..models.hooked import Hook, HookedModel, device_of, hooks_by_layer, scores_name
+from ..models.hooked import Hook, HookedModel, device_of, dtype_of, hooks_by_layer, scores_name
 from ..models.kv_cache import Prefix
 from ..models.load import ensure_prepared
 from ..models.model_identity import identity
@@ -410,5 +410,5 @@ def refuse_another_model(model: HookedModel, info: Mapping[str, Any]) -> None:
 
 def model_identity(model: Any) -> dict[str, str]:
     """What must be equal for the keys and values of one model to fit another: identity and type."""
-    dtype = str(next(iter(model.parameters())).dtype).removeprefix("torch.")
+    dtype = str(dtype_of(model)).removeprefix("torch.")
     return {**identity(model), "dtype": dtype}

@@ -15,7 +15,14 @@ from ..contexts.training import query_digests
 from ..errors import HookError, MetricError, PromptError
 from ..hooks import reweight_anchors
 from ..metrics.accuracy import Accuracy, AccuracyComparisonRecord, compare_accuracies
-from ..models.hooked import Hook, HookedModel, device_of, refuse_folded_value_biases, vocabulary_of
+from ..models.hooked import (
+    Hook,
+    HookedModel,
+    device_of,
+    dtype_of,
+    refuse_folded_value_biases,
+    vocabulary_of,
+)
 from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
@@ -326,7 +333,7 @@ def _parameter(
             f"start must have the shape (layer, head, anchor) = {shape}, or 1 for heads or anchors "
             f"that share theirs; got {tuple(values.shape)}"
         )
-    wide = torch.promote_types(next(iter(model.parameters())).dtype, torch.float32)  # type: ignore[attr-defined]
+    wide = torch.promote_types(dtype_of(model), torch.float32)
     return values.to(device_of(model), wide, copy=True).requires_grad_()
 
 

@@ -8,7 +8,7 @@ import torch
 from ..errors import ModelError
 from ..system.put_back import put_back
 from .acting_hooks import acting_hooks
-from .hooked import HookedModel, device_of, vocabulary_of
+from .hooked import HookedModel, device_of, dtype_of, vocabulary_of
 from .kv_cache import (
     cache_of,
     inputs_after,
@@ -84,9 +84,8 @@ def why_no_cached_step(model: HookedModel) -> str:
             if not isinstance(error, (ModelError, RuntimeError)):
                 _log.warning("a cached step failed with an unexpected error", exc_info=error)
             return str(error).partition("\n")[0] or type(error).__name__
-    dtype = next(iter(model.parameters())).dtype  # type: ignore[attr-defined]
     difference = float((logits - expected).abs().max() / expected.abs().max())
-    if difference <= max(1e-3, 8 * torch.finfo(dtype).eps):
+    if difference <= max(1e-3, 8 * torch.finfo(dtype_of(model)).eps):
         return ""
     return (
         "after cached tokens the model gives a token other logits than in the whole text (off by "

@@ -99,6 +99,12 @@ def device_of(model: Any) -> torch.device:
     return torch.device(next(iter(model.parameters())).device)
 
 
+def dtype_of(model: Any) -> torch.dtype:
+    """The type of the parameters."""
+    dtype: torch.dtype = next(iter(model.parameters())).dtype
+    return dtype
+
+
 def pattern_name(layer: int) -> str:
     """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
     return f"blocks.{layer}.attn.hook_pattern"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import ref
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
-from ..models.hooked import Hook, HookedModel, device_of
+from ..models.hooked import Hook, HookedModel, device_of, dtype_of
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
@@ -33,7 +34,17 @@ _log = logging.getLogger(__name__)
 # not fit them, or an operation has no gradient for several prompts at once.
 UNABLE = (AnchorlensError, RuntimeError)
 
-TOLERANCE = 1e-5  # of the largest logit, between a pass after a prefix and one of whole prompts
+# Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
+# operations, so this holds in every type.
+TOLERANCE = 1e-5
+
+
+def tolerance(model: HookedModel, roundings: int) -> float:
+    """What may lie between two computations of the same logits, as a share of the largest.
+
+    Other operations round in other ways: a few roundings of the weights' type are allowed.
+    """
+    return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
 
 
 def no_hooks(batch: PromptBatch) -> Sequence[Hook]:

@@ -12,18 +12,19 @@ from ..hooks import block_in_batch
 from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.batch_hooks import in_leading_tokens
-from ..models.hooked import Hook, HookedModel, Operands, device_of, verified_operands
+from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
+from ..models.kv_cache import Prefix
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
 from ..passes.losses import Loss, needs_continuations
 from ..passes.shared_prefix import (
-    TOLERANCE,
     HooksOfBatch,
     Passes,
     logit_difference,
     no_hooks,
     reason_of,
+    tolerance,
 )
 from ..passes.short_pass import any_loss, beginnings
 from ..prompts import edges
@@ -41,8 +42,8 @@ from .trial import (
 
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
-# How many roundings of bfloat16 or float16 may lie between whole patterns, which are rounded, and
-# rows of the pattern in float32. Both are as far from the numbers of a model in float32.
+# Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
+# of the two is nearer to a model in float32 depends on the model (docs/definitions.md).
 _ROUNDINGS = 16
 
 
@@ -99,7 +100,7 @@ def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bo
 
 def _bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
     longest = longest_prompt(batches)
-    of_a_layer = model.cfg.n_heads * longest**2 * _dtype_of(model).itemsize
+    of_a_layer = model.cfg.n_heads * longest**2 * dtype_of(model).itemsize
     return int(model.cfg.n_layers * of_a_layer)
 
 
@@ -234,9 +235,9 @@ def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBat
     )
     with fused_attention(model, store_rows, hooks):
         logits = run_pass(model, batch, loss=any_loss)
-    if (difference := logit_difference(logits, expected)) > _tolerance(model):
+    if (difference := logit_difference(logits, expected)) > tolerance(model, _ROUNDINGS):
         return f"logits of a fused attention differ by {difference:.1e} of the largest"
-    if _dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
+    if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
         return ""
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     largest = max(
@@ -253,23 +254,31 @@ def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
     passes = Passes(model, {int(prompt.demonstrations_id[0]): half}, "", is_fused=True)
     change = partial(_some_cuts, model)
     whole, fused = dict[int, Tensor](), dict[int, Tensor]()
-    hooks = change(prompt)
-    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
-    difference = logit_difference(passes.logits(prompt, change), expected)
-    if difference > _tolerance(model):
-        return f"logits after a fused prefix differ by {difference:.1e} of the largest"
     ready = passes.after_prefix(prompt)
     shared = passes.shared_tokens(ready)
     leading = in_leading_tokens(change(ready), ready.first_query)
     with passes.attending(shared, leading, _key_hooks(model, fused)) as (others, _):
-        run_prefix(model, shared, hooks=others)
+        stored = run_prefix(model, shared, hooks=others)
+    # The last axis of each layer; the heads may be copied for each query head in one of the two.
+    if _widths(stored) != _widths(run_prefix(model, shared)):
+        return "a fused attention stores other keys and values, as it does in latent attention"
+    hooks = change(prompt)
+    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
+    difference = logit_difference(passes.logits(prompt, change), expected)
+    if difference > tolerance(model, _ROUNDINGS):
+        return f"logits after a fused prefix differ by {difference:.1e} of the largest"
     for layer, keys in fused.items():
-        # A fused attention may get a copy of the keys for each query head.
-        copies = keys.shape[2] // whole[layer].shape[2]
-        reference = whole[layer][:, :half].repeat_interleave(copies, dim=2)
-        if (difference := _difference(keys, reference)) > _tolerance(model):
+        pair = keys, whole[layer][:, :half]
+        heads = max(each.shape[2] for each in pair)
+        ours, theirs = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in pair)
+        if (difference := _difference(ours, theirs)) > tolerance(model, _ROUNDINGS):
             return f"keys of a fused attention differ by {difference:.1e} of the largest"
     return ""
+
+
+def _widths(prefix: Prefix) -> list[tuple[int, int]]:
+    """Channels of the keys and values of each layer."""
+    return [(k.shape[-1], v.shape[-1]) for k, v in zip(prefix.keys, prefix.values, strict=True)]
 
 
 def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
@@ -283,16 +292,6 @@ def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
 
     by_layer = enumerate(verified_operands[model])
     return [hook_of(layer, operands) for layer, operands in by_layer if operands is not None]
-
-
-def _tolerance(model: HookedModel) -> float:
-    """What may lie between two computations of the same numbers, as a share of the largest."""
-    return max(TOLERANCE, _ROUNDINGS * torch.finfo(_dtype_of(model)).eps)
-
-
-def _dtype_of(model: HookedModel) -> torch.dtype:
-    dtype: torch.dtype = next(iter(model.parameters())).dtype  # type: ignore[attr-defined]
-    return dtype
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:

@@ -69,7 +69,7 @@ PLACES = {
         "scale = Scale()\nscale.k = {n}"
     ),
     "a weight of a module": (
-        "import torch\nm = torch.nn.Linear(1, 1)\nm.weight.data.fill_({n})\n"
+        "import torch\nm = torch.nn.Linear(1, 1, bias=False)\nm.weight.data.fill_({n})\n"
         "def scale(x):\n return x * float(m.weight)"
     ),
     "a file": (
