@@ -233,6 +233,12 @@ def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
 
 def _one_shape(model: HookedModel, prefix: Prefix) -> tuple[int, int]:
     """The number of cached heads and their width, which peft takes to be those of all layers."""
+    if getattr(model.original_model.config, "kv_lora_rank", None):  # type: ignore[attr-defined]
+        raise ModelError(
+            f"{model.cfg.model_name} has latent attention, which computes keys and values from "
+            "what it caches, so that peft has no place for them; the save of a context stores any "
+            "shapes"
+        )
     tensors = (*prefix.keys, *prefix.values)
     shapes = sorted({(tensor.shape[1], tensor.shape[3]) for tensor in tensors})
     if len(shapes) > 1 or len(prefix.keys) != model.cfg.n_layers:

@@ -436,7 +436,9 @@ class _StateFile:
         if stored is None:
             return _State()
         try:
-            run, state = stored["run"], _State(**stored["state"])
+            # Every field by name, because those that are missing would begin anew.
+            state = _State(**{name: stored["state"][name] for name in vars(_State())})
+            run = stored["run"]
             different = [name for name in self.run if run.get(name) != self.run[name]]
         except (AttributeError, KeyError, TypeError) as error:
             raise self._not_ours(error) from error
@@ -451,7 +453,7 @@ class _StateFile:
                 for parameter, value in values:
                     parameter.copy_(value)
             optimizer.load_state_dict(stored["optimizer"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._not_ours(error) from error
         return state
 

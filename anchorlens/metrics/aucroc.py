@@ -100,7 +100,7 @@ class AttentionAUCROC:
         """Observe the target's row of every pattern, at the label words."""
         require_label_words([batch])
         scores: dict[int, Tensor] = {}
-        roundings = [_ROUNDING]
+        roundings, smallest = [_ROUNDING], [0.0]
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
@@ -108,7 +108,10 @@ class AttentionAUCROC:
         def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             queries = batch.target_rows[:, None]
             attention = pattern.detach()[prompts, :, queries, batch.label_positions]
-            roundings.append(torch.finfo(pattern.dtype).eps)
+            dtype = torch.finfo(pattern.dtype)
+            roundings.append(dtype.eps)
+            # Tiny attention is a multiple of this, of which each label word may be off by one half.
+            smallest.append(attention.shape[1] * dtype.tiny * dtype.eps)
             by_anchor = attention.cpu().double()  # [batch, anchor, head]
             scores[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
 
@@ -117,7 +120,7 @@ class AttentionAUCROC:
             return {
                 "attention": attention,
                 "predicted": predicted_class(batch.label_scores(logits)).cpu(),
-                "rounding": torch.full((len(batch),), max(roundings)).double(),
+                "rounding": torch.tensor([[max(roundings), max(smallest)]] * len(batch)).double(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 
@@ -135,8 +138,8 @@ class AttentionAUCROC:
             # The sum over heads is one more series beside the heads: all are sorted at once.
             series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
             scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
-            rounding = float(set_rows["rounding"].max())
-            values = aucroc(scores, set_rows["predicted"], rounding)
+            rounding, smallest = set_rows["rounding"].amax(0).tolist()
+            values = aucroc(scores, set_rows["predicted"], rounding, smallest)
             layers = attention.shape[1]
             of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
         empty = sum(bool(values.isnan().any()) for values in of_sets)
@@ -166,6 +169,7 @@ def aucroc(
     scores: Float[Tensor, "series prompt class"],
     predicted: Int[Tensor, " prompt"],
     rounding: float = 0.0,
+    smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
     """AUCROC of class scores against predicted classes, for several series of scores at once.
 
@@ -173,6 +177,7 @@ def aucroc(
         scores: Score of each class, from 0 up; a row of zeros counts as uniform.
         predicted: The model's prediction.
         rounding: Scores that differ by at most this share count as equal.
+        smallest: Scores that differ by at most this count as equal, too.
 
     Returns:
         From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
@@ -186,14 +191,19 @@ def aucroc(
         return scores.new_full(scores.shape[:1], torch.nan)
     chosen = scores[..., present].double()
     if len(present) == 2:
-        return auc(chosen[..., 1], predicted == present[1], rounding)
+        return auc(chosen[..., 1], predicted == present[1], rounding, smallest)
     total = chosen.sum(-1, keepdim=True)
     shares = torch.where(total > 0, chosen / total, 1 / len(present))
-    of_class = [shares[:, predicted == k].movedim(-1, 1) for k in present]
+    # A share is off by as much as the score and as the total are.
+    margins = 2 * (rounding * shares + smallest / total.clamp(min=torch.finfo(total.dtype).tiny))
+    of_class, margin_of = (
+        [each[:, predicted == k].movedim(-1, 1) for k in present] for each in (shares, margins)
+    )
     values = []
     for a, b in combinations(range(len(present)), 2):
         # The shares of both classes at once: b's share should be larger where b is predicted.
-        above = chance_above(of_class[a][:, [a, b]], of_class[b][:, [a, b]], rounding)
+        pair = [a, b]
+        above = chance_above(of_class[a][:, pair], of_class[b][:, pair], margin_of[a][:, pair])
         values += [above[:, 0], 1 - above[:, 1]]
     return torch.stack(values).mean(0)
 
@@ -202,6 +212,7 @@ def auc(
     scores: Float[Tensor, "series prompt"],
     positive: Bool[Tensor, " prompt"],
     rounding: float = 0.0,
+    smallest: float = 0.0,
 ) -> Float[Tensor, " series"]:
     """Chance that a positive prompt scores above a negative one; equal scores count half.
 
@@ -209,20 +220,21 @@ def auc(
     """
     if positive.all() or not positive.any():
         return scores.new_full(scores.shape[:1], torch.nan)
-    return chance_above(scores[:, positive], scores[:, ~positive], rounding)
+    positives = scores[:, positive]
+    margin = rounding * positives.abs() + smallest
+    return chance_above(positives, scores[:, ~positive], margin)
 
 
 def chance_above(
     positives: Float[Tensor, "*series positive"],
     negatives: Float[Tensor, "*series negative"],
-    rounding: float = 0.0,
+    margin: Float[Tensor, "*series positive"],
 ) -> Float[Tensor, " *series"]:
     """Chance that a positive value is above a negative one; equal values count half.
 
-    Values count as equal if they differ by at most the share ``rounding`` of the positive one.
+    Values count as equal if they differ by at most the margin of the positive one.
     """
     ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
-    margin = rounding * values.abs()
     below = torch.searchsorted(ordered, values - margin, side="left")
     not_above = torch.searchsorted(ordered, values + margin, side="right")
     return (below + not_above).double().mean(-1) / (2 * negatives.shape[-1])

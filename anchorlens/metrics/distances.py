@@ -309,8 +309,8 @@ def _operands_of(model: HookedModel) -> list[Operands]:
     if missing:
         raise MetricError(
             f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
-            "multiplies stand at no hook point, so that distances of keys would be those of other "
-            "vectors; leave AnchorDistances out"
+            "multiplies stand at no hook point, or a soft cap is saturated, so that this cannot be "
+            "verified: distances of keys might be those of other vectors; leave AnchorDistances out"
         )
     return [operands for operands in by_layer if operands is not None]
 

@@ -416,7 +416,7 @@ def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " lay
     """99th minus 1st percentile over prompts, the mean over positions; NaN for one prompt."""
     if len(within) < 2:
         return torch.full(within.shape[1:2], torch.nan, dtype=torch.double)
-    low, high = within.double().nanquantile(torch.tensor([0.01, 0.99]).double(), dim=0)
+    low, high = within.double().nanquantile(torch.tensor([0.01, 0.99], dtype=torch.double), dim=0)
     return (high - low).nanmean(-1)
 
 

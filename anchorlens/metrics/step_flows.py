@@ -42,7 +42,7 @@ class StepFlowsRecord(Record):
         output_saliency: Mean saliency of the edges from the position that predicts a step to the
             earlier steps, where the map of a layer ``sum_h |A dL/dA|`` is divided by its l2 norm
             (Zhang et al., 2026). Low: the prediction depends little on what was written before.
-            NaN for the first step.
+            NaN for the first two steps, which have no earlier step but that of the position itself.
         read_of_tokens: Weight of the edge from the position that predicts a step to each earlier
             token, of which ``read`` is the mean; 0 from that position on.
         positions: Position of the token of each step; the one before it predicts it.

@@ -319,6 +319,8 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
 def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
     try:
         return _few_logits(model, tokens)
+    except ModelError:
+        raise
     # CodeGen from transformers 5.24 on
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(

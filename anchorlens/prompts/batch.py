@@ -318,7 +318,8 @@ class PromptBatch:
         Raises:
             PromptError: Tokens or positions are not whole numbers; a position lies outside the
                 prompt, on padding, or not before the target; classes or gold labels are out of
-                range; label tokens are not distinct; or the shapes do not agree.
+                range; label tokens are not distinct; a label word is the token of another class
+                than its own; or the shapes do not agree.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -363,6 +364,7 @@ class PromptBatch:
         )
         check_inside(batch, "target_positions", batch.target_positions[:, None])
         _check_positions(batch)
+        _check_words(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
         groups[~mask] = PADDING
         return replace(batch, demonstrations_id=demonstrations_ids(batch))
@@ -568,6 +570,20 @@ def _check_segments(batch: PromptBatch) -> None:
         row = int(((groups != PADDING) & ~batch.attention_mask).any(1).nonzero()[0])
         raise PromptError(
             f"prompt {row} has padding in a segment; the segment of padding is {PADDING}"
+        )
+
+
+def _check_words(batch: PromptBatch) -> None:
+    """Check that no label word is the token of another class than its own."""
+    words = batch.tokens.gather(1, batch.label_positions)
+    named = words[..., None] == batch.label_token_ids
+    wrong = named.any(-1) & (named.long().argmax(-1) != batch.label_classes)
+    if wrong.any():
+        row, k = wrong.nonzero()[0].tolist()
+        raise PromptError(
+            f"label word {k} of prompt {row} is the token {int(words[row, k])}, that of class "
+            f"{int(named[row, k].long().argmax())} in label_token_ids, but its label_classes is "
+            f"{int(batch.label_classes[row, k])}; give both in the order of the classes"
         )
 
 

@@ -4,6 +4,7 @@ Files are read as bytes here and not by a library that gets the path: such a lib
 paths for a pattern, an address or a compressed file, and may return a cached copy.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,14 @@ from ..errors import DataError
 
 Columns = Mapping[str, Sequence[Any]]
 
+# Bytes with which some programs begin a file to name its encoding; those of UTF-16 begin UTF-32.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 _EXAMPLE = '{"text": "...", "label": 0}'
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
@@ -95,7 +104,9 @@ def _csv(data: bytes, path: Path) -> Columns:
     try:
         # header=None: else pandas may take the first column for an index. dtype and
         # keep_default_na: else it changes texts such as "NA", "null" or "007".
-        cells = pd.read_csv(StringIO(text), header=None, dtype=str, keep_default_na=False)
+        cells = pd.read_csv(
+            StringIO(text), sep=_separator(text), header=None, dtype=str, keep_default_na=False
+        )
     except pd.errors.EmptyDataError:
         return {}
     except ValueError as error:
@@ -115,6 +126,12 @@ def _csv(data: bytes, path: Path) -> Columns:
     }
 
 
+def _separator(text: str) -> str:
+    """What is between the names of the columns: a comma, or else a semicolon or a tab."""
+    names = text.partition("\n")[0]
+    return next((separator for separator in ",;\t" if separator in names), ",")
+
+
 def _parquet(data: bytes, path: Path) -> Columns:
     import pyarrow.parquet
 
@@ -126,10 +143,16 @@ def _parquet(data: bytes, path: Path) -> Columns:
 
 
 def _text(data: bytes, path: Path) -> str:
-    """The bytes as UTF-8 text, without the byte order mark that some programs write."""
+    """The bytes as text: UTF-8, or the encoding that a byte order mark at their begin names."""
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
-        return data.decode("utf-8-sig")
+        return data.decode(encoding)
     except UnicodeDecodeError as error:
+        if not encoding.startswith("utf-8"):
+            raise DataError(
+                f"{path} begins as {encoding.upper()} text, but cannot be read as such: {error}; "
+                "save it as UTF-8"
+            ) from error
         number = data[: error.start].count(b"\n") + 1
         raise DataError(
             f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "

@@ -23,6 +23,7 @@ from ..system.arguments import checked
 from ..system.row_pieces import row_slices
 from .batch import PromptBatch, check_inside, require_label_words
 from .edge_set import Edges, EdgeSet
+from .groups import GROUPS
 
 Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
@@ -65,7 +66,9 @@ def group(batch: PromptBatch, name: str) -> Positions:
     """
     names = batch.segment_names
     if name not in names:
-        raise PromptError(f"there is no segment {name!r}; the segments are {', '.join(names)}")
+        own = "; give segments of your own as al.SegmentFlows({name: function}) and not as names of"
+        why = f"{own} a batch with label words" if name in GROUPS else ""
+        raise PromptError(f"there is no segment {name!r}; the segments are {', '.join(names)}{why}")
     return batch.groups == names.index(name)
 
 

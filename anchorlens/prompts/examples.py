@@ -198,7 +198,7 @@ def sample_queries(
         exclude: Examples whose texts must not be drawn, such as the demonstrations.
 
     Raises:
-        DataError: There are fewer than ``count`` examples left, or ``count`` is below 0.
+        DataError: There are fewer than ``count`` examples left, or ``count`` is below 1.
 
     Examples:
         >>> examples = load_examples("questions")
@@ -206,8 +206,8 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
-    if count < 0:
-        raise DataError(f"count must be a whole number from 0; got {count}")
+    if count < 1:
+        raise DataError(f"count must be a whole number from 1; got {count}")
     excluded = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in excluded]
     if len(pool) < count:

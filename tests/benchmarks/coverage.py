@@ -158,7 +158,7 @@ def attention(prompts: Prompts, distance: float) -> tuple[dict[str, Tensor], Ten
     true = torch.full((TRIALS,), float(ndtr(distance / sqrt(2 * spread))))
     scores = torch.stack([torch.ones_like(second), second + 100], dim=-1)
     rows = {"attention": scores[:, :, None], "predicted": predicted}
-    return rows | {"rounding": torch.zeros(len(sets))}, true
+    return rows | {"rounding": torch.zeros(len(sets), 2)}, true
 
 
 def answers(

@@ -39,7 +39,7 @@ def attention_and_logits(
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     predicted = clean[:, batches[0].label_token_ids].argmax(-1)
     rows = {"attention": torch.stack(attention), "predicted": predicted, "demonstrations_id": ids}
-    rows["rounding"] = torch.zeros(len(ids))
+    rows["rounding"] = torch.zeros(len(ids), 2)
     return rows, clean
 
 

@@ -1,8 +1,10 @@
 """The loop of steps: resuming, divergence, the order of batches, and bad settings."""
 
+import hashlib
 import warnings
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from trained_contexts import curves, same, split, trained
 
 import anchorlens as al
 from anchorlens.contexts import compression, training
+from anchorlens.contexts.training import _DIGEST
 from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -77,6 +80,21 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
         with pytest.warns(UserWarning, match="is damaged; training begins again") as caught:
             assert same(trained(gpt2, folder=tmp_path), expected)
         assert caught[0].filename.endswith("trained_contexts.py")
+
+
+def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
+    """Its digest is right."""
+    trained(gpt2, folder=tmp_path)
+    path = tmp_path / "training.pt"
+    stored = torch.load(BytesIO(path.read_bytes()[_DIGEST:]))
+    for name in stored:
+        for value in ("text", 3, None, {}, {"state": "text", "param_groups": "text"}):
+            data = BytesIO()
+            torch.save(stored | {name: value}, data)
+            digest = hashlib.sha256(data.getvalue()).digest()
+            path.write_bytes(digest + data.getvalue())
+            with pytest.raises(StoreError, match=r"does not hold a training|another "):
+                trained(gpt2, folder=tmp_path)
 
 
 def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
     rows = {
         "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
         "predicted": torch.tensor([1, 1, 1]),
-        "rounding": torch.zeros(3),
+        "rounding": torch.zeros(3, 2),
         "demonstrations_id": torch.tensor([5, 5, 5]),
     }
     with pytest.warns(UserWarning, match=r"1 of 1 sets .* fewer than two classes.*more or other"):
@@ -135,7 +135,7 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
         {
             "attention": attention,
             "predicted": predicted,
-            "rounding": torch.zeros(20),
+            "rounding": torch.zeros(20, 2),
             "demonstrations_id": sets,
         }
     )
@@ -231,6 +231,20 @@ def test_a_head_of_the_first_layer_does_not_rank_by_rounding(
     [record] = al.run(model, batches, [al.AttentionAUCROC()], **options).values()
     assert (record.per_head[0] == 0.5).all()
     assert (record.per_head[1:] != 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float16, 2e-6)]
+)
+def test_shares_of_rounded_scores_are_equal(dtype: torch.dtype, size: float) -> None:
+    """Each prompt attends by another factor; both parts of a quotient are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    factors = size * (0.5 + torch.rand(200, 1, generator=generator))
+    scores = (factors * torch.tensor([1.0, 2.0, 3.0])).to(dtype).double()[None]
+    predicted = torch.randint(3, (200,), generator=generator)
+    step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    assert aucroc(scores, predicted) != 0.5
+    assert aucroc(scores, predicted, torch.finfo(dtype).eps, step) == 0.5
 
 
 def test_scores_that_differ_by_more_than_a_rounding_are_ranked() -> None:

@@ -40,7 +40,7 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
     batch = al.PromptBatch.from_positions(
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
         label_positions=[[1, 3]],
-        label_classes=[[1, 0]],
+        label_classes=[[0, 1]],
         label_token_ids=[1, 2],
     )
     assert len(batch) == 1
@@ -54,6 +54,16 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
     assert rows(batch.query_start) == [4]
     assert rows(batch.index) == [0]
     assert (batch.labels, batch.begins_with_bos, batch.first_query) == ((), False, 0)
+
+
+def test_classes_that_are_exchanged_are_refused() -> None:
+    with pytest.raises(PromptError, match=r"word 0 of prompt 0 is the token 1, that of class 0"):
+        al.PromptBatch.from_positions(
+            torch.tensor([[5, 1, 6, 2, 7, 8]]),
+            label_positions=[[1, 3]],
+            label_classes=[[1, 0]],
+            label_token_ids=[1, 2],
+        )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

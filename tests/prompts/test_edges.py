@@ -1,6 +1,7 @@
 """Tests of edge sets against loops over positions, which follow the definitions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,9 @@ def test_a_group_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> N
         PromptError, match=r"no segment 'labels'; the segments are other, text, label"
     ):
         edges.group(batch, "labels")
+    own = replace(batch, segment_names=tuple(f"own{k}" for k in range(6)))
+    with pytest.raises(PromptError, match=r"no segment 'label'; .* as al.SegmentFlows\("):
+        edges.group(own, "label")
 
 
 def test_tokens_after_the_target_have_no_edges() -> None:

@@ -143,6 +143,24 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
     assert al.load_examples(tmp_path / "file.jsonl") == [al.Example("a\u2028b", 0)]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_marks_and_header_tell_the_encoding_and_separator(
+    encoding: str, separator: str, tmp_path: Path
+) -> None:
+    rows = [["text", "label"], ['"né, un; deux"', "0"], ["b", "1"]]
+    text = "\n".join(separator.join(row) for row in rows)
+    (tmp_path / "file.csv").write_bytes(text.encode(encoding))
+    expected = [al.Example("né, un; deux", 0), al.Example("b", 1)]
+    assert al.load_examples(tmp_path / "file.csv") == expected
+
+
+def test_a_text_cut_off_in_its_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_bytes("text,label\na,0".encode("utf-16")[:-1])
+    with pytest.raises(DataError, match=r"begins as UTF-16 text, but cannot be read .* as UTF-8"):
+        al.load_examples(tmp_path / "file.csv")
+
+
 def test_a_json_file_may_be_an_array_of_objects(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in ROWS]
     (tmp_path / "file.json").write_text(f" \n{json.dumps(rows, indent=1)}\n")

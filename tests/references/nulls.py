@@ -71,7 +71,7 @@ def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     rows = {
         "attention": (scores + tilt[:, None, None]).exp(),
         "predicted": predicted,
-        "rounding": torch.full((len(ids),), 1e-5),
+        "rounding": torch.tensor([[1e-5, 0.0]] * len(ids)),
         "demonstrations_id": ids,
     }
     return judged(al.AttentionAUCROC().result, rows, ids)

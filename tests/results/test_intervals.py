@@ -133,7 +133,7 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     )
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
-    attention_rows["rounding"] = torch.zeros(20)
+    attention_rows["rounding"] = torch.zeros(20, 2)
     attention_rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
     aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
     assert aucroc.aucroc.tolist() == [1.0]
@@ -439,7 +439,7 @@ def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int
         scores = 10 + generator.normal(size=(len(sets), 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
-        rows["rounding"] = torch.zeros(len(predicted))
+        rows["rounding"] = torch.zeros(len(predicted), 2)
         rows["demonstrations_id"] = sets
         record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
         low, high = record.intervals["aucroc"]
@@ -456,7 +456,7 @@ def test_intervals_contain_the_true_value_if_classes_are_separated_perfectly() -
         scores = 10 + generator.normal(size=(20, 100)) + 2 * predicted[:, None]
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
-        rows["rounding"] = torch.zeros(len(predicted))
+        rows["rounding"] = torch.zeros(len(predicted), 2)
         rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
         record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
         low, high = record.intervals["aucroc"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import BY_NAME
+from comparison import tokenizer
 from native_models import xglm
 from tiny_models import questions
 from transformer_lens.model_bridge import TransformerBridge
@@ -93,7 +95,7 @@ def test_sets_must_have_an_entry_for_each_answer() -> None:
 
 
 def test_counts_are_not_below_0() -> None:
-    with pytest.raises(DataError, match="count must be a whole number from 0; got -1"):
+    with pytest.raises(DataError, match="count must be a whole number from 1; got -1"):
         al.sample_queries([BAD, GOOD], -1)
     with pytest.raises(DataError, match="shots must be a whole number from 1; got 0"):
         al.sample_demonstrations([BAD, GOOD], 0)
@@ -258,6 +260,14 @@ def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
     """XGLM of transformers puts the lowest number of float64 into a float32."""
     with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; use float32"):
         al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
+
+
+def test_a_bridge_that_cannot_run_in_a_type_is_refused() -> None:
+    """TransformerLens multiplies a pattern in float32 by values in bfloat16."""
+    weights = BY_NAME["OLMo 2"].build(len(tokenizer()), torch.bfloat16)
+    message = "cannot run in bfloat16: .*; use float32 .* does not fit the code of the model$"
+    with pytest.raises(ModelError, match=message):
+        al.load_model(weights, tokenizer=tokenizer())
 
 
 def test_a_bridge_that_is_not_fully_built_is_refused() -> None:
