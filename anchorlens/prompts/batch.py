@@ -318,8 +318,8 @@ class PromptBatch:
         Raises:
             PromptError: Tokens or positions are not whole numbers; a position lies outside the
                 prompt, on padding, or not before the target; classes or gold labels are out of
-                range; label tokens are not distinct; a label word is the token of another class
-                than its own; or the shapes do not agree.
+                range; label tokens are not distinct; label words are the tokens of other classes
+                and none that of its own; or the shapes do not agree.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -574,16 +574,17 @@ def _check_segments(batch: PromptBatch) -> None:
 
 
 def _check_words(batch: PromptBatch) -> None:
-    """Check that no label word is the token of another class than its own."""
+    """Check that label words are not all tokens of other classes than theirs."""
     words = batch.tokens.gather(1, batch.label_positions)
     named = words[..., None] == batch.label_token_ids
-    wrong = named.any(-1) & (named.long().argmax(-1) != batch.label_classes)
-    if wrong.any():
-        row, k = wrong.nonzero()[0].tolist()
+    of_other = named.any(-1) & (named.long().argmax(-1) != batch.label_classes)
+    if of_other.any() and (named.any(-1) == of_other).all():
+        row, k = of_other.nonzero()[0].tolist()
         raise PromptError(
             f"label word {k} of prompt {row} is the token {int(words[row, k])}, that of class "
             f"{int(named[row, k].long().argmax())} in label_token_ids, but its label_classes is "
-            f"{int(batch.label_classes[row, k])}; give both in the order of the classes"
+            f"{int(batch.label_classes[row, k])}, and no label word is the token of its class; give "
+            "both in the order of the classes"
         )
 
 
