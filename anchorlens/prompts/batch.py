@@ -318,8 +318,8 @@ class PromptBatch:
         Raises:
             PromptError: Tokens or positions are not whole numbers; a position lies outside the
                 prompt, on padding, or not before the target; classes or gold labels are out of
-                range; label tokens are not distinct; label words are the tokens of other classes
-                and none that of its own; or the shapes do not agree.
+                range; label tokens are not distinct; all label words are tokens of other classes
+                than their own; or the shapes do not agree.
 
         Examples:
             >>> batch = PromptBatch.from_positions(
@@ -574,17 +574,15 @@ def _check_segments(batch: PromptBatch) -> None:
 
 
 def _check_words(batch: PromptBatch) -> None:
-    """Check that label words are not all tokens of other classes than theirs."""
+    """Check that label words are not the tokens of other classes than theirs."""
     words = batch.tokens.gather(1, batch.label_positions)
-    named = words[..., None] == batch.label_token_ids
-    of_other = named.any(-1) & (named.long().argmax(-1) != batch.label_classes)
-    if of_other.any() and (named.any(-1) == of_other).all():
-        row, k = of_other.nonzero()[0].tolist()
+    found = words[..., None] == batch.label_token_ids
+    of_word = found.long().argmax(-1)
+    if found.any(-1).all() and (of_word != batch.label_classes).all():
         raise PromptError(
-            f"label word {k} of prompt {row} is the token {int(words[row, k])}, that of class "
-            f"{int(named[row, k].long().argmax())} in label_token_ids, but its label_classes is "
-            f"{int(batch.label_classes[row, k])}, and no label word is the token of its class; give "
-            "both in the order of the classes"
+            f"no label word is the token of its class: the first is the token {int(words[0, 0])}, "
+            f"in label_token_ids that of class {int(of_word[0, 0])}, but its label_classes is "
+            f"{int(batch.label_classes[0, 0])}; give both in the order of the classes"
         )
 
 

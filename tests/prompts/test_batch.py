@@ -57,7 +57,7 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
 
 
 def test_classes_that_are_exchanged_are_refused() -> None:
-    with pytest.raises(PromptError, match=r"word 0 of prompt 0 is the token 1, that of class 0"):
+    with pytest.raises(PromptError, match=r"the first is the token 1, in .* that of class 0, but"):
         al.PromptBatch.from_positions(
             torch.tensor([[5, 1, 6, 2, 7, 8]]),
             label_positions=[[1, 3]],
