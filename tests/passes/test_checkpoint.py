@@ -74,27 +74,21 @@ def isolated(model: Any) -> Callable[[al.PromptBatch], Any]:
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_checkpoints_give_the_same_numbers(
-    name: str,
-    dtype: torch.dtype,
-    hooked: Any,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, hooked: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
     fixture = "byte_level" if name == "gpt2" else "sentencepiece_like"
     tokenizer = request.getfixturevalue(fixture)
-    model = hooked(make[name](len(tokenizer)).to(dtype), tokenizer)
+    model = hooked(make[name](len(tokenizer)).double(), tokenizer)
     monkeypatch.setattr(row_pieces, "PIECE", 10_000)  # several pieces of each product
     batch = questions(model, 3, padding_side="left")[0]
-    limit = 1e-6 if dtype == torch.float32 else 1e-12
     for hooks in (None, isolated(model)):
         errors = differences(model, batch, hooks)
         assert {"saliency_flows.flows", "absolute.per_head", "attention_aucroc.aucroc"} <= set(
             errors
         )
-        assert max(errors.values()) <= limit, errors
+        assert max(errors.values()) <= 1e-12, errors
 
 
 @pytest.mark.every_kind
