@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.without_jaxtyping,
 ]
 # These are a minute and half an hour outside the tests.
-SILENCE, TIME_OUT = 3.0, 5.0
+SILENCE, TIME_OUT = 4.0, 6.0
 
 
 def killed() -> None:
