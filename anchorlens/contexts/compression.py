@@ -26,7 +26,8 @@ from .placement import Placement, as_in_prompt
 from .query_pass import bos_of, queries_after
 from .selection import Keep, anchors_and_format
 
-ROUNDINGS = 8  # that a context may be away from whole prompts, in bfloat16 and float16
+# How many roundings may lie between logits after a context and those of whole prompts.
+ROUNDINGS = 8
 
 
 @checked

@@ -108,10 +108,10 @@ class AttentionAUCROC:
         def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             queries = batch.target_rows[:, None]
             attention = pattern.detach()[prompts, :, queries, batch.label_positions]
-            dtype = torch.finfo(pattern.dtype)
-            roundings.append(dtype.eps)
+            numbers = torch.finfo(pattern.dtype)
+            roundings.append(numbers.eps)
             # Tiny attention is a multiple of this, of which each label word may be off by one half.
-            smallest.append(attention.shape[1] * dtype.tiny * dtype.eps)
+            smallest.append(attention.shape[1] * numbers.tiny * numbers.eps)
             by_anchor = attention.cpu().double()  # [batch, anchor, head]
             scores[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
 

@@ -319,7 +319,7 @@ def _few_logits(model: Any, tokens: Tensor) -> Tensor:
 def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
     try:
         return _few_logits(model, tokens)
-    except ModelError:
+    except ModelError:  # which is a ValueError, and says why already
         raise
     # CodeGen from transformers 5.24 on
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -33,8 +33,10 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 def read_columns(path: Path, label: str) -> Columns:
     """The columns of a file by name, each a sequence of Python values.
 
-    The cells of a csv file are text, because csv does not distinguish numbers from text. Only
-    whole numbers in the column ``label`` become integers.
+    Files are UTF-8, or in the encoding that a byte order mark names. The first line of a csv file
+    tells whether commas, semicolons or tabs are between its columns. Its cells are text, because
+    csv does not distinguish numbers from text. Only whole numbers in the column ``label`` become
+    integers.
 
     Raises:
         DataError: The file does not exist or cannot be read, or its suffix or content is not
@@ -143,7 +145,7 @@ def _parquet(data: bytes, path: Path) -> Columns:
 
 
 def _text(data: bytes, path: Path) -> str:
-    """The bytes as text: UTF-8, or the encoding that a byte order mark at their begin names."""
+    """The bytes as text: UTF-8, or the encoding that a byte order mark names."""
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
         return data.decode(encoding)

@@ -66,9 +66,13 @@ def group(batch: PromptBatch, name: str) -> Positions:
     """
     names = batch.segment_names
     if name not in names:
-        own = "; give segments of your own as al.SegmentFlows({name: function}) and not as names of"
-        why = f"{own} a batch with label words" if name in GROUPS else ""
-        raise PromptError(f"there is no segment {name!r}; the segments are {', '.join(names)}{why}")
+        message = f"there is no segment {name!r}; the segments are {', '.join(names)}"
+        if name in GROUPS:  # the batch had it before its names were replaced
+            message += (
+                "; leave segment_names of a batch with label words as they are, and give segments "
+                "of your own as al.SegmentFlows({name: function})"
+            )
+        raise PromptError(message)
     return batch.groups == names.index(name)
 
 

@@ -94,7 +94,7 @@ def test_sets_must_have_an_entry_for_each_answer() -> None:
         al.compare_accuracies(right, sets=torch.arange(3), resamples=0)
 
 
-def test_counts_are_not_below_0() -> None:
+def test_counts_are_not_below_1() -> None:
     with pytest.raises(DataError, match="count must be a whole number from 1; got -1"):
         al.sample_queries([BAD, GOOD], -1)
     with pytest.raises(DataError, match="shots must be a whole number from 1; got 0"):

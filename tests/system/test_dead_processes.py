@@ -121,7 +121,7 @@ CASES: list[Case] = [
     (0, exchanging, killed, LOST),
     (0, exchanging, stopped, LOST),
 ]
-AT_A_TIME = 9  # pairs of processes; if more connect at once, it may take seconds
+AT_A_TIME = 6  # pairs of processes; if more connect at once, it may take seconds
 
 
 def name_of(case: Case) -> str:
