@@ -20,11 +20,12 @@ from ..system.warn import warn_user
 from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
-from .groups import OTHER, PADDING, QUERY, TARGET
-from .label_tokens import LabelTokens
+from .groups import OTHER, PADDING, TARGET
+from .label_tokens import first_tokens
 from .tasks import Task
-from .tokens import check_tokenizer, encode
+from .tokens import check_tokenizer
 from .verbalizer import Verbalizer
+from .written import WrittenPrompt, write_prompt
 
 
 @checked
@@ -77,9 +78,13 @@ def build_prompts(
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []
-    label_tokens = LabelTokens(tokenizer, task)
-    for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
-        prompt = _tokenize(tokenizer, task, demos, query, label_tokens, index)
+    written = [
+        write_prompt(tokenizer, task, demos, query, index)
+        for index, (demos, query) in enumerate(zip(sets, examples, strict=True))
+    ]
+    word_ids = first_tokens(tokenizer, task, written)
+    for index, text in enumerate(written):
+        prompt = _locate(tokenizer, task, text, index, word_ids)
         is_too_long = limit is not None and len(prompt.tokens) > limit
         (too_long if is_too_long else prompts).append(prompt)
     if too_long:
@@ -97,7 +102,6 @@ def build_prompts(
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
-    word_ids = label_tokens.by_class
     ids = torch.tensor([words[0] for words in word_ids])
     verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     return [
@@ -112,7 +116,7 @@ def build_prompts(
 
 class _Prompt(NamedTuple):
     tokens: list[int]
-    groups: list[int]
+    groups: Int[np.ndarray, " position"]
     anchors: list[tuple[int, int, int]]  # first token, last token, class
     query_start: int
     gold: int | None
@@ -121,57 +125,33 @@ class _Prompt(NamedTuple):
     begins_with_bos: bool
 
 
-def _tokenize(
+def _locate(
     tokenizer: Any,
     task: Task,
-    demos: Sequence[Example],
-    query: Example,
-    label_tokens: LabelTokens,
+    written: WrittenPrompt,
     index: int,
+    word_ids: Sequence[Sequence[int]],
 ) -> _Prompt:
-    pieces = task.write(tokenizer, demos, query.text)
-    text = "".join(piece.text for piece in pieces)
-    end = "".join(piece.text for piece in pieces if piece.group == QUERY)
-    if not end:
-        raise PromptError(
-            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
-            "token at which the label is predicted; put a word before {label} or drop the query"
-        )
-    tokens, spans, special = encode(tokenizer, text, adds_special_tokens=task.adds_special_tokens)
-    begin = len(text) - len(end)
-    query_start = next((k for k, (_, stop) in enumerate(spans) if stop > begin), None)
-    if query_start is None:
-        raise PromptError(
-            f"the tokenizer gives no tokens for the query {end!r}; leave query {index} out, or, if "
-            "it gives none for any text, add its files (such as tokenizer.json) to the folder of "
-            "the model"
-        )
-    if special[-1]:
-        raise PromptError(
-            "the tokenizer adds a special token after the prompt, so that its last token is not "
-            "where the label is predicted; switch that off (for example in its "
-            "tokenizer_config.json, or in Python by add_eos_token=False)"
-        )
-    label_tokens.add(index, demos, query.text, text=text, tokens=tokens, end=end)
-    first_tokens = [words[0] for words in label_tokens.by_class]
+    """The positions of all parts of a prompt."""
+    text, tokens, special = written.text, written.tokens, written.special
+    bounds = np.array(written.spans)
+    starts, ends = bounds.T
+    sizes = [len(piece.text) for piece in written.pieces]
     # A token belongs to the piece of its last character: a space belongs to the word after it.
-    group_of_character = [piece.group for piece in pieces for _ in piece.text]
-    groups = [
-        OTHER if is_special and start == end else group_of_character[max(end - 1, 0)]
-        for (start, end), is_special in zip(spans, special, strict=True)
-    ]
+    group_of_character = np.repeat([piece.group for piece in written.pieces], sizes)
+    groups = group_of_character[np.maximum(ends - 1, 0)]
+    groups[np.array(special) & (starts == ends)] = OTHER
     anchors = []
-    bounds = np.array(spans)
     position = 0
-    for piece in pieces:
+    for piece in written.pieces:
         stop = position + len(piece.text)
         if piece.label is not None:
             first, last = _word(tokenizer, tokens, bounds, text, position, stop)
-            if tokens[first] != first_tokens[piece.label]:
+            if tokens[first] != word_ids[piece.label][0]:
                 raise PromptError(
                     f"label word {piece.text!r} begins with the token "
                     f"{tokenizer.convert_ids_to_tokens(tokens[first])!r} in a demonstration, but "
-                    f"with {tokenizer.convert_ids_to_tokens(first_tokens[piece.label])!r} after a "
+                    f"with {tokenizer.convert_ids_to_tokens(word_ids[piece.label][0])!r} after a "
                     "query; change the template around {label} so that both are the same"
                 )
             anchors.append((first, last, piece.label))
@@ -184,8 +164,8 @@ def _tokenize(
         tokens=tokens,
         groups=groups,
         anchors=anchors,
-        query_start=query_start,
-        gold=query.label,
+        query_start=written.query_start,
+        gold=written.query.label,
         query_index=index,
         set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
         begins_with_bos=begins_with_bos,
@@ -228,13 +208,11 @@ def _pad(
     length = max(len(prompt.tokens) for prompt in prompts)
     shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
 
-    def padded(rows: list[list[int]], value: int) -> Tensor:
-        return torch.tensor(
-            [
-                [value] * shift + row + [value] * (length - shift - len(row))
-                for shift, row in zip(shifts, rows, strict=True)
-            ]
-        )
+    def padded(rows: Sequence[Any], value: int) -> Tensor:
+        whole = np.full((len(rows), length), value, dtype=np.int64)
+        for k, (shift, row) in enumerate(zip(shifts, rows, strict=True)):
+            whole[k, shift : shift + len(row)] = row
+        return torch.from_numpy(whole)
 
     def anchors(part: int) -> Tensor:
         return torch.tensor([[anchor[part] for anchor in prompt.anchors] for prompt in prompts])

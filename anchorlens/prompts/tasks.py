@@ -159,7 +159,7 @@ class Task:
                 Piece(self.first_words[demo.label], LABEL, demo.label),
                 Piece(after + self.separator, FORMAT),
             ]
-        return [*pieces, Piece(self.query(query), QUERY)]
+        return [*pieces, Piece(before + query + between, QUERY)]
 
     @checked
     def written_word(

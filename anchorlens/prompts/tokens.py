@@ -29,12 +29,17 @@ def encode(
         add_special_tokens=adds_special_tokens,
         return_offsets_mapping=True,
         return_special_tokens_mask=True,
+        return_attention_mask=False,
     )
     special = [adds_special_tokens and bool(flag) for flag in encoded["special_tokens_mask"]]
     names = encoded.tokens()
     spans: list[tuple[int, int]] = []
     previous = 0
     for k, (start, end) in enumerate(encoded["offset_mapping"]):
+        if start == previous < end:
+            spans.append((start, end))
+            previous = end
+            continue
         if special[k] and start == end:
             spans.append((previous, previous))
             continue
@@ -60,7 +65,7 @@ def _composes(text: str, stop: int, start: int) -> bool:
     A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
     accent.
     """
-    if not 0 < stop < start:
+    if not 0 < stop < start or text[stop:start].isascii():
         return False
     parts = (text[stop - 1 : stop], text[stop:start])
     normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]
