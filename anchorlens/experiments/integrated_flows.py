@@ -168,8 +168,11 @@ def integrated_flows(
             store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
             with stored_starts(model, layers - reasons.keys()) as starts:
                 clean = run_pass(model, batch, observers=[*store, *norms.observers()])
-            of_prompts = probability_of_prediction(clean, batch) if output is None else output
-            whole = losses_of(model, batch, of_prompts)
+            if output is None:
+                of_prompts = probability_of_prediction(clean, batch)
+                whole = of_prompts(clean, batch)
+            else:
+                of_prompts, whole = output, losses_of(model, batch, output)
             changes, attributed = [], []
             # The last layer first: the first has the largest graph, when few patterns are left.
             for layer in reversed(layers):
@@ -217,23 +220,21 @@ class ScaledPattern:
         """``1/m sum_s dF / d(alpha_s A)``, in float32 or wider, with F the output."""
         total = torch.zeros_like(self.pattern, dtype=_wide(self.pattern))
         for step in range(steps):
-            leaf = self._leaf((step + 0.5) / steps)
-            self._output(output, leaf)
+            leaf = (self.pattern * ((step + 0.5) / steps)).requires_grad_()
+            self._output(output, leaf, into=[leaf])
             assert leaf.grad is not None
             total += leaf.grad
         return total / steps
 
     def output(self, output: Loss, alpha: float) -> Float[Tensor, " batch"]:
         """F(alpha A) of each prompt."""
-        return self._output(output, self._leaf(alpha))
+        return self._output(output, self.pattern * alpha)
 
-    def _leaf(self, alpha: float) -> Pattern:
-        return (self.pattern * alpha).requires_grad_()
-
-    def _output(self, output: Loss, leaf: Pattern) -> Float[Tensor, " batch"]:
-        replace: Hook = (pattern_name(self.layer), partial(_replace, leaf))
-        hooks = [replace, *self.hooks]
-        return losses_of(self.model, self.batch, output, hooks=hooks, into=[leaf])
+    def _output(
+        self, output: Loss, pattern: Pattern, into: Sequence[Tensor] = ()
+    ) -> Float[Tensor, " batch"]:
+        replace: Hook = (pattern_name(self.layer), partial(_replace, pattern))
+        return losses_of(self.model, self.batch, output, hooks=[replace, *self.hooks], into=into)
 
 
 def _record(metric: SegmentFlows, rows: Rows) -> IntegratedFlowsRecord:

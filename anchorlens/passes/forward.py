@@ -64,6 +64,7 @@ class Pass:
     into: Sequence[Tensor] = ()
     prefix: Prefix | None = None
     gradient_checkpointing: bool = False
+    runs_backward: bool = True  # from the losses, if there are any
 
     def __post_init__(self) -> None:
         require_prepared(self.model)
@@ -172,8 +173,9 @@ def losses_of(
     hooks: Sequence[Hook] = (),
     into: Sequence[Tensor] = (),
 ) -> Float[Tensor, " batch"]:
-    """The loss of each prompt, of a pass as that of ``run_pass``."""
-    losses = _finite(Pass(model, batch, hooks, loss=loss, into=into))[1]
+    """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
+    backward = bool(into)
+    losses = _finite(Pass(model, batch, hooks, loss=loss, into=into, runs_backward=backward))[1]
     assert losses is not None
     return losses.detach()
 
@@ -292,14 +294,15 @@ def run_prefix(
 def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
     """The logits at the targets, and the losses if the pass has a loss."""
     model, batch, loss = described.model, described.batch, described.loss
+    runs_backward = loss is not None and described.runs_backward
     prefix, copies = described.prefix, list[Tensor]()
-    graph = None if prefix is None or loss is None else prefix.graph
+    graph = prefix.graph if prefix is not None and runs_backward else None
     if prefix is not None and graph is not None:
         with torch.inference_mode(False):  # see below
             prefix = prefix.for_each(len(batch.tokens))
         copies = [*prefix.keys, *prefix.values]
     leaves = [*described.into, *copies]
-    needs_leaf = loss is not None and not described.into
+    needs_leaf = runs_backward and not described.into
     needed = _padding_hooks(model, batch) + ([leaf_hook(leaves)] if needs_leaf else [])
     rows = described.rows
     last = [rows_hook(model, rows)] if described.runs_targets_alone else []
@@ -318,7 +321,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
     # An inference_mode of the caller would make tensors that autograd rejects.
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(loss is not None),
+        torch.set_grad_enabled(runs_backward),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
         acting,
     ):
@@ -338,7 +341,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
             losses = loss(of_loss, batch)
             require_one_a_prompt(losses, len(logits))
             is_finite = bool(losses.isfinite().all())
-            if is_finite:  # otherwise run_pass says what is not finite
+            if is_finite and runs_backward:  # otherwise run_pass says what is not finite
                 _backward(losses, leaves)
                 if graph is not None:
                     graph.pass_gradients_on(copies)
