@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def name_of(case: Case) -> str:
     return f"process {victim} {die.__name__} {phase.__name__}".replace("_", " ")
 
 
-def work(number: int, case: int, port: int, file: Path, connected: Any, begin: Any) -> None:
+def work(number: int, case: int, port: int, file: Path, connected: Sequence[Any]) -> None:
     """Run one of two processes: the victim, or the other one, which records its own error."""
     heartbeats.SILENCE, heartbeats.PATIENCE, heartbeats.BEAT = SILENCE, TIME_OUT, 0.2
     processes.MOVING = timedelta(seconds=TIME_OUT)
@@ -139,8 +139,8 @@ def work(number: int, case: int, port: int, file: Path, connected: Any, begin: A
     # PyTorch writes its messages to this file.
     os.dup2(os.open(file.with_suffix(f".{number}"), os.O_WRONLY | os.O_CREAT), 2)
     PartialState(cpu=True)
-    connected.release()
-    begin.wait()
+    connected[1 - number].release()
+    assert connected[number].acquire(timeout=60)
     victim, phase, die, _ = CASES[case]
     try:
         if number == victim:
@@ -185,52 +185,63 @@ class Outcome:
     ended: bool
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: Any) -> list[Outcome]:
-    """Several cases run at the same time, because each mostly waits."""
-    folder = tmp_path_factory.mktemp("dead")
-    numbers = range(len(CASES))
-    return [
-        outcome
-        for first in numbers[::AT_A_TIME]
-        for outcome in outcomes_of(numbers[first : first + AT_A_TIME], folder)
-    ]
+@dataclass
+class Pair:
+    """The two processes of a case."""
 
+    processes: Sequence[Any]
+    other: Any  # the one that does not die
+    file: Path
+    end: float
 
-def outcomes_of(cases: Sequence[int], folder: Path) -> list[Outcome]:
-    fork = multiprocessing.get_context("fork")
-    connected, begin = fork.Semaphore(0), fork.Event()
-    started = [
-        [
-            fork.Process(
-                target=work, args=(number, case, port, folder / f"{case}", connected, begin)
-            )
+    @classmethod
+    def of(cls, case: int, port: int, file: Path) -> "Pair":
+        fork = multiprocessing.get_context("fork")
+        connected = [fork.Semaphore(0), fork.Semaphore(0)]
+        started = [
+            fork.Process(target=work, args=(number, case, port, file, connected))
             for number in (0, 1)
         ]
-        for case, port in zip(cases, free_ports(len(cases)), strict=True)
-    ]
-    try:
-        for process in chain(*started):
+        for process in started:
             process.start()
-        for _ in chain(*started):
-            assert connected.acquire(timeout=60)
-        begin.set()
-        end = time.monotonic() + 60
-        return [
-            outcome_of(pair[1 - CASES[case][0]], folder / f"{case}", end)
-            for case, pair in zip(cases, started, strict=True)
-        ]
-    finally:
-        for process in chain(*started):
+        return cls(started, started[1 - CASES[case][0]], file, time.monotonic() + 120)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.other.is_alive() or time.monotonic() > self.end
+
+    def outcome(self) -> Outcome:
+        nothing_written = f"nothing was written; status {self.other.exitcode}", 0.0
+        is_written = self.file.exists()
+        message, seconds = pickle.loads(self.file.read_bytes()) if is_written else nothing_written
+        return Outcome(message, seconds, ended=not self.other.is_alive())
+
+    def kill(self) -> None:
+        for process in self.processes:
             process.kill()
             process.join()
 
 
-def outcome_of(other: Any, file: Path, end: float) -> Outcome:
-    other.join(timeout=max(0.1, end - time.monotonic()))
-    nothing_written = f"nothing was written; status {other.exitcode}", 0.0
-    message, seconds = pickle.loads(file.read_bytes()) if file.exists() else nothing_written
-    return Outcome(message, seconds, ended=not other.is_alive())
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: Any) -> list[Outcome]:
+    """Several cases run at the same time, because each mostly waits."""
+    folder = tmp_path_factory.mktemp("dead")
+    waiting = list(zip(range(len(CASES)), free_ports(len(CASES)), strict=True))
+    running: dict[int, Pair] = {}
+    found: dict[int, Outcome] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < AT_A_TIME:
+                case, port = waiting.pop(0)
+                running[case] = Pair.of(case, port, folder / f"{case}")
+            connection.wait([pair.other.sentinel for pair in running.values()], timeout=1)
+            for case in [case for case, pair in running.items() if pair.is_over]:
+                found[case] = running[case].outcome()
+                running.pop(case).kill()
+    finally:
+        for pair in running.values():
+            pair.kill()
+    return [found[case] for case in range(len(CASES))]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
