@@ -377,7 +377,7 @@ def random_positions(
             )
         # Padding does not change the draw: candidates are counted, not positions.
         generator = edge_sets.draw_generator(seed, set_id)
-        chosen = torch.randperm(len(candidates), generator=generator)[:count]
+        chosen = torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
         drawn[row, candidates[chosen]] = True
     return drawn.to(batch.tokens.device)
 
@@ -534,7 +534,7 @@ def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
     """The factor of each layer and head, checked."""
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     is_tensor = isinstance(factor, Tensor)
-    factors = factor if is_tensor else torch.tensor(float(factor), dtype=torch.double)
+    factors = factor if is_tensor else torch.tensor(float(factor), dtype=torch.double, device="cpu")
     if tuple(factors.shape) not in ((), shape):
         raise HookError(
             f"factor must be a number or a tensor with the shape (layer, head) = {shape}; "

@@ -192,8 +192,8 @@ class CompressedContext:
         prefix = Prefix(
             keys=keys,
             values=tuple(stored[f"value.{n}"] for n in layers),
-            attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool),
-            next_position=torch.tensor([fields["query_position"]]),
+            attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool, device="cpu"),
+            next_position=torch.tensor([fields["query_position"]], device="cpu"),
             text_length=len(stored["tokens"] if in_prompt else stored["key_positions"]),
         )
         return cls(
@@ -334,7 +334,7 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
     prompt = replace(prompt.before(length), target_positions=last)
     if model in _measured and _measured[model][0] >= length:
         return _measured[model][1]
-    positions = torch.arange(length)
+    positions = torch.arange(length, device="cpu")
     distances = positions[:, None] - positions
     windows: list[int] = []
 

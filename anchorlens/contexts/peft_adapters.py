@@ -157,7 +157,7 @@ def context_from_peft(
             f"{folder} was written by context_to_peft and holds all tokens before a query; leave "
             "tokens_after out"
         )
-    tokens, info = torch.tensor(adapter.ours["tokens"]), adapter.ours["info"]
+    tokens, info = torch.tensor(adapter.ours["tokens"], device="cpu"), adapter.ours["info"]
     refuse_another_model(model, info)
     context = PrefixContext(prefix=adapter.prefix, tokens=tokens, info=info)
     if batch is not None:

@@ -84,7 +84,9 @@ def random_and_format(seed: int) -> Keep:
                     f"but its label word has {count}, which random text tokens replace; use longer "
                     "demonstrations"
                 )
-            drawn = candidates[torch.randperm(len(candidates), generator=generator)[:count]]
+            drawn = candidates[
+                torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
+            ]
             selected[drawn.to(selected.device)] = True
         return selected
 
@@ -97,4 +99,6 @@ def _in_groups(demonstrations: PromptBatch, *groups: int) -> Bool[Tensor, " posi
             "it is not known which tokens of these prompts are texts and which are format; build "
             "them with build_prompts, or pass your own keep: (demonstrations) to Bool['position']"
         )
-    return torch.isin(demonstrations.groups[0], torch.tensor(groups).to(demonstrations.groups))
+    return torch.isin(
+        demonstrations.groups[0], torch.tensor(groups, device="cpu").to(demonstrations.groups)
+    )

@@ -151,7 +151,7 @@ def random_hard_prompts(
         if not len(plain):
             raise PromptError("the tokenizer has no plain token that the model embeds")
         generator = torch.Generator().manual_seed(seed % 2**63)
-        indices = torch.randint(len(plain), (draws, length), generator=generator)
+        indices = torch.randint(len(plain), (draws, length), generator=generator, device="cpu")
         return [[int(token) for token in row] for row in plain[indices]]
 
     return _measured(model, held_out, tokenizer, loss, drawn)
@@ -186,7 +186,9 @@ def made_of_tokens(
     """
     n_bos = len(info["bos"])
     text = str(tokenizer.decode(tokens[n_bos:].tolist(), clean_up_tokenization_spaces=False))
-    again = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    again = torch.tensor(
+        tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long, device="cpu"
+    )
     encoded = torch.cat([tokens[:n_bos], again.to(tokens.device)])
     accuracy = float(training.best_accuracy)
     if not torch.equal(encoded, tokens):
@@ -198,7 +200,7 @@ def made_of_tokens(
         info=info,
         text=text,
         encoded=encoded.cpu(),
-        encoded_accuracy=torch.tensor(accuracy),
+        encoded_accuracy=torch.tensor(accuracy, device="cpu"),
     )
 
 
@@ -247,10 +249,10 @@ def _measured(
         for tokens in prompts:
             accuracy, mean_loss = answers_after_tokens(model, tokens, study.batches, loss)
             record = TrainingRecord(
-                losses=torch.zeros(0),
-                checked_steps=torch.tensor([0]),
-                held_out_accuracy=torch.tensor([accuracy]),
-                held_out_loss=torch.tensor([mean_loss]),
+                losses=torch.zeros(0, device="cpu"),
+                checked_steps=torch.tensor([0], device="cpu"),
+                held_out_accuracy=torch.tensor([accuracy], device="cpu"),
+                held_out_loss=torch.tensor([mean_loss], device="cpu"),
             )
             made.append(
                 made_of_tokens(

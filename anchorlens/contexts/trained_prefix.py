@@ -140,7 +140,7 @@ def check_length(length: int) -> None:
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
     """Token ids drawn from the whole vocabulary."""
     generator = torch.Generator().manual_seed(seed % 2**63)
-    drawn = torch.randint(vocabulary_of(model), (count,), generator=generator)
+    drawn = torch.randint(vocabulary_of(model), (count,), generator=generator, device="cpu")
     return drawn.to(device_of(model))
 
 

@@ -70,7 +70,7 @@ class TrainingRecord(Record):
 
     def plot(self) -> go.Figure:
         """Loss of each step, and loss and accuracy on held-out queries."""
-        steps = torch.arange(len(self.losses))
+        steps = torch.arange(len(self.losses), device="cpu")
         best = f"{float(self.best_accuracy):.2f} after step {int(self.checked_steps[self.best])}"
         return figures.lines_by_step(
             {
@@ -163,8 +163,8 @@ class Settings:
 def _check_optimizer(make: MakeOptimizer) -> None:
     """Take a step with an optimizer of a number, so that a wrong function is an error at once."""
     with torch.inference_mode(False):
-        number = torch.zeros(1, requires_grad=True)
-        number.grad = torch.zeros(1)
+        number = torch.zeros(1, requires_grad=True, device="cpu")
+        number.grad = torch.zeros(1, device="cpu")
         try:
             make([number]).step()
         except Exception as error:  # whatever a function of the user raises
@@ -188,10 +188,10 @@ class _State:
 
     def record(self) -> TrainingRecord:
         return TrainingRecord(
-            losses=torch.tensor(self.losses),
-            checked_steps=torch.tensor(self.checked),
-            held_out_accuracy=torch.tensor(self.accuracies),
-            held_out_loss=torch.tensor(self.held_out_losses),
+            losses=torch.tensor(self.losses, device="cpu"),
+            checked_steps=torch.tensor(self.checked, device="cpu"),
+            held_out_accuracy=torch.tensor(self.accuracies, device="cpu"),
+            held_out_loss=torch.tensor(self.held_out_losses, device="cpu"),
         )
 
 
@@ -364,7 +364,7 @@ def answers(
 def _number_of_batch(step: int, count: int, seed: int) -> int:
     """The batch of a step: all batches in each round, in an order that the round decides."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step // count) % 2**63)
-    return int(torch.randperm(count, generator=generator)[step % count])
+    return int(torch.randperm(count, generator=generator, device="cpu")[step % count])
 
 
 def _diverges(state: _State, window: int) -> bool:

@@ -243,8 +243,10 @@ def _rows(
         **rows,
         **{f"random_{name}": torch.stack([draw[name] for draw in drawn], 1) for name in rows},
         "whole_correct": _correct(whole_logits, batch),
-        "bytes_kept": torch.full((len(batch),), float(context.size), dtype=torch.double),
-        "bytes_whole": torch.full((len(batch),), whole_size, dtype=torch.double),
+        "bytes_kept": torch.full(
+            (len(batch),), float(context.size), dtype=torch.double, device="cpu"
+        ),
+        "bytes_whole": torch.full((len(batch),), whole_size, dtype=torch.double, device="cpu"),
         "demonstrations_id": batch.demonstrations_id.cpu(),
     }
 
@@ -359,7 +361,7 @@ def _seconds_a_query(
                 for batch in prompts:
                     method(batch).sum().item()  # waits for the device
                 times.append((time.perf_counter() - begin) / sum(map(len, batches)))
-    return torch.tensor([median(times) for times in seconds], dtype=torch.double)
+    return torch.tensor([median(times) for times in seconds], dtype=torch.double, device="cpu")
 
 
 def _record(rows: Rows) -> CompressionRecord:

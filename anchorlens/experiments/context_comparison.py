@@ -322,7 +322,7 @@ def _rows_of_context(
     query_pass = context.query_pass(model, batch)
     queries = query_pass.batch
     in_context = _keys_of_context(queries, batch)
-    prompts = torch.arange(len(batch))
+    prompts = torch.arange(len(batch), device="cpu")
     stolen: list[Tensor] = []
 
     def observe(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
@@ -339,7 +339,9 @@ def _rows_of_context(
     return {
         **loyalty_rows(whole, next_tokens(logits, batch.label_scores(logits))),
         "correct": _correct(logits, batch),
-        "bytes_stored": torch.full((len(batch),), float(context.size), dtype=torch.double),
+        "bytes_stored": torch.full(
+            (len(batch),), float(context.size), dtype=torch.double, device="cpu"
+        ),
         "stolen": torch.stack(stolen, dim=1),
     }
 
@@ -375,7 +377,7 @@ def _seconds_a_query(
             begin = time.perf_counter()
             query_pass.logits(model).sum().item()  # waits for the device
             times.append((time.perf_counter() - begin) / len(query_pass.batch))
-    return torch.tensor([median(times) for times in seconds], dtype=torch.double)
+    return torch.tensor([median(times) for times in seconds], dtype=torch.double, device="cpu")
 
 
 def _record(rows: Rows, seconds: Float[Tensor, " context"]) -> ContextsRecord:

@@ -107,7 +107,7 @@ def prefix_effect(
                 hooks=query_pass.hooks,
             )
             # One context stands before all queries, whatever their demonstrations were.
-            same = torch.zeros(len(queries), dtype=torch.long)
+            same = torch.zeros(len(queries), dtype=torch.long, device="cpu")
             return {**of_prompts, "prefix_id": same}
 
         collected = study.collect(rows_of_batch)

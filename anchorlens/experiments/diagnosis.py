@@ -177,7 +177,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         correlation=correlation,
         p_value=p_value,
         position_correlation=distances.position_correlation,
-        layer=torch.tensor(chosen),
+        layer=torch.tensor(chosen, device="cpu"),
         intervals=_intervals(distances.intervals, chosen),
         info={**distances.info, "class_permutations": len(orders)},
     )
@@ -215,15 +215,15 @@ def permutation_test(
 def class_orders(n_classes: int) -> Int[Tensor, "order class"]:
     """Permutations of the classes, the identity first: all of them, or a sample."""
     if n_classes <= ALL_UP_TO:
-        return torch.tensor(list(permutations(range(n_classes))))
+        return torch.tensor(list(permutations(range(n_classes))), device="cpu")
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(DRAWS, n_classes, generator=generator).argsort(1)
-    return torch.cat([torch.arange(n_classes)[None], drawn])
+    drawn = torch.rand(DRAWS, n_classes, generator=generator, device="cpu").argsort(1)
+    return torch.cat([torch.arange(n_classes, device="cpu")[None], drawn])
 
 
 def _pairs_of(matrix: Float[Tensor, "class class"]) -> tuple[Tensor, Tensor]:
     """First and second class of every pair."""
-    first, second = torch.triu_indices(len(matrix), len(matrix), 1)
+    first, second = torch.triu_indices(len(matrix), len(matrix), 1, device="cpu")
     return first, second
 
 

@@ -395,7 +395,7 @@ def plot_cuts(records: Mapping[str, Record]) -> go.Figure:
         )
     first = next(iter(cuts.values()))
     bars = [[_bars(record, kind) for record in cuts.values()] for kind in ("label", "word")]
-    low, values, high = torch.tensor(bars, dtype=torch.double).unbind(-2)
+    low, values, high = torch.tensor(bars, dtype=torch.double, device="cpu").unbind(-2)
     return figures.bars_with_controls(
         values,
         ["label loyalty", "word loyalty"],

@@ -138,7 +138,9 @@ def trace_generation(
         torch.cat(
             [
                 prompt_batch.groups,
-                torch.full((1, tokens.shape[1] - length), len(prompt_batch.segment_names)),
+                torch.full(
+                    (1, tokens.shape[1] - length), len(prompt_batch.segment_names), device="cpu"
+                ),
             ],
             dim=1,
         ),

@@ -150,7 +150,7 @@ def train_reweighting(
         if epochs < 1 or not (lr > 0 and isfinite(lr)):
             raise MetricError(f"epochs and lr must be positive numbers; got {epochs} and {lr}")
         refuse_several_targets(loss)
-        loss(torch.zeros(len(batches[0]), vocabulary_of(model)), batches[0].to("cpu"))
+        loss(torch.zeros(len(batches[0]), vocabulary_of(model), device="cpu"), batches[0].to("cpu"))
         quiet = not (progress and is_main())
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
         with torch.inference_mode(False):
@@ -165,7 +165,7 @@ def train_reweighting(
             losses: list[float] = []
             betas = [parameter.detach().expand(shape).cpu().clone()]
             for epoch in tqdm(range(epochs), disable=quiet, desc="epochs"):
-                order = torch.randperm(len(steps), generator=generator).tolist()
+                order = torch.randperm(len(steps), generator=generator, device="cpu").tolist()
                 losses.append(_mean([training.step(*steps[number]) for number in order]))
                 # The mean loss of the first epoch includes the start, so it is not compared. The
                 # limit is a tenth higher, which is more than the noise of steps.
@@ -187,9 +187,9 @@ def train_reweighting(
             beta=betas[-1]
             if len(betas) > len(losses)
             else betas[_lowest([start_loss, *losses[:-1]])],
-            label_classes=torch.tensor(classes),
-            losses=torch.tensor(losses),
-            vanilla_loss=torch.tensor(vanilla),
+            label_classes=torch.tensor(classes, device="cpu"),
+            losses=torch.tensor(losses, device="cpu"),
+            vanilla_loss=torch.tensor(vanilla, device="cpu"),
             info=study.describe() | settings,
         )
         # On GPUs the betas of processes may differ in the last bits, but a later run divides its
@@ -324,7 +324,7 @@ def _classes(batches: Sequence[PromptBatch]) -> list[int]:
 def _parameter(
     model: HookedModel, shape: tuple[int, ...], start: Float[Tensor, "_ _ _"] | None
 ) -> Tensor:
-    values = torch.zeros(shape) if start is None else start.detach()
+    values = torch.zeros(shape, device="cpu") if start is None else start.detach()
     fits = values.ndim == 3 and all(
         size in (1, full) for size, full in zip(values.shape, shape, strict=True)
     )

@@ -148,7 +148,9 @@ def _kl_of_batch(
     """The mean divergence of each predicted segment, with each segment suppressed in turn."""
     predictors, later = _predictors(batch, segments), _after_last(batch, segments)
     positions = predictors.any(1)
-    means = torch.full((*segments.shape[:2], segments.shape[1]), torch.nan, dtype=torch.double)
+    means = torch.full(
+        (*segments.shape[:2], segments.shape[1]), torch.nan, dtype=torch.double, device="cpu"
+    )
     if not positions.any():
         return means
     clean = logits_at(model, batch, positions)
@@ -179,7 +181,7 @@ def kl_at(
         clean: Logits of the clean run for each prompt, of which the last belong to its positions.
     """
     changed = logits_at(model, batch, positions, block_edges(model, cut, range(model.cfg.n_layers)))
-    values = torch.zeros(positions.shape, dtype=torch.double)
+    values = torch.zeros(positions.shape, dtype=torch.double, device="cpu")
     values[positions.cpu()] = torch.cat(
         [
             divergence(before[len(before) - len(after) :], after)

@@ -193,7 +193,9 @@ def compare_accuracies(
     rows = {"correct": torch.stack([values.double() for values in correct.values()], dim=1)}
     described = {**(info or {}), "methods": list(correct)}
     if resamples:
-        warn_if_few_units(torch.zeros(count, dtype=torch.long) if sets is None else sets)
+        warn_if_few_units(
+            torch.zeros(count, dtype=torch.long, device="cpu") if sets is None else sets
+        )
     record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=described)
     for bounds in record.intervals.get("gain", ()):
         bounds[0] = 0  # the first method's gain over itself

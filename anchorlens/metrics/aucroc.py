@@ -120,7 +120,9 @@ class AttentionAUCROC:
             return {
                 "attention": attention,
                 "predicted": predicted_class(batch.label_scores(logits)).cpu(),
-                "rounding": torch.tensor([[max(roundings), max(smallest)]] * len(batch)).double(),
+                "rounding": torch.tensor(
+                    [[max(roundings), max(smallest)]] * len(batch), device="cpu"
+                ).double(),
                 "demonstrations_id": batch.demonstrations_id.cpu(),
             }
 

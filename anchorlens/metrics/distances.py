@@ -231,7 +231,7 @@ class AnchorDistances:
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
             accuracy=(predicted_class(rows["label_logits"]) == rows["gold"]).double().mean(),
             queries_per_class=rows["gold"].bincount(minlength=len(confusion)),
-            default_layer=torch.tensor(2 * len(distance) // 3),
+            default_layer=torch.tensor(2 * len(distance) // 3, device="cpu"),
         )
 
 
@@ -265,7 +265,7 @@ def pair_auc(
 ) -> Float[Tensor, "class class"]:
     """AUC-ROC of p_a / (p_a + p_b) among prompts of true class a or b; NaN without both."""
     n_classes = label_logits.shape[1]
-    confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double)
+    confusion = torch.full((n_classes, n_classes), torch.nan, dtype=torch.double, device="cpu")
     for a in range(n_classes):
         for b in range(a):
             pair = (gold == a) | (gold == b)

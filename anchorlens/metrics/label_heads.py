@@ -194,7 +194,7 @@ class LabelHeads:
                 **_first_and_rest("correct", (by_anchor * _signs(batch, gold)).sum(-1)),
                 **_first_and_rest("predicted", (by_anchor * _signs(batch, predicted)).sum(-1)),
                 "tokens": tokens.cpu(),
-                "classes": torch.full((len(batch),), len(batch.label_token_ids)),
+                "classes": torch.full((len(batch),), len(batch.label_token_ids), device="cpu"),
             }
             return values if copied is None else values | copied.rows(logits, clean_logits)
 

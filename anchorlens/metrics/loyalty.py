@@ -167,7 +167,7 @@ def _check_run(
         )
     ids, count = label_token_ids, logits.shape[1]
     if isinstance(ids, Verbalizer):
-        ids = torch.tensor([token for row in ids.token_ids for token in row])
+        ids = torch.tensor([token for row in ids.token_ids for token in row], device="cpu")
     is_row = ids.ndim == 1 and 0 < len(ids) == len(set(ids.tolist()))
     if not is_row or not holds_integers(ids) or not ((ids >= 0) & (ids < count)).all():
         raise MetricError(

@@ -286,7 +286,7 @@ def effect_rows(
     """
     runs = prefix_runs(model, batch, groups.any(1), edges.query(batch), prefix=prefix, hooks=hooks)
     selected = rows[:, runs.rows].cpu()
-    positions = torch.arange(selected.shape[1])
+    positions = torch.arange(selected.shape[1], device="cpu")
     last = torch.where(selected, positions, 0).amax(1)
     sampled = _sampled(runs.in_prefix.cpu())
     outside = (edges.bos(batch) & ~runs.in_prefix).cpu()
@@ -336,7 +336,7 @@ def _rows_of_layer(
     sampled: Int[Tensor, "batch sample"],
 ) -> dict[str, Tensor]:
     """What each prompt contributes in one layer."""
-    prompts = torch.arange(len(last))
+    prompts = torch.arange(len(last), device="cpu")
 
     def mean(values: Float[Tensor, "batch query *axes"]) -> Float[Tensor, "batch *axes"]:
         inside = selected.view(*selected.shape, *(1,) * (values.ndim - 2))
@@ -392,11 +392,11 @@ def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"
 
     The number does not depend on the prefix, so that rows of all prompts have one shape.
     """
-    sampled = torch.full((len(in_prefix), POSITIONS), -1)
+    sampled = torch.full((len(in_prefix), POSITIONS), -1, device="cpu")
     for row, inside in zip(sampled, in_prefix, strict=True):
         positions = inside.nonzero().flatten()
         count = min(len(positions), POSITIONS)
-        row[:count] = positions[torch.arange(count) * len(positions) // max(count, 1)]
+        row[:count] = positions[torch.arange(count, device="cpu") * len(positions) // max(count, 1)]
     return sampled
 
 
@@ -415,8 +415,10 @@ def _shares_of_directions(
 def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " layer"]:
     """99th minus 1st percentile over prompts, the mean over positions; NaN for one prompt."""
     if len(within) < 2:
-        return torch.full(within.shape[1:2], torch.nan, dtype=torch.double)
-    low, high = within.double().nanquantile(torch.tensor([0.01, 0.99], dtype=torch.double), dim=0)
+        return torch.full(within.shape[1:2], torch.nan, dtype=torch.double, device="cpu")
+    low, high = within.double().nanquantile(
+        torch.tensor([0.01, 0.99], dtype=torch.double, device="cpu"), dim=0
+    )
     return (high - low).nanmean(-1)
 
 

@@ -150,7 +150,7 @@ def step_flows(
         total=flows.table(flows.total),
         output_saliency=flows.table(flows.of_output),
         read_of_tokens=flows.table(flows.read_of_tokens),
-        positions=torch.tensor(columns) + 1,
+        positions=torch.tensor(columns, device="cpu") + 1,
         segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING).cpu(),
         info={
             "model": str(model.cfg.model_name),

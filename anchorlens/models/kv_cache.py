@@ -283,7 +283,7 @@ def cached_heads(model: HookedModel, count: int) -> Int[Tensor, " head"]:
     Neighbouring query heads share one. Only in JetMoe the cached heads are repeated in turn.
     """
     config = getattr(getattr(model, "original_model", None), "config", None)
-    heads = torch.arange(model.cfg.n_heads)
+    heads = torch.arange(model.cfg.n_heads, device="cpu")
     if getattr(config, "model_type", None) == "jetmoe":
         return heads % count
     return heads // (len(heads) // count)

@@ -396,7 +396,9 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     shape = _shape_of_logits(loss, batch, model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
-        logits = torch.randn(len(batch), *shape, generator=generator).to(batch.tokens.device)
+        logits = torch.randn(len(batch), *shape, generator=generator, device="cpu").to(
+            batch.tokens.device
+        )
         losses = loss(logits.requires_grad_(), batch)
         if not losses.requires_grad or not losses.isfinite().all():
             return  # the pass says that it has no graph, or is not finite

@@ -208,7 +208,7 @@ class _Gradients:
         One backward pass computes all of them where each operation of the model allows it.
         """
         numbers = torch.tensor(steps, device=self.rows.device)
-        chosen = torch.zeros(len(steps), *self.rows.shape).to(self.of_rows)
+        chosen = torch.zeros(len(steps), *self.rows.shape, device="cpu").to(self.of_rows)
         chosen[range(len(steps)), 0, numbers] = self.of_rows[0, numbers]
         gradients_of = partial(torch.autograd.grad, self.rows, tensors, retain_graph=True)
         if len(chosen) > 1:

@@ -38,7 +38,7 @@ def checked_mask(
             "tokens must be whole numbers from 0, also under padding; got "
             + (f"{int(tokens.min())}" if holds_integers(tokens) else f"{tokens.dtype}")
         )
-    mask = torch.ones(tokens.shape) if attention_mask is None else attention_mask
+    mask = torch.ones(tokens.shape, device="cpu") if attention_mask is None else attention_mask
     if not ((mask == 0) | (mask == 1)).all():
         raise PromptError(
             "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"

@@ -102,7 +102,7 @@ def build_prompts(
     rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
     prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
     pad_token = tokenizer.pad_token_id or 0
-    ids = torch.tensor([words[0] for words in word_ids])
+    ids = torch.tensor([words[0] for words in word_ids], device="cpu")
     verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
     return [
         replace(
@@ -215,11 +215,13 @@ def _pad(
         return torch.from_numpy(whole)
 
     def anchors(part: int) -> Tensor:
-        return torch.tensor([[anchor[part] for anchor in prompt.anchors] for prompt in prompts])
+        return torch.tensor(
+            [[anchor[part] for anchor in prompt.anchors] for prompt in prompts], device="cpu"
+        )
 
-    shift = torch.tensor(shifts)
+    shift = torch.tensor(shifts, device="cpu")
     groups = padded([prompt.groups for prompt in prompts], PADDING)
-    ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts])
+    ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts], device="cpu")
     golds = [prompt.gold for prompt in prompts if prompt.gold is not None]
     return PromptBatch(
         tokens=padded([prompt.tokens for prompt in prompts], pad_token),
@@ -229,10 +231,10 @@ def _pad(
         label_classes=anchors(2),
         target_positions=ends,
         label_token_ids=ids,
-        gold=torch.tensor(golds) if golds else None,
+        gold=torch.tensor(golds, device="cpu") if golds else None,
         groups=groups,
-        query_start=shift + torch.tensor([prompt.query_start for prompt in prompts]),
-        demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts]),
-        index=torch.tensor([prompt.query_index for prompt in prompts]),
+        query_start=shift + torch.tensor([prompt.query_start for prompt in prompts], device="cpu"),
+        demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts], device="cpu"),
+        index=torch.tensor([prompt.query_index for prompt in prompts], device="cpu"),
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
     )

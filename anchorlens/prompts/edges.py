@@ -351,7 +351,7 @@ def _in_each_row(
     for rows, scores in _scores(free, generator):
         busy = (counts[rows] > 0).nonzero().flatten()
         order = scores[busy].argsort(dim=1, descending=True, stable=True)
-        ranked = torch.arange(len(free)) < counts[rows][busy, None]
+        ranked = torch.arange(len(free), device="cpu") < counts[rows][busy, None]
         chosen[rows.start + busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
     return chosen
 
@@ -362,11 +362,14 @@ def _in_all_rows(
     count, available = int(counted.sum()), int(free.sum())
     if count > available:
         raise _TooFew(count, available)
-    best, places = torch.zeros(0, dtype=torch.double), torch.zeros(0, dtype=torch.long)
+    best, places = (
+        torch.zeros(0, dtype=torch.double, device="cpu"),
+        torch.zeros(0, dtype=torch.long, device="cpu"),
+    )
     for rows, scores in _scores(free, generator):
         both = torch.cat([best, scores.flatten()])
         first = rows.start * len(free)
-        of_both = torch.cat([places, torch.arange(first, first + scores.numel())])
+        of_both = torch.cat([places, torch.arange(first, first + scores.numel(), device="cpu")])
         best, kept = both.topk(min(count, len(both)))
         places = of_both[kept]
     chosen = torch.zeros_like(free).flatten()
@@ -384,6 +387,8 @@ def _scores(
     for rows in row_slices(len(free), len(free)):
         scores = torch.zeros_like(free[rows], dtype=torch.double)
         count, length = scores.shape
-        queries, keys = torch.tril_indices(count, length, offset=rows.start - 1)
-        scores[queries, keys] = torch.rand(len(queries), dtype=torch.double, generator=generator)
+        queries, keys = torch.tril_indices(count, length, offset=rows.start - 1, device="cpu")
+        scores[queries, keys] = torch.rand(
+            len(queries), dtype=torch.double, generator=generator, device="cpu"
+        )
         yield rows, scores.masked_fill(~free[rows], -1.0)

@@ -43,7 +43,7 @@ def plain_tokens(tokenizer: Any, count: int) -> Bool[Tensor, " vocab"]:
     if tokenizer not in _known or _known[tokenizer][0] != len(tokenizer):
         _known[tokenizer] = len(tokenizer), _plain(tokenizer)
     known = _known[tokenizer][1]
-    plain = torch.zeros(count, dtype=torch.bool)
+    plain = torch.zeros(count, dtype=torch.bool, device="cpu")
     plain[: len(known)] = known[:count]
     return plain
 
@@ -59,6 +59,6 @@ def _plain(tokenizer: Any) -> Bool[Tensor, " vocab"]:
     core = tokenizer.backend_tokenizer
     texts = core.decode_batch([[token] for token in ids], skip_special_tokens=False)
     encoded = core.encode_batch_fast(texts, add_special_tokens=False)
-    plain = torch.zeros(max(names.values()) + 1, dtype=torch.bool)
+    plain = torch.zeros(max(names.values()) + 1, dtype=torch.bool, device="cpu")
     plain[[token for token, code in zip(ids, encoded, strict=True) if code.ids == [token]]] = True
     return plain

@@ -128,10 +128,12 @@ def _batch(rows: Sequence[_Row], names: Sequence[str], side: str, pad_token: int
         return padding + values if side == "left" else values + padding
 
     batch = PromptBatch.from_segments(
-        torch.tensor([padded(row.tokens, pad_token) for row in rows]),
-        torch.tensor([padded(row.segments, PADDING) for row in rows]),
+        torch.tensor([padded(row.tokens, pad_token) for row in rows], device="cpu"),
+        torch.tensor([padded(row.segments, PADDING) for row in rows], device="cpu"),
         names,
-        attention_mask=torch.tensor([padded([1] * len(row.tokens), 0) for row in rows]),
+        attention_mask=torch.tensor(
+            [padded([1] * len(row.tokens), 0) for row in rows], device="cpu"
+        ),
         begins_with_bos=all(row.begins_with_bos for row in rows),
     )
-    return replace(batch, index=torch.tensor([row.number for row in rows]))
+    return replace(batch, index=torch.tensor([row.number for row in rows], device="cpu"))

@@ -117,6 +117,6 @@ def _over_seeds(rows: pd.DataFrame, **axes: list[Any]) -> list[Tensor]:
     values = rows.groupby(list(axes))["value"]
     index, columns = axes.values()
     return [
-        torch.tensor(table.unstack().reindex(index=index, columns=columns).to_numpy())
+        torch.tensor(table.unstack().reindex(index=index, columns=columns).to_numpy(), device="cpu")
         for table in (values.mean(), values.min(), values.max())
     ]

@@ -317,7 +317,7 @@ def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[N
     logits = target_logits(setting.model, textless, progress=False)
     words = textless[0].verbalizer or textless[0].label_token_ids
     record = loyalty(whole, logits, words)
-    gold = torch.tensor([query.label for query in setting.queries])
+    gold = torch.tensor([query.label for query in setting.queries], device="cpu")
     accuracy = (predicted_class(label_scores(logits, words)) == gold).double().mean()
     yield from _row_2("Text_anchor", record.label_loyalty, record.word_loyalty, accuracy)
 

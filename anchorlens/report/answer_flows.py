@@ -150,7 +150,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     names = tuple(flows.axis_names("segment") or ())
     groups = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
     names = names if names == GROUPS and len(names) not in groups else (*names, NO_SEGMENT)
-    parts = one_hot(torch.tensor(groups), len(names)).double()[:, sorted(set(groups))]
+    parts = one_hot(torch.tensor(groups, device="cpu"), len(names)).double()[:, sorted(set(groups))]
     steps, layers, _ = weights.shape
     count = min(STRONGEST, max(1, STORED // (steps * (layers + 1))))
     positions = flows.positions.tolist()

@@ -159,7 +159,7 @@ def plot_prompt(
         for _ in range(model.cfg.n_layers)
     ]
     at_target, target = alone.label_positions[0], int(alone.target_positions)
-    pq = torch.zeros(model.cfg.n_layers)
+    pq = torch.zeros(model.cfg.n_layers, device="cpu")
 
     def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
         products = pattern[0] * gradient[0]
@@ -167,7 +167,9 @@ def plot_prompt(
         for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
             flows.add(rows.start, keys.start or 0, values)
         if rows.start <= target < rows.stop:
-            of_target = torch.zeros(alone.tokens.shape[1]).to(saliency)  # 0 outside of a window
+            of_target = torch.zeros(alone.tokens.shape[1], device="cpu").to(
+                saliency
+            )  # 0 outside of a window
             of_target[keys] = saliency[target - rows.start]
             pq[layer] = of_target[at_target].mean()
 
@@ -202,9 +204,9 @@ class Found:
     """
 
     count: int
-    queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    sizes: Tensor = field(default_factory=lambda: torch.zeros(0))
+    queries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
+    keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long, device="cpu"))
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
     total: float = 0.0
 
     def add(self, query: int, key: int, saliency: Float[Tensor, "query key"]) -> None:

@@ -77,22 +77,22 @@ class Population:
         return float(ndtr(-sqrt(self.inflation) * stdtrit(self.freedom, 0.975)))
 
     def _sizes(self) -> Float[Tensor, " stratum"]:
-        return torch.tensor([len(units) for units in self.strata], dtype=torch.double)
+        return torch.tensor([len(units) for units in self.strata], dtype=torch.double, device="cpu")
 
     def draw(self, generator: torch.Generator) -> Int[Tensor, " prompt"]:
         """The prompts of one resample; each is repeated as often as its unit was drawn."""
         drawn = [
-            units[torch.randint(len(units), (len(units),), generator=generator)]
+            units[torch.randint(len(units), (len(units),), generator=generator, device="cpu")]
             for units in self.strata
         ]
         counts = torch.bincount(torch.cat(drawn), minlength=self.units)[self.unit]
-        return torch.arange(len(self.unit)).repeat_interleave(counts)
+        return torch.arange(len(self.unit), device="cpu").repeat_interleave(counts)
 
 
 def population_of(sets: Int[Tensor, " prompt"]) -> Population:
     """The population from which prompts with these sets of demonstrations are a sample."""
     _, unit, sizes = sets.unique(return_inverse=True, return_counts=True)
-    prompts, pooled = torch.arange(len(sets)), torch.zeros_like(unit)
+    prompts, pooled = torch.arange(len(sets), device="cpu"), torch.zeros_like(unit)
     n_sets = len(sizes)
     if n_sets == 1:
         scope = "other queries after this one set of demonstrations"
@@ -108,7 +108,7 @@ def population_of(sets: Int[Tensor, " prompt"]) -> Population:
     if n_sets >= MANY_SETS:
         name = "sets with their prompts; all prompts are pooled"
         scope = "other sets of demonstrations with other queries"
-        return Population(pooled, unit, [torch.arange(n_sets)], name, scope)
+        return Population(pooled, unit, [torch.arange(n_sets, device="cpu")], name, scope)
     scope = f"other queries after a mixture of these {n_sets} sets of demonstrations"
     return Population(pooled, prompts, [prompts], f"prompts; {n_sets} sets are pooled", scope)
 
@@ -170,7 +170,7 @@ def with_intervals(
     """
     count = len(next(iter(rows.values())))
     if sets is None:
-        sets = rows.get("demonstrations_id", torch.zeros(count, dtype=torch.long))
+        sets = rows.get("demonstrations_id", torch.zeros(count, dtype=torch.long, device="cpu"))
     population = population_of(sets)
     if "demonstrations_id" in rows:
         rows = {**rows, "demonstrations_id": population.sets}
@@ -242,7 +242,7 @@ def _percentiles(
     """Expanded percentiles; NaN for a single unit, whose resamples are all the same."""
     if population.units < 2:
         return torch.full_like(values[:1], torch.nan).expand(2, *values.shape[1:])
-    tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double)
+    tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double, device="cpu")
     return values.nanquantile(tails, dim=0)
 
 
@@ -344,7 +344,7 @@ def _of_bounded_mean(
     if high == torch.inf:
         factor = (float(stdtrit(population.freedom, 0.975)) * variance.sqrt() / mean).exp()
         bounds = torch.stack([mean / factor, mean * factor])
-        known = (mean > 0) & torch.tensor(population.units > 1)
+        known = (mean > 0) & torch.tensor(population.units > 1, device="cpu")
         return bounds.masked_fill(~known, torch.nan)
     size, units = high - low, population.independent
     share = ((mean - low) / size).clamp(0, 1)

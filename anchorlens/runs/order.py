@@ -20,7 +20,7 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """
     indices = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(indices)) == len(indices):
-        return torch.tensor(indices).argsort()
+        return torch.tensor(indices, device="cpu").argsort()
     sets = [batch.demonstrations_id.tolist() for batch in batches]
     rank = {name: number for number, name in enumerate(dict.fromkeys(chain(*sets)))}
     calls: Counter[int] = Counter()
@@ -32,7 +32,7 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
             calls[name] += 1
         seen.update((name, calls[name], index) for name, index in prompts)
         keys += [(rank[name], calls[name], index) for name, index in prompts]
-    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))
+    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device="cpu")
 
 
 def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
