@@ -188,9 +188,9 @@ def _context_maker(
         prefix = replace(prefix, next_position=next_position)
         counts = {name: int(selected[groups == number].sum()) for number, name in enumerate(GROUPS)}
         by_group = {name: count for name, count in counts.items() if count}
-        return CompressedContext(
-            prefix, tokens, selected, keys, query, info | {"selected": by_group}
-        )
+        # What is not run stays on the CPU, as in a context that was stored.
+        on_cpu = tokens.cpu(), selected.cpu(), keys.cpu()
+        return CompressedContext(prefix, *on_cpu, query, info | {"selected": by_group})
 
     def cut(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole.columns(selected), selected, positions)

@@ -139,7 +139,7 @@ class CompressedContext:
         return self._pass_over(model, batch).logits(model)
 
     def _pass_over(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
-        prefix = self.prefix.to(batch.tokens.device)
+        prefix = self.prefix.beside(model)
         if not self.is_cut:
             return QueryPass(batch, prefix, _block_dropped(model, batch, self.kept))
         compact = self._compact(batch)

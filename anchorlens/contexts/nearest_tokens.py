@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import ModelError, NotFiniteError, PromptError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
+from ..system.devices import in_float64
 from .embedded import embeddings_of
 
 _ROWS = 2**15  # tokens whose embeddings are converted to another type at a time
@@ -77,8 +78,8 @@ class NearestTokens:
     def _nearest(
         self, unit: Float[Tensor, " d_model"], candidates: Int[Tensor, " near"]
     ) -> Int[Tensor, ""]:
-        rows = self.table[candidates].double()
-        cosines = (rows * unit.double()).sum(1) / rows.norm(dim=1)
+        rows = in_float64(self.table[candidates])
+        cosines = (rows * in_float64(unit)).sum(1) / rows.norm(dim=1)
         return candidates[cosines.argmax()]
 
 

@@ -126,7 +126,7 @@ class PrefixContext:
         self.check_bos(batch)
         device = device_of(model)
         queries = checked_queries_after_cache(model, batch.to(device), self.tokens)
-        return QueryPass(queries, self.prefix.to(device))
+        return QueryPass(queries, self.prefix.beside(model))
 
     @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:

@@ -119,7 +119,7 @@ def train_prefix(
         tokens = torch.cat([bos, random_tokens(model, count - len(bos), seed)])
         check_training(model, training, others, settings, tokens)
         first = random_prefix(model, training[0], length, seed) if start is None else start.prefix
-        trainable = _TrainedKeys(model, bos, *_split(first.to(device_of(model)), len(bos)))
+        trainable = _TrainedKeys(model, bos, *_split(first.beside(model), len(bos)))
         best, record = train(model, trainable, training, others, settings)
         half = len(best) // 2
         context = PrefixContext(

@@ -358,7 +358,8 @@ def answers(
         gold = require_gold(batch.gold, "accuracy")
         right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
         losses.append(loss(logits, batch))
-    return float(torch.cat(right).double().mean()), float(torch.cat(losses).double().mean())
+    accuracy, mean = (torch.cat(values).cpu().double().mean() for values in (right, losses))
+    return float(accuracy), float(mean)
 
 
 def _number_of_batch(step: int, count: int, seed: int) -> int:
@@ -449,6 +450,9 @@ class _StateFile:
             )
         try:
             with torch.no_grad():
+                if state.best:  # it goes to the devices of the model
+                    own = zip(state.best, trainable.candidate(), strict=True)
+                    state.best = [best.to(each.device) for best, each in own]
                 values = zip(trainable.parameters, stored["parameters"], strict=True)
                 for parameter, value in values:
                     parameter.copy_(value)

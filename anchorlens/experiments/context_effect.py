@@ -127,8 +127,8 @@ def pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> Quer
     """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
     query_pass = context.query_pass(model, batch)
     queries = query_pass.batch
-    prompts = torch.arange(len(batch), device=batch.tokens.device)
-    first = batch.tokens[prompts, batch.attention_mask.long().argmax(1)]
+    starts = batch.attention_mask.long().argmax(1, keepdim=True)
+    first = batch.tokens.gather(1, starts)[:, 0].to(queries.tokens.device)
     same = bool((queries.tokens[:, 0] == first).all())
     begins_with_bos = batch.begins_with_bos and same
     return replace(query_pass, batch=replace(queries, begins_with_bos=begins_with_bos))

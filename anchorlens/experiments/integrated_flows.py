@@ -32,6 +32,7 @@ from ..results.record import Rows, rows_by_set
 from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.arguments import checked
+from ..system.devices import on_one_device, widest
 from ..system.names import name_of
 from ..system.processes import fails_together
 from ..system.warn import warn_user
@@ -183,12 +184,14 @@ def integrated_flows(
                     gradient = path.mean_gradient(of_prompts, steps)
                     changes.append(whole - path.output(of_prompts, 0.0))
                 pattern = path.pattern.to(gradient.dtype)
-                attributed.append((pattern * gradient).sum((1, 2, 3), dtype=torch.double))
+                attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
                 sums.add(layer, pattern, gradient)
             by_layer = {"change": changes[::-1], "attributed": attributed[::-1]}
-            stacked = {name: torch.stack(values, 1) for name, values in by_layer.items()}
-            totals = {name: values.double().cpu() for name, values in stacked.items()}
-            return rows_of_sums(sums, batch) | totals | {"output": whole.double().cpu()}
+            totals = {
+                name: torch.stack(on_one_device(values), 1).cpu().double()
+                for name, values in by_layer.items()
+            }
+            return rows_of_sums(sums, batch) | totals | {"output": whole.cpu().double()}
 
         rows = study.collect(rows_of_batch)
         info: dict[str, Any] = {"integrated gradient": name, "steps": steps}

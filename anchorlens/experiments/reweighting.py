@@ -21,12 +21,11 @@ from ..models.hooked import (
     device_of,
     dtype_of,
     refuse_folded_value_biases,
-    vocabulary_of,
 )
 from ..models.kv_cache import Prefix
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, label_cross_entropy, refuse_several_targets
+from ..passes.losses import Loss, check_loss, label_cross_entropy, refuse_several_targets
 from ..passes.shared_prefix import all_but_target
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
@@ -150,7 +149,7 @@ def train_reweighting(
         if epochs < 1 or not (lr > 0 and isfinite(lr)):
             raise MetricError(f"epochs and lr must be positive numbers; got {epochs} and {lr}")
         refuse_several_targets(loss)
-        loss(torch.zeros(len(batches[0]), vocabulary_of(model), device="cpu"), batches[0].to("cpu"))
+        check_loss(loss, batches, model)
         quiet = not (progress and is_main())
         shape = (model.cfg.n_layers, model.cfg.n_heads, len(classes))
         with torch.inference_mode(False):

@@ -22,6 +22,7 @@ from ..results.record import Record, Rows, rows_by_set
 from ..results.segment_figures import segment_by_segment
 from ..runs.study import Study
 from ..system.arguments import checked
+from ..system.devices import in_float64
 
 _ROWS = 8  # that are compared at a time, because all in float64 may not fit into memory
 
@@ -202,9 +203,7 @@ def divergence(
     """
 
     def of_rows(before: Tensor, after: Tensor) -> Tensor:
-        if before.device.type == "mps":  # which has no float64
-            before, after = before.cpu(), after.cpu()
-        log_p, log_q = before.double().log_softmax(-1), after.double().log_softmax(-1)
+        log_p, log_q = (in_float64(rows).log_softmax(-1) for rows in (before, after))
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         return kl.clamp(min=0).cpu()  # rounding makes equal distributions differ by -1e-17
 

@@ -18,6 +18,7 @@ from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from ..system.arguments import checked
+from ..system.devices import beside
 from ..system.warn import warn_user
 from .metric import Observation, observes_nothing
 
@@ -103,11 +104,12 @@ class AttentionAUCROC:
         roundings, smallest = [_ROUNDING], [0.0]
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
+        at_labels = prompts, batch.target_rows[:, None], batch.label_positions
         of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
 
         def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            queries = batch.target_rows[:, None]
-            attention = pattern.detach()[prompts, :, queries, batch.label_positions]
+            number, query, key = beside(pattern, *at_labels)
+            attention = pattern.detach()[number, :, query, key]
             numbers = torch.finfo(pattern.dtype)
             roundings.append(numbers.eps)
             # Tiny attention is a multiple of this, of which each label word may be off by one half.

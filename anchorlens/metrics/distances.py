@@ -25,6 +25,7 @@ from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from ..system.arguments import checked
+from ..system.devices import beside
 from ..system.warn import warn_user
 from .aucroc import auc, predicted_class
 from .metric import Observation
@@ -155,7 +156,8 @@ class AnchorDistances:
 
         def store_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(query.detach(), operands[layer])
-            at_target = by_position[prompts, batch.target_rows]
+            number, row = beside(query, prompts, batch.target_rows)
+            at_target = by_position[number, row]
             queries[layer] = _at_least_float32(at_target.flatten(1)).cpu()
 
         keys = self.observe_prefix(model, batch) if batch.is_whole else None
@@ -181,7 +183,8 @@ class AnchorDistances:
 
         def store_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
             by_position = _positions_first(key.detach(), operands[layer])
-            at_anchors = by_position[prompts[:, None], batch.label_positions]
+            number, at_label = beside(key, prompts[:, None], batch.label_positions)
+            at_anchors = by_position[number, at_label]
             n_shared = model.cfg.n_heads // at_anchors.shape[2]
             by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
             mean = torch.einsum("bac,bahd->bchd", shares, by_query_head.cpu().double())

@@ -18,6 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, require_gold
 from ..system.arguments import checked
+from ..system.devices import beside, on_one_device
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -180,8 +181,10 @@ class LabelHeads:
         attention: dict[int, Tensor] = {}
 
         def store_read(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            queries = batch.target_rows[:, None]
-            of_keys = pattern.detach()[prompts, :, queries, positions.flatten(1)]
+            number, query, key = beside(
+                pattern, prompts, batch.target_rows[:, None], positions.flatten(1)
+            )
+            of_keys = pattern.detach()[number, :, query, key]
             attention[layer] = _by_choice(of_keys, len(positions[0]))
 
         copied = self.observe_prefix(model, batch) if batch.is_whole else None
@@ -208,8 +211,8 @@ class LabelHeads:
         attention: dict[int, Tensor] = {}
 
         def store_copy(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            queries = positions.flatten(1)
-            of_queries = pattern.detach()[prompts, :, queries, queries - 1]
+            number, query = beside(pattern, prompts, positions.flatten(1))
+            of_queries = pattern.detach()[number, :, query, query - 1]
             attention[layer] = _by_choice(of_queries, len(positions[0]))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -288,7 +291,7 @@ def _by_choice(
 
 
 def _by_layer(attention: Mapping[int, Tensor]) -> Float[Tensor, "batch choice layer head anchor"]:
-    return torch.stack([attention[layer] for layer in sorted(attention)], dim=2)
+    return torch.stack(on_one_device([attention[k] for k in sorted(attention)]), dim=2)
 
 
 def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "batch 1 1 1 anchor"]:

@@ -19,6 +19,7 @@ from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
 from ..results.record import Record, Rows
 from ..system.arguments import checked
+from ..system.devices import widest
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing
 
@@ -207,7 +208,7 @@ def next_tokens(
     return NextTokens(
         label=predicted_class(label_scores),
         top=logits.topk(top).indices,
-        logits=logits.cpu() if logits.device.type == "mps" else logits,  # mps has no float64
+        logits=logits if widest(logits.device) == torch.double else logits.cpu(),
     )
 
 

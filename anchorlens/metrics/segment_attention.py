@@ -16,6 +16,7 @@ from ..prompts.batch import PromptBatch
 from ..results import prefix_figures
 from ..results.record import Record, Rows, rows_by_set
 from ..system.arguments import checked
+from ..system.devices import on_one_device
 from .metric import Observation
 from .products import between
 from .segment_flows import SegmentFlows, edge_counts, segment_names
@@ -173,7 +174,7 @@ class SegmentAttention:
 
         def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             heads, queries = pattern.shape[1:3]
-            of_head = segments.repeat_interleave(heads, 0)
+            of_head = segments.to(pattern.device).repeat_interleave(heads, 0)
             rows = of_head[..., first_query : first_query + queries]
             keys = of_head[..., : pattern.shape[3]]
             values = pattern.detach().flatten(0, 1)
@@ -181,8 +182,8 @@ class SegmentAttention:
             of_layers[layer] = between(values, rows, keys, first_query).unflatten(0, (-1, heads))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            stacked = torch.stack([of_layers[layer] for layer in sorted(of_layers)], dim=1)
-            return {"sums": stacked.cpu()}
+            by_layer = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
+            return {"sums": torch.stack(by_layer, dim=1).cpu()}
 
         return Observation(rows, hooks_by_layer(model, pattern_name, add))
 

@@ -21,6 +21,7 @@ from ..prompts.token_texts import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
 from ..system.arguments import checked
+from ..system.devices import beside, in_float64, on_one_device
 from ..system.names import name_of
 from .products import edge_weights, require_finite, row_pieces, try_weight
 from .segment_flows import SegmentFlows, segment_names
@@ -200,20 +201,23 @@ class _Flows:
         weights = [edge_weights(self.weight, a, slope)[0] for _, a, slope in pieces]
         merged = torch.cat(weights).tril(-1)
         self.read_of_tokens[step, layer] = merged[row].clone()  # without the other rows
-        of_edges = merged.double()
+        of_edges = in_float64(merged)
         parts = self.segments.to(of_edges)
+        (predicts,) = beside(of_edges, self.predicts)
         earlier = torch.arange(len(of_edges), device=of_edges.device) < row
         self.total[step, layer] = parts @ of_edges @ parts.T
         require_finite(self.total[step, layer], self.weight, gradient)
         self.read[step, layer] = (parts @ of_edges[row]) / (parts @ earlier.to(of_edges))
-        maps = torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril().double()
-        written = earlier & self.predicts.roll(1)  # the steps before this one
+        maps = in_float64(torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril())
+        written = earlier & predicts.roll(1)  # the steps before this one
         self.of_output[step, layer] = (maps[row] / maps.norm())[written].mean()
 
     def table(self, values: Mapping[tuple[int, int], Tensor]) -> Float[Tensor, "step layer ..."]:
         """The numbers of all steps and layers on the CPU."""
         steps, layers = (1 + max(index) for index in zip(*values, strict=True))
-        rows = [torch.stack([values[s, k] for k in range(layers)]) for s in range(steps)]
+        rows = [
+            torch.stack(on_one_device([values[s, k] for k in range(layers)])) for s in range(steps)
+        ]
         return torch.stack(rows).cpu()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..system.arguments import checked
+from ..system.devices import widest
 from ..system.names import name_of
 
 Pattern = Float[Tensor, "batch head query key"]
@@ -134,7 +135,7 @@ def value_norm(pattern: Pattern, gradient: Pattern, values: Values) -> Edges:
     """
     # Products of the heads' vectors at each key, because all vectors of all edges are too many.
     # float64, because a sum of vectors may be much shorter than each of them.
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    wide = widest(values.device)
     weights, vectors = pattern.to(wide), values.to(wide)
     products = torch.einsum("bhkd,bgkd->bkhg", vectors, vectors)
     squares = (torch.einsum("bhqk,bkhg->bgqk", weights, products) * weights).sum(1)

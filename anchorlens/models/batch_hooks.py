@@ -94,10 +94,10 @@ class EdgeHook(BatchHook):
         lowest = torch.finfo(tensor.dtype).min
         if self.factors is None:
             return tensor.masked_fill(where, lowest if self.renormalize else 0.0)
-        factors = self.factors.to(tensor.device)[:, None, None]
+        factors = self.factors[:, None, None]
         if not self.renormalize:
-            return torch.where(where, tensor * factors.to(tensor.dtype), tensor)
-        scores = tensor + factors.log().to(tensor.dtype)
+            return torch.where(where, tensor * factors.to(tensor), tensor)
+        scores = tensor + factors.log().to(tensor)
         return torch.where(where, scores.clamp(min=lowest), tensor)
 
     @property

@@ -99,6 +99,14 @@ def device_of(model: Any) -> torch.device:
     return torch.device(next(iter(model.parameters())).device)
 
 
+def devices_of_layers(model: Any) -> list[torch.device]:
+    """The device on which each layer computes."""
+    first = device_of(model)
+    devices = [next(iter(block.parameters())).device for block in model.blocks]
+    # Weights that accelerate brings to the device of the model when they are needed.
+    return [first if device.type == "meta" else torch.device(device) for device in devices]
+
+
 def dtype_of(model: Any) -> torch.dtype:
     """The type of the parameters."""
     dtype: torch.dtype = next(iter(model.parameters())).dtype

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ModelError
-from .hooked import HookedModel, HookFunction
+from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
 from .rotary import refuse_another_rotation
 
 # Models in which prepare_model found that a step after a cache fails, and why.
@@ -120,18 +120,18 @@ class Prefix:
             attention_mask=self.attention_mask[:, selected.to(self.attention_mask.device)],
         )
 
-    def to(self, device: torch.device) -> "Prefix":
-        """All of it on ``device``, but unchanged if the first layer is there already.
-
-        So the layers of a model on several devices stay on their devices.
-        """
-        if self.keys[0].device == device:
+    def beside(self, model: Any) -> "Prefix":
+        """Each layer on its device in the model, as a stored one was on the CPU."""
+        devices = devices_of_layers(model)
+        if all(key.device == device for key, device in zip(self.keys, devices, strict=True)):
             return self
+        keys, values = zip(self.keys, devices, strict=True), zip(self.values, devices, strict=True)
+        first = device_of(model)
         return Prefix(
-            keys=tuple(key.to(device) for key in self.keys),
-            values=tuple(value.to(device) for value in self.values),
-            attention_mask=self.attention_mask.to(device),
-            next_position=self.next_position.to(device),
+            keys=tuple(key.to(device) for key, device in keys),
+            values=tuple(value.to(device) for value, device in values),
+            attention_mask=self.attention_mask.to(first),
+            next_position=self.next_position.to(first),
             text_length=self.text_length,
         )
 

@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..system.devices import in_float64
+
 
 @dataclass(frozen=True)
 class Adafactor:
@@ -55,4 +57,4 @@ class RelativeAdafactor:
 
 def root_mean_square(values: Tensor) -> Float[Tensor, ""]:
     """The square root of the mean of the squares, in float64."""
-    return values.detach().double().square().mean().sqrt()
+    return in_float64(values.detach()).square().mean().sqrt()

@@ -369,9 +369,11 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
         )
     device = device_of(model)
     for batch in batches:
-        moved = batch.to(device)
-        zeros = torch.zeros(len(batch), *_shape_of_logits(loss, moved, model), device=device)
-        require_one_a_prompt(loss(zeros, moved), len(zeros))
+        _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
+        # The logits of one prompt, because those of a batch may not fit into memory.
+        first = batch.prompts(0, 1).to(device)
+        zeros = torch.zeros(1, *_shape_of_logits(loss, first, model), device=device)
+        require_one_a_prompt(loss(zeros, first), 1)
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
@@ -389,10 +391,10 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
 
     The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
-    the batch is such a one: the sum is 0. One batch is tried, of several prompts if there is one.
+    the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
     """
     several = [batch for batch in batches if len(batch) > 1] or batches
-    batch = min(several, key=len).to(device_of(model))
+    batch = several[0].prompts(0, 2).to(device_of(model))
     shape = _shape_of_logits(loss, batch, model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS):  # a hinge may have no gradient at some logits

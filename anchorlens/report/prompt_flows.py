@@ -24,6 +24,7 @@ from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.token_texts import token_texts
 from ..runs.fused_trial import try_fused
 from ..system.arguments import checked
+from ..system.devices import in_float64
 from ..system.texts import printable
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
@@ -167,11 +168,9 @@ def plot_prompt(
         for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
             flows.add(rows.start, keys.start or 0, values)
         if rows.start <= target < rows.stop:
-            of_target = torch.zeros(alone.tokens.shape[1], device="cpu").to(
-                saliency
-            )  # 0 outside of a window
+            of_target = saliency.new_zeros(alone.tokens.shape[1])  # 0 outside of a window
             of_target[keys] = saliency[target - rows.start]
-            pq[layer] = of_target[at_target].mean()
+            pq[layer] = of_target[at_target.to(of_target.device)].mean()
 
     logits = _run(model, alone, select, loss, gradient_checkpointing)
     groups = alone.groups[0].tolist()
@@ -218,7 +217,7 @@ class Found:
         self.sizes, kept = both.topk(min(self.count, len(both)))
         self.queries = torch.cat([self.queries, indices // width + query])[kept]
         self.keys = torch.cat([self.keys, indices % width + key])[kept]
-        self.total += float(between.double().sum())
+        self.total += float(in_float64(between).sum())
 
     def strongest(self) -> Strongest:
         """The flows above 0."""

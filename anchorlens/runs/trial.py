@@ -30,6 +30,7 @@ from ..passes.shared_prefix import (
     whole_passes,
 )
 from ..prompts.batch import PromptBatch, longest_prompt
+from ..system.devices import on_one_device
 from ..system.processes import gather_from_processes
 
 _HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
@@ -201,7 +202,7 @@ def _compare_saliency(passes: Passes, change: HooksOfBatch, loss: Loss, batch: P
         ):
             if saliency.numel():
                 differences.append((saliency - reference).abs().max() / size)
-    largest = float(torch.stack(differences).max())  # NaN where any is NaN
+    largest = float(torch.stack(on_one_device(differences)).max())  # NaN where any is NaN
     if largest <= SALIENCY_TOLERANCE:
         return ""
     return f"saliencies differ by {largest:.1e} of the largest from those of whole prompts"

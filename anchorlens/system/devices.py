@@ -1,0 +1,37 @@
+"""What differs between devices: a Mac's has no float64, and layers may lie on several devices."""
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device without it."""
+    return _widest(device.type)
+
+
+@cache
+def _widest(device_type: str) -> torch.dtype:
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device_type)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def in_float64(values: Tensor) -> Tensor:
+    """The values in float64, on their device if it has this type, else on the CPU."""
+    return (values if widest(values.device) == torch.float64 else values.cpu()).double()
+
+
+def beside(values: Tensor, *others: Tensor) -> Iterable[Tensor]:
+    """Other tensors on the device of the values, which may be that of one layer."""
+    return (other.to(values.device) for other in others)
+
+
+def on_one_device(values: list[Tensor]) -> list[Tensor]:
+    """The same tensors, which are moved to the CPU if their layers lie on several devices."""
+    devices = {each.device for each in values}
+    return values if len(devices) < 2 else [each.cpu() for each in values]
