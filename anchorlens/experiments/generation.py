@@ -16,7 +16,7 @@ from ..errors import ModelError, PromptError
 from ..metrics.step_flows import StepFlowsRecord, check_options, step_flows
 from ..metrics.weights import Weight, refuse_values, saliency
 from ..models.acting_hooks import acting_hooks
-from ..models.hooked import HookedModel, check_fits, device_of
+from ..models.hooked import HookedModel, check_fits, device_of, devices_of_layers
 from ..models.kv_cache import without_cache
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -174,7 +174,6 @@ def _written(
     """
     end = model.tokenizer.eos_token_id
     device = device_of(model)
-    devices = [device] if device.type == "cuda" else []
     defaults = {
         "do_sample": False,
         "verbose": False,
@@ -183,14 +182,13 @@ def _written(
     }
     with (
         frozen_in_eval_mode(model),
-        own_random_state(devices),
+        own_random_state(devices_of_layers(model), seed % 2**64),
         torch.no_grad(),
         acting_hooks(model),
         catch_warnings(),
     ):
         # TransformerLens 4.3 names the cache as it was called until transformers 5.23.
         filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-        torch.manual_seed(seed % 2**64)
         written = model.generate(
             prompt.tokens.to(device),
             max_new_tokens=count,

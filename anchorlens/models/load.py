@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from .native_attention import (
     wrap_operands,
 )
 from .verify import attends_to_later, cannot_run, n_tokens_of, verify_hooks
-from .weights import best_device, moved, read_weights, refuse_device
+from .weights import best_device, moved, read_weights, refuse_device, spread
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -61,6 +62,7 @@ def load_model(
     *,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
+    device_map: str | Mapping[str, int | str | torch.device] | None = None,
     dtype: torch.dtype | None = None,
 ) -> TransformerBridge:
     """Load a language model as a prepared, hooked model.
@@ -75,6 +77,8 @@ def load_model(
         device: ``"cuda"``, ``"mps"`` or ``"cpu"``. By default, the device that accelerate gave
             this process, otherwise the first of the three that is available. A loaded model stays
             on its device by default; if a device is named, it is copied there.
+        device_map: Spreads the layers over several devices, in the words of accelerate: ``"auto"``,
+            or the device of each module by its name. It takes the place of ``device``.
         dtype: Type of the weights; by default, the type in which they are stored.
 
     Returns:
@@ -84,15 +88,21 @@ def load_model(
     Raises:
         ModelError: ``source`` is something else, such as a PeftModel or a compiled model; the model
             cannot be found or read, needs code of its own, or was made inside
-            ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, the
-            device cannot be used, TransformerLens does not know the architecture or computes other
-            logits than transformers, or its attention hooks cannot be made to act.
+            ``torch.inference_mode``; its weights lack tensors or have tensors of another shape, a
+            device cannot be used or has too little memory, both ``device`` and ``device_map`` are
+            given, TransformerLens does not know the architecture or computes other logits than
+            transformers, or its attention hooks cannot be made to act.
 
     Examples:
         >>> model = al.load_model(folder, device="cpu")  # or "gpt2"
     """
     from transformers import PreTrainedModel
 
+    if device is not None and device_map is not None:
+        raise ModelError(
+            f"device_map spreads the layers, so leave device out; got device={str(device)!r} and "
+            f"device_map={device_map!r}"
+        )
     if isinstance(source, PreTrainedModel):
         if tokenizer is None:
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
@@ -100,6 +110,8 @@ def load_model(
         refuse_device(device or weights.device)
         if dtype is not None or device is not None:
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
+        if device_map is not None:
+            weights = spread(copy.deepcopy(source) if weights is source else weights, device_map)
         name = weights.config.name_or_path or type(weights).__name__
         _refuse_inference_tensors(name, weights)
     else:
@@ -107,14 +119,16 @@ def load_model(
         name, device = str(source), device or best_device()
         refuse_device(device)
         weights, tokenizer = read_weights(name, tokenizer, dtype)
-        weights = moved(weights, device, dtype)
+        weights = (
+            moved(weights, device, dtype) if device_map is None else spread(weights, device_map)
+        )
     refuse_encoder_decoder(name, weights.config)
     vocabulary = len(weights.get_input_embeddings().weight)
     # The expected logits are computed now, because the bridge takes the weights apart.
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
     tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
     expected = _few_logits(weights, tokens) if weights.can_generate() else None
-    with own_random_state():  # new modules draw random weights first
+    with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
         _refuse_different_logits(name, expected, _logits_of_bridge(name, model, tokens))

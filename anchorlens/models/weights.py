@@ -1,7 +1,7 @@
 """Read a model's weights and tokenizer, verify that none is missing, and choose a device."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +153,31 @@ def moved(weights: Any, device: str | torch.device, dtype: torch.dtype | None) -
     except (RuntimeError, AssertionError, ValueError) as error:
         where = str(device) if dtype is None else f"{device} as {dtype}"
         raise _no_device(where, str(error)) from error
+
+
+def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device]) -> Any:
+    """The model with each module on the device that ``device_map`` names."""
+    from accelerate import dispatch_model, infer_auto_device_map  # a second to import
+
+    try:
+        weights.tie_weights()
+        if isinstance(device_map, Mapping):
+            places = dict(device_map)
+        elif device_map == "auto":
+            whole = weights._no_split_modules
+            places = infer_auto_device_map(weights, no_split_module_classes=whole)
+        else:
+            raise ValueError("a device_map is 'auto', or a dictionary from modules to devices")
+        result = dispatch_model(weights, places)
+    except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
+        raise _no_device(f"device_map={device_map!r}", str(error)) from error
+    if outside := [name for name, each in result.named_parameters() if each.is_meta]:
+        raise ModelError(
+            f"device_map={device_map!r} leaves {outside[0]!r} and others in no memory of these "
+            "devices, so that each pass would read them again; use more or larger devices, or a "
+            "smaller dtype"
+        )
+    return result
 
 
 def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> None:

@@ -14,16 +14,20 @@ from ..prompts.batch import PromptBatch
 from ..system.warn import warn_user
 
 T = TypeVar("T")
+# What accelerate does not know: CUDA's errors that come later, cuBLAS's, and those of a Mac.
+_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Invalid buffer size")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether fewer prompts at a time may help."""
     from accelerate.utils.memory import should_reduce_batch_size  # a second to import
 
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
     # It reads the only argument of a RuntimeError, which may be anything.
-    checked = RuntimeError(str(error)) if isinstance(error, RuntimeError) else Exception()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or should_reduce_batch_size(
-        checked
+    return isinstance(error, RuntimeError) and (
+        should_reduce_batch_size(RuntimeError(str(error)))
+        or any(words in str(error) for words in _NO_MEMORY)
     )
 
 

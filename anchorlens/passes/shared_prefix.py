@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..errors import AnchorlensError
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
-from ..models.hooked import Hook, HookedModel, device_of, dtype_of
+from ..models.hooked import Hook, HookedModel, devices_of_layers, dtype_of
 from ..models.kv_cache import Prefix
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
-from ..system.free_memory import free_bytes
+from ..system.free_memory import free_for_layers
 from ..system.put_back import safe_context
 from .forward import run_pass, run_prefix
 from .fused_attention import fused_attention, outside_attention
@@ -128,7 +128,7 @@ class Passes:
         more memory than the passes.
         """
         stored = sum(other.size for *_, other in self.prefixes.values())
-        return stored + prefix.size <= free_bytes(device_of(self.model))
+        return stored + prefix.size <= free_for_layers(devices_of_layers(self.model))
 
     def _go_to_set(self, batch: PromptBatch) -> None:
         if only_set(batch) != self.current:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..models.hooked import HookedModel, device_of
+from ..models.hooked import HookedModel, devices_of_layers
 from ..passes.short_pass import bytes_stored
 from ..prompts.batch import PromptBatch, longest_prompt
-from ..system.free_memory import free_bytes
+from ..system.free_memory import free_for_layers
 from ..system.processes import gather_from_processes
 
 # The share of the free memory that may be stored for the gradient. The rest is for gradients, for
@@ -21,7 +21,7 @@ def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     """
     batch = max(batches, key=lambda batch: longest_prompt([batch]))
     longest = batch.prompt(int(batch.attention_mask.sum(1).argmax()))
-    needed, free = bytes_stored(model, longest), free_bytes(device_of(model))
+    needed, free = bytes_stored(model, longest), free_for_layers(devices_of_layers(model))
     reason = ""
     if needed > _SHARE * free:
         reason = (

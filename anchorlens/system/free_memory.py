@@ -5,7 +5,8 @@ before.
 """
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,12 +27,20 @@ def free_bytes(device: torch.device) -> int:
     On a CPU they are divided among the processes that were launched on this machine, because each
     of them runs prompts of its own.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + cached)
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        free, _ = module.mem_get_info(device)
+        return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return min([psutil.virtual_memory().available, *_free_in_groups()]) // processes
+
+
+def free_for_layers(devices: Sequence[torch.device]) -> int:
+    """The bytes that all layers can use together, each as much as the others on its device."""
+    layers = Counter(devices)
+    return min(free_bytes(device) * len(devices) // count for device, count in layers.items())
 
 
 def _free_in_groups(

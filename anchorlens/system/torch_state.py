@@ -3,7 +3,7 @@
 The contexts of torch do so at their end, which an interrupt can skip (see ``put_back``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
@@ -36,19 +36,34 @@ def _saved_tensors_hooks() -> object:
 
 
 @safe_context
-def own_random_state(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+def own_random_state(
+    devices: Iterable[torch.device] = (), seed: int | None = None
+) -> Iterator[None]:
     """Do what ``torch.random.fork_rng`` does: afterwards the random state is that of before.
 
     Args:
-        devices: CUDA devices whose state is put back too.
+        devices: Devices on which random numbers are drawn, beside the CPU.
+        seed: Seeds the CPU and all devices of these kinds first; ``torch.manual_seed`` would also
+            seed others.
     """
-    found = torch.get_rng_state()
-    of_devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    kinds = {device.type for device in devices} - {"cpu"}
+    modules = [torch.get_device_module(kind) for kind in kinds]
+    of_cpu = torch.get_rng_state()
+    found = [
+        (module, number, module.get_rng_state(torch.device(kind, number)))
+        for kind, module in zip(kinds, modules, strict=True)
+        for number in range(module.device_count())
+    ]
 
     def restore() -> None:
-        torch.set_rng_state(found)
-        for device, state in of_devices:
-            torch.cuda.set_rng_state(state, device)
+        torch.set_rng_state(of_cpu)
+        for module, number, state in found:
+            module.set_rng_state(state, number)
 
     with put_back(restore):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            for module in modules:
+                seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
+                seed_all(seed)
         yield

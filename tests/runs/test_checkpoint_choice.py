@@ -86,7 +86,7 @@ def test_blocks_are_checkpointed_if_little_is_free(
 
     monkeypatch.setattr(Checkpoints, "require_all", count)
     monkeypatch.setattr(fused_trial, "LARGE", 0)
-    monkeypatch.setattr(checkpoint_choice, "free_bytes", lambda device: free)
+    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: free)
     ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
     assert_same(ours, expected, 1e-5)
     is_little = free == 10**4
@@ -105,7 +105,7 @@ def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
 @pytest.mark.usefixtures("little")
 def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = questions(gpt2, 3)
-    monkeypatch.setattr(checkpoint_choice, "free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: 10**12)
     assert checkpoint_choice.why_checkpointed(gpt2, prompts) == ""
     monkeypatch.setattr(
         checkpoint_choice, "gather_from_processes", lambda what, reason: [reason, "little is free"]
@@ -124,4 +124,4 @@ def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pattern counts as large, and almost nothing is free."""
     monkeypatch.setattr(fused_trial, "LARGE", 0)
-    monkeypatch.setattr(checkpoint_choice, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: 1)

@@ -467,7 +467,9 @@ def test_prefixes_that_do_not_fit_into_free_memory_are_computed_again(
         return prefixes[-1]
 
     monkeypatch.setattr(shared_prefix, "run_prefix", counted)
-    monkeypatch.setattr(shared_prefix, "free_bytes", lambda device: fitting * prefixes[-1].size)
+    monkeypatch.setattr(
+        shared_prefix, "free_for_layers", lambda devices: fitting * prefixes[-1].size
+    )
     ours = al.isolation_sweep(gpt2, batches, sites, **options)
     assert len(prefixes) == computed
     for name, record in ours.items():

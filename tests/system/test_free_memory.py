@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anchorlens.system import free_memory
-from anchorlens.system.free_memory import free_bytes
+from anchorlens.system.free_memory import free_bytes, free_for_layers
 
 GIB = 2**30
 
@@ -70,3 +70,14 @@ def test_what_pytorch_holds_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
     assert free_bytes(torch.device("cuda")) == 7 * GIB
+
+
+def test_layers_can_use_as_much_as_the_fullest_device_lets_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three layers share 10 GiB, so that four can use 13.3 GiB; the fourth has 8 GiB for itself."""
+    free = {"cuda:0": 10 * GIB, "cuda:1": 8 * GIB}
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: free[str(device)])
+    spread = [torch.device("cuda:0")] * 3 + [torch.device("cuda:1")]
+    assert free_for_layers(spread) == 10 * GIB * 4 // 3
+    assert free_for_layers(spread[:3]) == 10 * GIB

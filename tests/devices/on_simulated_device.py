@@ -1,0 +1,121 @@
+"""Runs every call on the CPU and on a simulated device, and writes how far the numbers differ.
+
+    python tests/devices/on_simulated_device.py KIND FILE
+
+KIND is a function of this file. FILE gets JSON: for each call the largest difference, as a share of
+the largest number of the same tensor, or the error that it raised. A process of its own, because a
+device cannot be unregistered, and functions of torch are replaced.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+import simulated_device
+import torch
+from device_calls import calls, tensors_of
+from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer, tiny_gpt2, tiny_llama
+from torch import Tensor
+
+import anchorlens as al
+
+Calls = Mapping[str, Callable[[], Any]]
+
+
+def gpt2_on(device: str | None) -> Calls:
+    tokenizer = byte_level_tokenizer()
+    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer, device=device)
+    return calls(model, tokenizer, Path(tempfile.mkdtemp()))
+
+
+def one_device() -> dict[str, Any]:
+    return compared(gpt2_on("cpu"), gpt2_on("sim"))
+
+
+def as_on_a_mac() -> dict[str, Any]:
+    """Without float64, and in a notebook whose tensors are made on the device by default."""
+    expected = results_of(gpt2_on("cpu"))
+    weights, tokenizer = tiny_gpt2(700), byte_level_tokenizer()
+    simulated_device.RULES.float64 = False
+    torch.set_default_device("sim")
+    model = al.load_model(weights, tokenizer=tokenizer, device="sim")
+    return differences(expected, results_of(calls(model, tokenizer, Path(tempfile.mkdtemp()))))
+
+
+def two_devices() -> dict[str, Any]:
+    """A model whose first layer is on one device and the others on another."""
+    tokenizer = sentencepiece_like_tokenizer()
+    weights = tiny_llama(len(tokenizer))
+    places = {
+        "model.embed_tokens": "sim:0",
+        "model.rotary_emb": "sim:0",
+        "model.layers.0": "sim:0",
+        "model.layers.1": "sim:1",
+        "model.layers.2": "sim:1",
+        "model.norm": "sim:1",
+        "lm_head": "sim:1",
+    }
+    whole = al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device="cpu")
+    spread = al.load_model(weights, tokenizer=tokenizer, device_map=places)
+    assert {str(each.device) for each in spread.parameters()} == {"sim:0", "sim:1"}
+    return compared(
+        *(calls(model, tokenizer, Path(tempfile.mkdtemp())) for model in (whole, spread))
+    )
+
+
+def compared(on_cpu: Calls, on_device: Calls) -> dict[str, Any]:
+    return differences(results_of(on_cpu), results_of(on_device))
+
+
+def results_of(of_device: Calls) -> dict[str, dict[str, Tensor] | str]:
+    """The tensors of each call, or the error that it raised and the lines of the package."""
+    results: dict[str, dict[str, Tensor] | str] = {}
+    for name, call in of_device.items():
+        try:
+            results[name] = dict(tensors_of(call()))
+        except Exception as error:
+            lines = traceback.extract_tb(error.__traceback__)
+            rows = [f"{Path(row.filename).name}:{row.lineno}" for row in lines[-12:]]
+            results[name] = f"{type(error).__name__}: {error} ({' < '.join(reversed(rows))})"
+    return results
+
+
+def differences(expected: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, reference in expected.items():
+        errors = [each for each in (reference, results[name]) if isinstance(each, str)]
+        found[name] = errors[0] if errors else largest_difference(reference, results[name])
+    return found
+
+
+def largest_difference(expected: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> Any:
+    if expected.keys() != results.keys():
+        return f"other tensors: {sorted(expected.keys() ^ results.keys())}"
+    largest = 0.0
+    for name, reference in expected.items():
+        values = results[name]
+        if reference.shape != values.shape:
+            return f"another shape of {name}"
+        if not torch.equal(reference.isnan(), values.isnan()):
+            return f"another NaN in {name}"
+        if reference.numel():
+            before, after = (each.double().nan_to_num() for each in (reference, values))
+            off = (after - before).abs().max() / before.abs().max().clamp(1e-30)
+            largest = max(largest, float(off))
+    return largest
+
+
+if __name__ == "__main__":
+    kind, file = sys.argv[1:]
+    torch.set_num_threads(1)
+    simulated_device.install()
+    warnings.simplefilter("ignore")
+    found = globals()[kind]()
+    Path(file).write_text(json.dumps(found))

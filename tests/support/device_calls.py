@@ -1,0 +1,235 @@
+"""Calls of every public function that computes with a model, to compare one device with another.
+
+``calls(model, tokenizer, folder)`` gives functions without arguments by name. Each returns what can
+be compared: a tensor, a record, or lists and dictionaries of these.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import anchorlens as al
+
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+WITHOUT_RESULT_ON_A_DEVICE = {
+    # values that are made or read without a model
+    *("AnchorlensError", "ChatTask", "ChecksBatches", "Context", "EdgeSet", "Example", "GROUPS"),
+    *("Metric", "NoContext", "ObservesPrefix", "PAPER_APPENDIX", "PAPER_PARTS", "Plan", "Site"),
+    *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
+    *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_rows"),
+    # it reads a table of numbers
+    "paper_figures",
+}
+
+
+def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Functions by name; ``folder`` is empty, and for this device alone."""
+    examples = al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos]
+    task = al.TASKS["trec"]
+
+    def prompts(start: int, stop: int, **options: Any) -> list[al.PromptBatch]:
+        return al.build_prompts(tokenizer, task, demos, queries[start:stop], **options)
+
+    batches, held_out = prompts(0, 6, batch_size=3), prompts(6, 10, batch_size=2)
+    batch, single = batches[0], prompts(0, 2, batch_size=1)
+    pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows, but many ask.")]
+    written = al.build_segments(tokenizer, [pieces, [("question", "Why?"), ("answer", " So.")]])
+    answer = al.span_cross_entropy("answer")
+    searched: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 2, "check_every": 1}
+    searched["progress"] = False
+
+    def run(*metrics: Any, **options: Any) -> Any:
+        return al.run(model, batches, metrics, **(QUIET | options))
+
+    def hooked(make: Callable[[al.PromptBatch], Any]) -> Tensor:
+        """Logits with hooks that were made for prompts on the CPU."""
+        return al.target_logits(model, batches, hooks=make, progress=False)
+
+    def twice(train: Callable[..., Any], name: str) -> list[Any]:
+        """A training that is stored, and the same call again, which finds it finished."""
+        return [train(folder=folder / name), train(folder=folder / name)]
+
+    def saved(context: Any, name: str) -> list[Any]:
+        path = context.save(folder / f"{name}.safetensors")
+        return [each.logits(model, batch) for each in (context, al.load_context(path))]
+
+    def stored_rows() -> list[Any]:
+        metrics = [al.SaliencyFlows(), al.AttentionAUCROC()]
+        return [run(*metrics, folder=folder / "rows") for _ in range(2)]
+
+    def caches(**options: Any) -> Any:
+        metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(directions=2)]
+        names = al.names_filter(metrics, model, batch)
+        device = next(model.parameters()).device
+        passes = (
+            model.run_with_cache(
+                each.tokens.to(device),
+                attention_mask=each.attention_mask.to(device),
+                names_filter=names,
+                **options,
+            )
+            for each in batches
+        )
+        return al.from_caches(metrics, batches, passes, model=model, resamples=0)
+
+    def of_attentions() -> Any:
+        patterns = [torch.rand(3, 2, batch.tokens.shape[1], batch.tokens.shape[1])] * 3
+        device = next(model.parameters()).device
+        cache = al.cache_of_attentions([pattern.to(device) for pattern in patterns])
+        logits = torch.zeros(3, len(tokenizer)).to(device)
+        return al.from_caches([al.AttentionAUCROC()], [batch], [(logits, cache)], resamples=0)
+
+    def report() -> str:
+        results = run(al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(directions=2))
+        al.claims(results)
+        return al.write_report(results, folder / "report.html").read_text()[:15]
+
+    def peft() -> Tensor:
+        prefix = train_prefix(folder=None)
+        path = al.context_to_peft(prefix, model, folder / "peft")
+        return al.context_from_peft(path, model, batch).logits(model, batch)
+
+    def sweeps() -> Any:
+        sites = al.sites.first_and_last(model, [1])
+        swept = al.isolation_sweep(model, batches, sites, draws=1, **QUIET)
+        al.plot_isolation(swept)
+        return swept
+
+    train_prefix = partial(al.train_prefix, model, batches, **searched)
+    train_soft = partial(al.train_soft_prompt, model, batches, **searched)
+    train_hard = partial(al.train_hard_prompt, model, batches, tokenizer=tokenizer, **searched)
+
+    def reweighted() -> list[Any]:
+        beta = al.train_reweighting(model, single, epochs=1, progress=False)
+        loaded = al.Beta.load(beta.save(folder / "beta.safetensors"))
+        context = al.reweight_demonstrations(model, batch, loaded)
+        accuracies = al.reweighting_accuracy(model, batches, beta, batches, **QUIET)
+        return [beta.beta, context.logits(model, batch), accuracies]
+
+    def records() -> Any:
+        record = run(al.Accuracy())["accuracy"]
+        correct = record.correct
+        loaded = al.load_record(record.save(folder / "accuracy"))
+        return [loaded, al.compare_accuracies({"a": correct, "b": correct}, resamples=0)]
+
+    def own_loop() -> Tensor:
+        with al.Study(model, batches, {}, **QUIET).entered() as study:
+            rows = study.collect(lambda each: {"mean": al.saliency(model, each).mean((1, 2, 3))})
+        return rows["mean"]
+
+    def of_logits() -> Any:
+        logits = al.target_logits(model, [batch], progress=False)
+        return al.loyalty(logits, logits, batch.label_token_ids)
+
+    held: dict[str, Any] = {"held_out": held_out, "tokenizer": tokenizer}
+    factors = torch.full((3, model.cfg.n_heads, 6), 0.3)
+    contexts: dict[str, Any] = {"demonstrations": al.compress, "none": al.NoContext()}
+    return {
+        "flows": lambda: run(al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()),
+        "checkpoints": lambda: run(al.SaliencyFlows(), gradient_checkpointing=True),
+        "whole prompts": lambda: run(al.SaliencyFlows(), share_prefix=False),
+        "distances": lambda: al.diagnose(run(al.AnchorDistances(directions=2))["anchor_distances"]),
+        "heads": lambda: run(al.LabelHeads(draws=1), al.SegmentAttention(), al.PrefixEffect()),
+        "loyalty": lambda: run(al.Loyalty(), hooks=partial(al.isolate_labels, model, layers=0)),
+        "segments": lambda: al.run(model, written, [al.SegmentFlows()], loss=answer, **QUIET),
+        "value norms": lambda: run(al.SegmentFlows(weight=al.weights.value_norm)),
+        "losses": lambda: [
+            run(al.SaliencyFlows(), loss=loss)
+            for loss in (
+                al.word_cross_entropy(),
+                al.label_cross_entropy,
+                al.next_token_cross_entropy(lambda each: each.attention_mask.cumsum(1) <= 60),
+            )
+        ],
+        "stored rows": stored_rows,
+        "maps": lambda: [al.saliency(model, batch), al.head_saliency(model, batch)],
+        "rollout": lambda: al.rollout(al.head_saliency(model, batch).abs()),
+        "of tensors": lambda: al.flows(
+            torch.ones(3, 2, 9, 9), torch.ones(3, 2, 9, 9), torch.ones(3, 9, 9).bool()
+        ),
+        "of logits": of_logits,
+        "isolate_labels": lambda: hooked(partial(al.isolate_labels, model, layers=[0, 1])),
+        "isolate_random": lambda: hooked(partial(al.isolate_random, model, layers=0, seed=1)),
+        "isolate": lambda: hooked(
+            lambda each: al.isolate(model, each, each.label_positions, 1, heads=0)
+        ),
+        "scale_edges": lambda: hooked(
+            lambda each: al.scale_edges(model, al.edges.pq(each), 0.5, layers=0)
+        ),
+        "block_edges": lambda: hooked(
+            lambda each: al.block_edges(model, al.edges.wp(each), range(2), heads=[1])
+        ),
+        "reweight_anchors": lambda: hooked(lambda each: al.reweight_anchors(model, each, factors)),
+        "detach_heads": lambda: al.run(
+            model, batches, [al.SaliencyFlows()], hooks=lambda _: al.detach_heads(model, 0), **QUIET
+        ),
+        "sweep": sweeps,
+        "isolation": lambda: al.isolation_loyalty(model, batches, 0, draws=2, **QUIET),
+        "cut edges": lambda: al.edge_sweep(
+            model,
+            batches,
+            al.edges.tq,
+            al.sites.windows(model, 1),
+            control=al.edges.random_edges,
+            draws=1,
+            **QUIET,
+        ),
+        "suppression": lambda: al.segment_suppression(model, written, **QUIET),
+        "integrated": lambda: al.integrated_flows(model, batches[:1], steps=2, **QUIET),
+        "steps": lambda: al.step_flows(model, written[0].prompt(0), "answer"),
+        "trace": lambda: al.trace_generation(model, "Who wrote it?", max_new_tokens=3).flows,
+        "pictures": lambda: [
+            al.plot_prompt(model, batch.prompt(0)).layers,
+            al.plot_answer(al.step_flows(model, written[0].prompt(0), "answer")) is None,
+            al.plot_prefix_pattern(model, batch, 0, 0) is None,
+            al.plot_prefix_directions(model, batch, 0, 0) is None,
+        ],
+        "caches": caches,
+        "caches on the CPU": lambda: caches(device="cpu"),
+        "attentions": of_attentions,
+        "compressed": lambda: saved(al.compress(model, batch), "compressed"),
+        "effect": lambda: al.prefix_effect(model, batches, al.compress(model, batch), **QUIET),
+        "compression": lambda: al.compression_loyalty(model, batches, draws=1, **QUIET),
+        "anchors of texts": lambda: al.target_logits(
+            model, al.text_anchor_prompts(tokenizer, task, demos, queries[:2]), progress=False
+        ),
+        "contexts": lambda: al.compare_contexts(model, batches, contexts, repeats=1, **QUIET),
+        "times": lambda: al.answer_times(model, batches, repeats=1) is None,
+        "reweighting": reweighted,
+        "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
+        "soft prompt": lambda: saved(twice(train_soft, "soft")[1], "soft"),
+        "hard prompt": lambda: twice(train_hard, "hard"),
+        "given words": lambda: al.hard_prompt(model, [5, 6], **held),
+        "random words": lambda: al.random_hard_prompts(model, length=2, draws=2, **held),
+        "peft": peft,
+        "records": records,
+        "own loop": own_loop,
+        "report": report,
+    }
+
+
+def tensors_of(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every number of a result, on the CPU, but for times in seconds."""
+    if isinstance(result, Tensor):
+        yield name, result.detach().cpu()
+    elif isinstance(result, Mapping):
+        for key, value in result.items():
+            yield from tensors_of(value, f"{name}.{key}")
+    elif is_dataclass(result):
+        for field in fields(result):
+            if field.name not in ("info", "seconds"):
+                yield from tensors_of(getattr(result, field.name), f"{name}.{field.name}")
+    elif isinstance(result, list) and result and all(isinstance(each, float) for each in result):
+        yield name, torch.tensor(result, device="cpu")
+    elif isinstance(result, list | tuple):
+        for number, value in enumerate(result):
+            yield from tensors_of(value, f"{name}[{number}]")
+    elif isinstance(result, float):
+        yield name, torch.tensor(result, device="cpu")
