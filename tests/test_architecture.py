@@ -130,6 +130,25 @@ def test_one_file_puts_hooks_on_models() -> None:
     assert calling == {"models.acting_hooks"}
 
 
+MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}
+MAKERS |= {"randperm", "tensor", "tril_indices", "triu_indices", "zeros"}
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """Otherwise it would be where ``torch.set_default_device`` of the user says."""
+    without = {
+        f"{name}:{call.lineno}"
+        for name, tree in TREES.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr) in {("torch", maker) for maker in MAKERS}
+        and not any(keyword.arg == "device" for keyword in call.keywords)
+    }
+    assert not without
+
+
 def protocols() -> set[str]:
     """The names of all protocols of the package."""
     classes = [

@@ -44,6 +44,12 @@ class Use(NamedTuple):
     holds: Callable[[], Any]
 
 
+def blocks_are_named() -> bool:
+    from transformers import GPT2LMHeadModel
+
+    return "GPT2Block" in GPT2LMHeadModel._no_split_modules
+
+
 def version_counts_edits() -> bool:
     tensor = torch.zeros(2)
     before = tensor._version
@@ -241,6 +247,13 @@ USES = [
         ("system/torch_state.py",),
         "the function modes and the hooks of saved tensors of a thread can be read and removed",
         modes_of_torch_can_be_removed,
+    ),
+    Use(
+        "transformers",
+        ("_no_split_modules",),
+        ("models/weights.py",),
+        "a model names the blocks that must not be spread over devices",
+        blocks_are_named,
     ),
     Use(
         "torch",

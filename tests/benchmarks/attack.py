@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("support", "attack", "references"))
+sys.path.extend(
+    str(Path(__file__).parents[1] / name) for name in ("support", "attack", "references")
+)
 from attack_configurations import random_configurations
 from attack_damages import (
     damaged_context,

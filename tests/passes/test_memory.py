@@ -61,6 +61,12 @@ def test_errors_of_full_memory_are_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"))
     assert is_out_of_memory(MemoryError())
+    for later in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Invalid buffer size: 80.00 GiB",
+    ):
+        assert is_out_of_memory(RuntimeError(later))
     for other in (RuntimeError(), RuntimeError(5), ValueError(CUDA), KeyboardInterrupt()):
         assert not is_out_of_memory(other)
 

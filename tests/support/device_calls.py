@@ -22,8 +22,14 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("Metric", "NoContext", "ObservesPrefix", "PAPER_APPENDIX", "PAPER_PARTS", "Plan", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
     *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_rows"),
-    # it reads a table of numbers
-    "paper_figures",
+    # they compute by the other calls, for whole papers and tables of numbers
+    *("paper", "paper_figures"),
+}
+# What the calls return, or hold while they run.
+RETURNED = {
+    *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
+    *("LossAtPositions", "Observation", "PrefixContext", "PromptFlows", "QueryPass", "Results"),
+    *("ReweightedContext", "SoftPrompt", "SweepResults", "Verdict"),
 }
 
 
@@ -195,6 +201,12 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "caches on the CPU": lambda: caches(device="cpu"),
         "attentions": of_attentions,
         "compressed": lambda: saved(al.compress(model, batch), "compressed"),
+        "placed": lambda: al.compress(
+            model, batch, al.selection.label_words, positions=al.placement.as_in_prompt
+        ).logits(model, batch),
+        "prepared again": lambda: al.target_logits(
+            al.prepare_model(al.restore_model(model)), batches[:1], progress=False
+        ),
         "effect": lambda: al.prefix_effect(model, batches, al.compress(model, batch), **QUIET),
         "compression": lambda: al.compression_loyalty(model, batches, draws=1, **QUIET),
         "anchors of texts": lambda: al.target_logits(

@@ -1,10 +1,11 @@
-"""Runs every call on the CPU and on a simulated device, and writes how far the numbers differ.
+"""Runs every call on the CPU and on another device, and writes how far the numbers differ.
 
-    python tests/devices/on_simulated_device.py KIND FILE
+    python tests/devices/compare_devices.py KIND FILE
 
 KIND is a function of this file. FILE gets JSON: for each call the largest difference, as a share of
-the largest number of the same tensor, or the error that it raised. A process of its own, because a
-device cannot be unregistered, and functions of torch are replaced.
+the largest number of the same tensor, and the name of this tensor; or the error that it raised. A
+process of its own, because a simulated device cannot be unregistered, and functions of torch are
+replaced for it.
 """
 
 import copy
@@ -37,6 +38,11 @@ def gpt2_on(device: str | None) -> Calls:
 
 def one_device() -> dict[str, Any]:
     return compared(gpt2_on("cpu"), gpt2_on("sim"))
+
+
+def cuda() -> dict[str, Any]:
+    """On a GPU, where there is one."""
+    return compared(gpt2_on("cpu"), gpt2_on("cuda"))
 
 
 def as_on_a_mac() -> dict[str, Any]:
@@ -98,7 +104,7 @@ def differences(expected: Mapping[str, Any], results: Mapping[str, Any]) -> dict
 def largest_difference(expected: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> Any:
     if expected.keys() != results.keys():
         return f"other tensors: {sorted(expected.keys() ^ results.keys())}"
-    largest = 0.0
+    largest, of_tensor = 0.0, ""
     for name, reference in expected.items():
         values = results[name]
         if reference.shape != values.shape:
@@ -108,14 +114,15 @@ def largest_difference(expected: Mapping[str, Tensor], results: Mapping[str, Ten
         if reference.numel():
             before, after = (each.double().nan_to_num() for each in (reference, values))
             off = (after - before).abs().max() / before.abs().max().clamp(1e-30)
-            largest = max(largest, float(off))
-    return largest
+            largest, of_tensor = max((largest, of_tensor), (float(off), name))
+    return largest, of_tensor
 
 
 if __name__ == "__main__":
     kind, file = sys.argv[1:]
     torch.set_num_threads(1)
-    simulated_device.install()
+    if kind != "cuda":
+        simulated_device.install()
     warnings.simplefilter("ignore")
     found = globals()[kind]()
     Path(file).write_text(json.dumps(found))
