@@ -29,7 +29,7 @@ FOUND = $(shell $(PYTHON) -c '$(ASK)' 2>/dev/null)
 REFUSAL = anchorlens needs Python 3.11 or newer, but $(if $(filter old,$(firstword $(found))),'$(PYTHON)' is Python $(lastword $(found)),'$(PYTHON)' does not run); name another with: make PYTHON=/path/to/python3.11
 need_python = $(eval found := $(FOUND))$(if $(filter ok,$(firstword $(found))),,$(error $(REFUSAL)))
 
-.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile bench architectures clean
+.PHONY: help demo test test-quick test-oldest test-newest test-browser docs lint lint-and-compile bench bench-gpu architectures clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -44,6 +44,7 @@ help:
 	@echo 'make lint         format, lint and type checks only'
 	@echo 'make docs         build the documentation into site/, warnings are errors'
 	@echo 'make bench        speed against one prompt at a time and the floor, peak memory, processes'
+	@echo 'make bench-gpu    on a GPU: every call against the CPU, speed, long prompts, memory, rounding'
 	@echo 'make architectures  the table of architectures (docs and data) from the tests of each'
 	@echo 'make clean        remove .venv and everything built'
 	@echo 'Options: PYTHON=python3.11 (to make .venv with), MODEL=name-or-path and OUT=folder (demo, bench)'
@@ -95,6 +96,11 @@ bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
 	PYTHONPATH=tests/references $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
 	$(BIN)/python tests/benchmarks/long_prompts.py --length 2048 --repeats 1
 	$(BIN)/python tests/benchmarks/processes.py
+
+# On a machine with a GPU: every call against the CPU, then speed, long prompts, memory and rounding.
+bench-gpu: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -n 0 -m '' tests/devices tests/models/test_devices.py
+	$(BIN)/python tests/benchmarks/gpu.py
 
 # Both lines of TransformerLens, each with a transformers of its time.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp

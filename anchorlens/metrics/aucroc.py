@@ -18,7 +18,7 @@ from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
 from ..system.arguments import checked
-from ..system.devices import beside
+from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
 from .metric import Observation, observes_nothing
 
@@ -100,7 +100,7 @@ class AttentionAUCROC:
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's row of every pattern, at the label words."""
         require_label_words([batch])
-        scores: dict[int, Tensor] = {}
+        at_anchors: dict[int, Tensor] = {}
         roundings, smallest = [_ROUNDING], [0.0]
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
@@ -114,13 +114,14 @@ class AttentionAUCROC:
             roundings.append(numbers.eps)
             # Tiny attention is a multiple of this, of which each label word may be off by one half.
             smallest.append(attention.shape[1] * numbers.tiny * numbers.eps)
-            by_anchor = attention.cpu().double()  # [batch, anchor, head]
-            scores[layer] = torch.einsum("bah,bac->bhc", by_anchor, of_class)
+            at_anchors[layer] = attention  # [batch, anchor, head]
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            attention = torch.stack([scores[layer] for layer in range(model.cfg.n_layers)], dim=1)
+            of_layers = [at_anchors[layer] for layer in range(model.cfg.n_layers)]
+            # One copy for all layers, because a GPU waits at each.
+            attention = torch.stack(on_one_device(of_layers), dim=1).cpu().double()
             return {
-                "attention": attention,
+                "attention": torch.einsum("blah,bac->blhc", attention, of_class),
                 "predicted": predicted_class(batch.label_scores(logits)).cpu(),
                 "rounding": torch.tensor(
                     [[max(roundings), max(smallest)]] * len(batch), device="cpu"

@@ -17,6 +17,7 @@ from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, val
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system.arguments import checked
+from ..system.devices import on_one_device
 from ..system.names import name_of
 from ..system.row_pieces import row_slices
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
@@ -147,12 +148,15 @@ class EdgeSums:
         flat = rearrange(merged, "batch query key -> batch 1 (query key)")
         by_head = rearrange(product.abs_(), "batch head query key -> batch head (query key)")
         sums = (flat @ inside)[:, 0]
-        require_finite(sums, saliency, gradient)
         self.of_layers.setdefault(layer, []).append((sums, by_head @ inside))
 
     def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
-        return _rows_of(self.of_layers)
+        rows = _rows_of(self.of_layers)
+        # On the CPU, because a GPU would wait in each layer. Patterns and logits are finite here.
+        if not rows["sums"].isfinite().all():
+            raise gradient_is_not_finite()
+        return rows
 
 
 class SegmentSums:
@@ -228,7 +232,7 @@ def _rows_of(of_layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> dict[s
         for k in (0, 1)
     )
     return {
-        name: torch.stack([of_layer.cpu() for of_layer in values], dim=1)
+        name: torch.stack(on_one_device(values), dim=1).cpu()
         for name, values in (("sums", sums), ("head_sums", head_sums))
     }
 
@@ -276,15 +280,20 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
     edge_weights(weight, a, slope)
 
 
+def gradient_is_not_finite() -> NotFiniteError:
+    """The error for gradients that are NaN or infinite after a pass with finite logits."""
+    return NotFiniteError(
+        "the gradient of the attention is NaN or infinite, though the logits are finite; try "
+        "float32 (dtype=torch.float32), and check your hooks"
+    )
+
+
 def require_finite(sums: Tensor, weight: Callable[..., Edges], gradient: Tensor) -> None:
     """Raise an error if sums of weights are NaN, which stands for "no edge", or infinite."""
     if sums.isfinite().all():
         return
     if not gradient.isfinite().all():
-        raise NotFiniteError(
-            "the gradient of the attention is NaN or infinite, though the logits are finite; try "
-            "float32 (dtype=torch.float32), and check your hooks"
-        )
+        raise gradient_is_not_finite()
     raise MetricError(
         f"the weight {name_of(weight)} gives NaN or infinite numbers for some edges; give a finite "
         "number for each. A pattern is exactly 0 at tokens that a head cannot read, so that a "

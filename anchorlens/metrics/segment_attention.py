@@ -125,7 +125,7 @@ class SegmentAttention:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the pattern of every layer; store only sums over edges."""
-        counts = edge_counts(self._of_flows.segments_of(batch)).cpu()
+        counts = edge_counts(self._of_flows.segments_of(batch))
         sums = self._sums(model, batch, batch.first_query)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:

@@ -255,14 +255,14 @@ def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
 
 def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:
     """What each prompt of a batch contributes to a ``SegmentFlowsRecord``."""
-    counts = edge_counts(sums.segments).cpu()
+    counts = edge_counts(sums.segments)
     return {**sums.rows(), "counts": counts, "demonstrations_id": batch.demonstrations_id.cpu()}
 
 
 def edge_counts(
     segments: Bool[Tensor, "batch segment position"],
 ) -> Int[Tensor, "batch segment segment"]:
-    """The number of edges (i, j), j < i, from each segment to each."""
-    counts = segments.long()
+    """The number of edges (i, j), j < i, from each segment to each, on the CPU."""
+    counts = segments.cpu().long()  # a GPU has no product of whole numbers
     earlier = counts.cumsum(2) - counts
     return torch.einsum("bsi,bti->bst", counts, earlier)

@@ -273,8 +273,10 @@ class PromptBatch:
     @checked
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
+        # To the CPU it must wait: the numbers could be read before they have arrived.
+        to_accelerator = torch.device(device).type != "cpu"
         moved: dict[str, Any] = {
-            name: value.to(device, copy=value.is_inference())
+            name: value.to(device, non_blocking=to_accelerator, copy=value.is_inference())
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }

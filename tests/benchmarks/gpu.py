@@ -241,11 +241,10 @@ def speed(device: str, name: str, config: Any, count: int, size: int) -> None:
     for key, name_of in (("both", "saliency_flows"), ("auc", "attention_aucroc")):
         if key in results:
             say(f"Shared demonstrations, {name_of}: {results[key][name_of].info['shared_prefix']}.")
-    if "both" in results and one_at_a_time:
-        expected = one_at_a_time[0].double().cpu()
-        for key in ("both", "whole"):
+    for key in ("both", "whole"):
+        if key in results and one_at_a_time:
             flows = results[key]["saliency_flows"].per_prompt[few.index.cpu()]
-            off = of_largest(flows, expected)
+            off = of_largest(flows, one_at_a_time[0].double().cpu())
             say(f"Flows ({key}) differ from one prompt at a time by {off:.1e} of the largest.")
 
 
