@@ -370,10 +370,10 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
     device = device_of(model)
     for batch in batches:
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
-        # The logits of one prompt, because those of a batch may not fit into memory.
-        first = batch.prompts(0, 1).to(device)
-        zeros = torch.zeros(1, *_shape_of_logits(loss, first, model), device=device)
-        require_one_a_prompt(loss(zeros, first), 1)
+        # The logits of two prompts, because those of a batch may not fit into memory.
+        first = batch.prompts(0, 2).to(device)
+        zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
+        require_one_a_prompt(loss(zeros, first), len(first))
 
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
