@@ -8,7 +8,7 @@ from ..errors import HookError, PromptError
 from ..models.hooked import refuse_longer_than
 from ..models.load import refuse_encoder_decoder
 from ..models.weights import read_model_files, refuse_device
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, longest_prompt
 
 BuildPrompts = Callable[[Any], Iterable[PromptBatch]]
 
@@ -49,7 +49,7 @@ def checked_tokenizer(
     batches = list(build_prompts(tokenizer))
     if context is not None:
         for batch in batches:
-            refuse_longer_than(context, batch)
+            refuse_longer_than(context, longest_prompt([batch]))
         check_length(length, context, batches)
     return tokenizer
 

@@ -25,7 +25,7 @@ from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
 from ..system.arguments import checked
-from ..system.devices import beside
+from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
 from .aucroc import auc, predicted_class
 from .metric import Observation
@@ -158,7 +158,7 @@ class AnchorDistances:
             by_position = _positions_first(query.detach(), operands[layer])
             number, row = beside(query, prompts, batch.target_rows)
             at_target = by_position[number, row]
-            queries[layer] = _at_least_float32(at_target.flatten(1)).cpu()
+            queries[layer] = _at_least_float32(at_target.flatten(1))
 
         keys = self.observe_prefix(model, batch) if batch.is_whole else None
 
@@ -187,14 +187,15 @@ class AnchorDistances:
             at_anchors = by_position[number, at_label]
             n_shared = model.cfg.n_heads // at_anchors.shape[2]
             by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
-            mean = torch.einsum("bac,bahd->bchd", shares, by_query_head.cpu().double())
-            keys[layer] = mean.flatten(2).to(_at_least_float32(key).dtype)
+            keys[layer] = _at_least_float32(by_query_head.flatten(2))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             starts = batch.attention_mask.long().argmax(1, keepdim=True)
             positions = (batch.label_positions - starts).cpu().double()
+            of_anchors = _by_layer(keys)  # [batch, layer, anchor, channel]
+            means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())
             return {
-                "keys": _by_layer(keys),
+                "keys": means.to(of_anchors.dtype),
                 "positions": torch.einsum("bac,ba->bc", shares, positions),
             }
 
@@ -319,13 +320,13 @@ def _operands_of(model: HookedModel) -> list[Operands]:
 
 
 def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
-    """Layers as axis 1. Narrower heads are padded with zeros, which change no product."""
+    """Layers as axis 1, on the CPU. Narrower heads get zeros, which change no product."""
     widest = max(values.shape[-1] for values in of_layer.values())
     filled = [
         torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
         for _, values in sorted(of_layer.items())
     ]
-    return torch.stack(filled, dim=1)
+    return torch.stack(on_one_device(filled), dim=1).cpu()  # a GPU waits once, not in each layer
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from .rotary import refuse_rotations_in_a_batch
 
@@ -239,9 +239,9 @@ def vocabulary_of(model: HookedModel) -> int:
     return int(model.W_E.shape[0])
 
 
-def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
+def refuse_labels_beyond(model: HookedModel, largest: int) -> None:
     """Raise an error for labels that the model cannot predict, as toy models may predict few."""
-    largest, count = _largest_label_token(batch), model.cfg.d_vocab_out
+    count = model.cfg.d_vocab_out
     if count < model.cfg.d_vocab and largest >= count:
         raise PromptError(
             f"label token {largest} is outside the {count} tokens that the model predicts "
@@ -249,20 +249,13 @@ def refuse_labels_beyond(model: HookedModel, batch: PromptBatch) -> None:
         )
 
 
-def _largest_label_token(batch: PromptBatch) -> int:
-    if batch.verbalizer is None:
-        return max(batch.label_token_ids.tolist(), default=-1)
-    return max(map(max, batch.verbalizer.token_ids))
-
-
 def has_sinks(model: Any) -> bool:
     """Whether the attention has sinks: rows of the pattern then sum to less than 1."""
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
-def refuse_longer_than(context: int, batch: PromptBatch) -> None:
+def refuse_longer_than(context: int, longest: int) -> None:
     """Raise an error for prompts with more tokens than the context of the model."""
-    longest = longest_prompt([batch])
     if longest > context:
         raise PromptError(
             f"a prompt has {longest} tokens, but the model's context is {context}; use fewer or "
@@ -273,16 +266,22 @@ def refuse_longer_than(context: int, batch: PromptBatch) -> None:
 
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
-    refuse_longer_than(model.cfg.n_ctx, batch)
+    lengths = batch.attention_mask.sum(1)
+    facts = [lengths.amin(), lengths.amax(), batch.tokens.amax()]
+    if batch.verbalizer is None and len(batch.label_token_ids):
+        facts.append(batch.label_token_ids.amax())
+    # Read at once, because the host waits for a GPU at each.
+    shortest, longest, *largest = torch.stack(facts).tolist()
+    refuse_longer_than(model.cfg.n_ctx, longest)
     if batch.is_whole:  # after a prefix, kv_cache compares the lengths
-        shortest = int(batch.attention_mask.sum(1).min())
         refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
-    refuse_labels_beyond(model, batch)
-    largest = max(int(batch.tokens.max()), _largest_label_token(batch))
-    if largest >= vocabulary_of(model):
+    if batch.verbalizer is not None:
+        largest.append(max(map(max, batch.verbalizer.token_ids)))
+    refuse_labels_beyond(model, max(largest[1:], default=-1))
+    if max(largest) >= vocabulary_of(model):
         raise PromptError(
-            f"token {largest} is outside the model's vocabulary of {vocabulary_of(model)}; the "
-            "prompts were built with the tokenizer of another model"
+            f"token {max(largest)} is outside the model's vocabulary of {vocabulary_of(model)}; "
+            "the prompts were built with the tokenizer of another model"
         )
 
 

@@ -219,5 +219,5 @@ def logit_difference(logits: Tensor, expected: Tensor) -> float:
 
 def only_set(batch: PromptBatch) -> int | None:
     """The set of demonstrations of a batch; None if it has several."""
-    names = batch.demonstrations_id.unique()
-    return int(names) if len(names) == 1 else None
+    lowest, highest = torch.stack(batch.demonstrations_id.aminmax()).tolist()
+    return lowest if lowest == highest else None

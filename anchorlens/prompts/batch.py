@@ -545,6 +545,8 @@ def check_inside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"
         )
     outside = (positions < 0) | (positions >= length)
     padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))
+    if not (outside | padded).any():
+        return
     for fault, wrong in (("outside the prompt", outside), ("under padding", padded)):
         if wrong.any():
             row = int(wrong.any(1).nonzero()[0])

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import AnchorlensError, MetricError, RunError
+from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
 from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, read_only, unedited
@@ -116,6 +116,8 @@ class Plan:
             for metric, before, after in one_pass.of_metrics:
                 try:
                     of_metric = _rows_of(before, after, one_pass.logits, clean)
+                except NotFiniteError:  # of the gradients of the pass
+                    raise
                 except AnchorlensError as error:
                     self.failures.setdefault(metric.name, error)
                     continue

@@ -1,11 +1,11 @@
 """Runs every call on the CPU and on another device, and writes how far the numbers differ.
 
-    python tests/devices/compare_devices.py KIND FILE
+    python tests/devices/compare_devices.py FILE KIND [KIND ...]
 
-KIND is a function of this file. FILE gets JSON: for each call the largest difference, as a share of
-the largest number of the same tensor, and the name of this tensor; or the error that it raised. A
-process of its own, because a simulated device cannot be unregistered, and functions of torch are
-replaced for it.
+A KIND is a function of this file. FILE gets JSON: for each kind and call the largest difference, as
+a share of the largest number of the same tensor, and the name of this tensor; or the error that it
+raised. A process of its own, because a simulated device cannot be unregistered, and functions of
+torch are replaced for it.
 """
 
 import copy
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,33 @@ from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer, tiny
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.system import devices
 
 Calls = Mapping[str, Callable[[], Any]]
 
 
-def gpt2_on(device: str | None) -> Calls:
+def calls_with(model: Any) -> Calls:
+    return calls(model, model.tokenizer, Path(tempfile.mkdtemp()))
+
+
+def gpt2_on(device: str) -> Calls:
     tokenizer = byte_level_tokenizer()
-    model = al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer, device=device)
-    return calls(model, tokenizer, Path(tempfile.mkdtemp()))
+    weights = tiny_gpt2(len(tokenizer), n_layer=2)
+    return calls_with(al.load_model(weights, tokenizer=tokenizer, device=device))
+
+
+@cache
+def gpt2_on_the_cpu() -> dict[str, Any]:
+    return results_of(gpt2_on("cpu"))
 
 
 def one_device() -> dict[str, Any]:
-    return compared(gpt2_on("cpu"), gpt2_on("sim"))
+    return differences(gpt2_on_the_cpu(), results_of(gpt2_on("sim")))
 
 
 def cuda() -> dict[str, Any]:
     """On a GPU, where there is one."""
-    return compared(gpt2_on("cpu"), gpt2_on("cuda"))
-
-
-def as_on_a_mac() -> dict[str, Any]:
-    """Without float64, and in a notebook whose tensors are made on the device by default."""
-    expected = results_of(gpt2_on("cpu"))
-    weights, tokenizer = tiny_gpt2(700), byte_level_tokenizer()
-    simulated_device.RULES.float64 = False
-    torch.set_default_device("sim")
-    model = al.load_model(weights, tokenizer=tokenizer, device="sim")
-    return differences(expected, results_of(calls(model, tokenizer, Path(tempfile.mkdtemp()))))
+    return differences(gpt2_on_the_cpu(), results_of(gpt2_on("cuda")))
 
 
 def two_devices() -> dict[str, Any]:
@@ -71,13 +72,69 @@ def two_devices() -> dict[str, Any]:
     whole = al.load_model(copy.deepcopy(weights), tokenizer=tokenizer, device="cpu")
     spread = al.load_model(weights, tokenizer=tokenizer, device_map=places)
     assert {str(each.device) for each in spread.parameters()} == {"sim:0", "sim:1"}
-    return compared(
-        *(calls(model, tokenizer, Path(tempfile.mkdtemp())) for model in (whole, spread))
-    )
+    return differences(results_of(calls_with(whole)), results_of(calls_with(spread)))
 
 
-def compared(on_cpu: Calls, on_device: Calls) -> dict[str, Any]:
-    return differences(results_of(on_cpu), results_of(on_device))
+def as_on_a_mac() -> dict[str, Any]:
+    """Without float64, and in a notebook whose tensors are made on the device by default."""
+    expected, tokenizer = gpt2_on_the_cpu(), byte_level_tokenizer()
+    weights = tiny_gpt2(len(tokenizer), n_layer=2)
+    simulated_device.RULES.float64 = False
+    devices._widest.cache_clear()
+    torch.set_default_device("sim")
+    try:
+        model = al.load_model(weights, tokenizer=tokenizer, device="sim")
+        return differences(expected, results_of(calls_with(model)))
+    finally:
+        torch.set_default_device("cpu")
+        simulated_device.RULES.float64 = True
+        devices._widest.cache_clear()
+
+
+def waits() -> dict[str, list[int]]:
+    """How often the host would wait for a GPU for one more batch, with 3 and with 12 layers."""
+    tokenizer, task, examples = byte_level_tokenizer(), al.TASKS["agnews"], al.load_examples("news")
+    demos = al.sample_demonstrations(examples, seed=1)
+    queries = [example for example in examples if example not in demos]
+    metrics: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]
+    quiet: dict[str, Any] = {"resamples": 0, "progress": False}
+
+    def counts(model: Any) -> Iterator[tuple[str, int]]:
+        batches = al.build_prompts(tokenizer, task, demos, queries[:12], batch_size=4)
+        held_out = al.build_prompts(tokenizer, task, demos, queries[12:16])
+        training: dict[str, Any] = {"held_out": held_out, "length": 2, "check_every": 9}
+        runs: dict[str, Callable[[int], Any]] = {
+            "flows and AUCROC": lambda n: al.run(model, batches[:n], metrics, **quiet),
+            "distances": lambda n: al.run(
+                model, batches[:n], [al.AnchorDistances(directions=2)], **quiet
+            ),
+            "isolation, two draws": lambda n: al.isolation_loyalty(
+                model, batches[:n], 0, draws=2, **quiet
+            ),
+            "a step of training": lambda n: al.train_prefix(
+                model, batches, steps=n, progress=False, **training
+            ),
+        }
+        for name, call in runs.items():
+            call(1)  # what is done once
+            found = []
+            for count in (2, 3):
+                with simulated_device.waits() as counted:
+                    call(count)
+                found.append(sum(counted.values()))
+            yield name, found[1] - found[0]
+
+    of_sizes = [
+        dict(
+            counts(
+                al.load_model(
+                    tiny_gpt2(len(tokenizer), n_layer=layers), tokenizer=tokenizer, device="sim"
+                )
+            )
+        )
+        for layers in (3, 12)
+    ]
+    return {name: [each[name] for each in of_sizes] for name in of_sizes[0]}
 
 
 def results_of(of_device: Calls) -> dict[str, dict[str, Tensor] | str]:
@@ -120,10 +177,9 @@ def largest_difference(expected: Mapping[str, Tensor], results: Mapping[str, Ten
 
 
 if __name__ == "__main__":
-    kind, file = sys.argv[1:]
+    file, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
-    if kind != "cuda":
+    if "cuda" not in kinds:
         simulated_device.install()
     warnings.simplefilter("ignore")
-    found = globals()[kind]()
-    Path(file).write_text(json.dumps(found))
+    Path(file).write_text(json.dumps({kind: globals()[kind]() for kind in kinds}))

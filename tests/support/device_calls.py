@@ -86,7 +86,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         return al.from_caches(metrics, batches, passes, model=model, resamples=0)
 
     def of_attentions() -> Any:
-        patterns = [torch.rand(3, 2, batch.tokens.shape[1], batch.tokens.shape[1])] * 3
+        draw, length = torch.Generator().manual_seed(0), batch.tokens.shape[1]
+        patterns = [torch.rand(3, 2, length, length, generator=draw, device="cpu")] * 3
         device = next(model.parameters()).device
         cache = al.cache_of_attentions([pattern.to(device) for pattern in patterns])
         logits = torch.zeros(3, len(tokenizer)).to(device)
@@ -135,7 +136,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         return al.loyalty(logits, logits, batch.label_token_ids)
 
     held: dict[str, Any] = {"held_out": held_out, "tokenizer": tokenizer}
-    factors = torch.full((3, model.cfg.n_heads, 6), 0.3)
+    factors = torch.full((model.cfg.n_layers, model.cfg.n_heads, 6), 0.3)
     contexts: dict[str, Any] = {"demonstrations": al.compress, "none": al.NoContext()}
     return {
         "flows": lambda: run(al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy()),
