@@ -224,17 +224,13 @@ class SegmentSums:
 
 def _rows_of(of_layers: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
     """The sums of all layers, merged over heads and of each head."""
-    sums, head_sums = (
-        [
-            torch.stack([piece[k] for piece in of_layers[layer]]).sum(0)
-            for layer in sorted(of_layers)
-        ]
-        for k in (0, 1)
-    )
-    return {
-        name: torch.stack(on_one_device(values), dim=1).cpu()
-        for name, values in (("sums", sums), ("head_sums", head_sums))
-    }
+    # One copy to the CPU, because a GPU waits at each.
+    by_layer = [
+        torch.stack([torch.cat([sums[:, None], of_heads], 1) for sums, of_heads in pieces]).sum(0)
+        for _, pieces in sorted(of_layers.items())
+    ]
+    together = torch.stack(on_one_device(by_layer), dim=1).cpu()
+    return {"sums": together[:, :, 0].clone(), "head_sums": together[:, :, 1:].clone()}
 
 
 def between(

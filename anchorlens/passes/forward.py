@@ -182,9 +182,9 @@ def losses_of(
 
 def _finite(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
     """The logits and the losses of a pass, or an error if they are not finite."""
-    logits, losses = _run(described)
+    logits, losses, is_finite = _run(described)
     _require_finite(described, logits, "at the target position")
-    if losses is not None and not losses.isfinite().all():
+    if losses is not None and not is_finite:
         raise MetricError(
             "the loss is not finite (NaN or infinite) for some prompts, though their logits are; "
             "gradients of it say nothing"
@@ -291,8 +291,10 @@ def run_prefix(
         return prefix_of(cache, mask, points, prefix)
 
 
-def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
-    """The logits at the targets, and the losses if the pass has a loss."""
+def _run(
+    described: Pass,
+) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, bool]:
+    """The logits at the targets, and the losses if the pass has a loss, and if they are finite."""
     model, batch, loss = described.model, described.batch, described.loss
     runs_backward = loss is not None and described.runs_backward
     prefix, copies = described.prefix, list[Tensor]()
@@ -351,7 +353,7 @@ def _run(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "
         of_gradients.require_calls()
         if checkpoints is not None:
             checkpoints.require_all(model)
-    return logits.detach(), losses
+    return logits.detach(), losses, is_finite
 
 
 def _inputs(
