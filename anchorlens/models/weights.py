@@ -167,10 +167,14 @@ def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device
             whole = weights._no_split_modules
             places = infer_auto_device_map(weights, no_split_module_classes=whole)
         else:
-            raise ValueError("a device_map is 'auto', or a dictionary from modules to devices")
+            raise ValueError("there is no such word")
         result = dispatch_model(weights, places)
     except (RuntimeError, AssertionError, ValueError, TypeError, KeyError) as error:
-        raise _no_device(f"device_map={device_map!r}", str(error)) from error
+        raise ModelError(
+            f"device_map={device_map!r} cannot be used: {str(error).partition(chr(10))[0]}; give "
+            "'auto', or a dictionary with the device of each module of the transformers model, "
+            "such as {'': 'cpu'}"
+        ) from error
     if outside := [name for name, each in result.named_parameters() if each.is_meta]:
         raise ModelError(
             f"device_map={device_map!r} leaves {outside[0]!r} and others in no memory of these "

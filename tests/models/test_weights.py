@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers.modeling_gguf_pytorch_utils as of_gguf
 from safetensors.torch import load_file, save_file
-from tiny_models import randomize, tiny_gpt2, tiny_llama
+from tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import (
     GPT2ForSequenceClassification,
@@ -275,3 +275,35 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: 
     write_gguf(tmp_path / "tiny.gguf", qwen2(tie_word_embeddings=False), without=(missing,))
     with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):
         load(tmp_path / "tiny.gguf", byte_level)
+
+
+def test_a_device_map_spreads_a_model(byte_level: Any) -> None:
+    """On devices that a machine has; tests/devices compares all numbers on two of them."""
+    weights = tiny_gpt2(len(byte_level))
+    model = al.load_model(weights, tokenizer=byte_level, device_map={"": "cpu"})
+    batches = questions(model, 3)
+    plain = al.load_model(weights, tokenizer=byte_level)
+    options: dict[str, Any] = {"progress": False}
+    spread = al.target_logits(model, batches, **options)
+    assert torch.equal(spread, al.target_logits(plain, batches, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "cpu", "device_map": "auto"}, "so leave device out; got device='cpu'"),
+        (
+            {"device_map": "balanced"},
+            "'balanced' cannot be used: there is no such word; give 'auto'",
+        ),
+        (
+            {"device_map": {"transformer.h.0": "cpu"}},
+            "device_map=.*transformer.h.0.* cannot be used: .*; give",
+        ),
+    ],
+)
+def test_a_device_map_that_cannot_be_is_refused(
+    options: dict[str, Any], words: str, byte_level: Any
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        al.load_model(tiny_gpt2(len(byte_level)), tokenizer=byte_level, **options)
