@@ -105,13 +105,13 @@ def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
     return randomize(GPT2LMHeadModel(config))
 
 
-def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
     """A model with rotary positions and two query heads for each key head."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        **{"num_hidden_layers": 3} | changes,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
