@@ -109,9 +109,8 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     # Of the three small models two are enough where a test is repeated, and one on a processed
     # bridge, whose numbers tests/models compares for every architecture.
     values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
-    left_out = {"llama"} | ({"gemma3"} if kind == "processed" else set())
-    if item.path.parent.name == "models":
-        left_out = {"llama"}
+    is_compared = kind != "processed" or item.path.parent.name == "models"
+    left_out = {"llama"} if is_compared else {"llama", "gemma3"}
     is_repeated = item.get_closest_marker("every_kind") is not None
     return is_repeated and not left_out.intersection(map(str, values)) and kind in kinds_of(config)
 

@@ -268,20 +268,22 @@ def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     lengths = batch.attention_mask.sum(1)
     facts = [lengths.amin(), lengths.amax(), batch.tokens.amax()]
-    if batch.verbalizer is None and len(batch.label_token_ids):
+    if batch.has_label_words:
         facts.append(batch.label_token_ids.amax())
     # Read at once, because the host waits for a GPU at each.
-    shortest, longest, *largest = torch.stack(facts).tolist()
+    shortest, longest, token, *labels = torch.stack(facts).tolist()
+    if batch.verbalizer is not None:
+        labels = [max(words) for words in batch.verbalizer.token_ids]
+    label = max(labels, default=-1)
     refuse_longer_than(model.cfg.n_ctx, longest)
     if batch.is_whole:  # after a prefix, kv_cache compares the lengths
         refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
-    if batch.verbalizer is not None:
-        largest.append(max(map(max, batch.verbalizer.token_ids)))
-    refuse_labels_beyond(model, max(largest[1:], default=-1))
-    if max(largest) >= vocabulary_of(model):
+    refuse_labels_beyond(model, label)
+    largest, vocabulary = max(token, label), vocabulary_of(model)
+    if largest >= vocabulary:
         raise PromptError(
-            f"token {max(largest)} is outside the model's vocabulary of {vocabulary_of(model)}; "
-            "the prompts were built with the tokenizer of another model"
+            f"token {largest} is outside the model's vocabulary of {vocabulary}; the prompts were "
+            "built with the tokenizer of another model"
         )
 
 

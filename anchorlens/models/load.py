@@ -108,10 +108,10 @@ def load_model(
             raise ModelError("a loaded model comes without a tokenizer; pass tokenizer=...")
         weights: Any = source
         refuse_device(device or weights.device)
-        if dtype is not None or device is not None:
+        if any(option is not None for option in (device, device_map, dtype)):
             weights = moved(copy.deepcopy(weights), device or weights.device, dtype)
         if device_map is not None:
-            weights = spread(copy.deepcopy(source) if weights is source else weights, device_map)
+            weights = spread(weights, device_map)
         name = weights.config.name_or_path or type(weights).__name__
         _refuse_inference_tensors(name, weights)
     else:

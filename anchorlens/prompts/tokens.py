@@ -65,7 +65,7 @@ def _composes(text: str, stop: int, start: int) -> bool:
     A letter and a combining accent do: the tokenizer joins them, and its offsets leave out the
     accent.
     """
-    if not 0 < stop < start or text[stop:start].isascii():
+    if not 0 < stop < start or text[stop:start].isascii():  # no accent is of ASCII
         return False
     parts = (text[stop - 1 : stop], text[stop:start])
     normal = [unicodedata.normalize("NFKC", part) for part in (*parts, "".join(parts))]

@@ -262,11 +262,7 @@ def long_prompts(device: str, config: Any, lengths: Sequence[int]) -> None:
 
     def flows(batch: al.PromptBatch, key: str, checkpoints: bool) -> None:
         options = QUIET | {"gradient_checkpointing": checkpoints}
-        fused_trial.LARGE = 0  # these prompts are long enough for a fused attention anyway
-        try:
-            record = al.run(model, [batch], [al.SaliencyFlows()], **options)["saliency_flows"]
-        finally:
-            fused_trial.LARGE = LARGE
+        record = al.run(model, [batch], [al.SaliencyFlows()], **options)["saliency_flows"]
         info[key] = record.info["attention"]
 
     say(

@@ -43,6 +43,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     def prompts(start: int, stop: int, **options: Any) -> list[al.PromptBatch]:
         return al.build_prompts(tokenizer, task, demos, queries[start:stop], **options)
 
+    device = next(model.parameters()).device
     batches, held_out = prompts(0, 6, batch_size=3), prompts(6, 10, batch_size=2)
     batch, single = batches[0], prompts(0, 2, batch_size=1)
     pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows, but many ask.")]
@@ -73,7 +74,6 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     def caches(**options: Any) -> Any:
         metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(directions=2)]
         names = al.names_filter(metrics, model, batch)
-        device = next(model.parameters()).device
         passes = (
             model.run_with_cache(
                 each.tokens.to(device),
@@ -88,7 +88,6 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     def of_attentions() -> Any:
         draw, length = torch.Generator().manual_seed(0), batch.tokens.shape[1]
         patterns = [torch.rand(3, 2, length, length, generator=draw, device="cpu")] * 3
-        device = next(model.parameters()).device
         cache = al.cache_of_attentions([pattern.to(device) for pattern in patterns])
         logits = torch.zeros(3, len(tokenizer)).to(device)
         return al.from_caches([al.AttentionAUCROC()], [batch], [(logits, cache)], resamples=0)
@@ -132,9 +131,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         return rows["mean"]
 
     def of_logits() -> Any:
-        logits = al.target_logits(model, [batch], progress=False)
-        return al.loyalty(logits, logits, batch.label_token_ids)
+        logits = al.target_logits(model, batches, progress=False).to(device)
+        return al.loyalty(logits, logits.flip(0), batch.label_token_ids.to(device))
 
+    numbers = torch.arange(972.0).view(2, 3, 2, 9, 9).to(device)
     held: dict[str, Any] = {"held_out": held_out, "tokenizer": tokenizer}
     factors = torch.full((model.cfg.n_layers, model.cfg.n_heads, 6), 0.3)
     contexts: dict[str, Any] = {"demonstrations": al.compress, "none": al.NoContext()}
@@ -157,9 +157,9 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         ],
         "stored rows": stored_rows,
         "maps": lambda: [al.saliency(model, batch), al.head_saliency(model, batch)],
-        "rollout": lambda: al.rollout(al.head_saliency(model, batch).abs()),
+        "rollout": lambda: al.rollout(al.head_saliency(model, batch).abs().to(device)),
         "of tensors": lambda: al.flows(
-            torch.ones(3, 2, 9, 9), torch.ones(3, 2, 9, 9), torch.ones(3, 9, 9).bool()
+            numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
         ),
         "of logits": of_logits,
         "isolate_labels": lambda: hooked(partial(al.isolate_labels, model, layers=[0, 1])),
