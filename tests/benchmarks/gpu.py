@@ -263,7 +263,7 @@ def long_prompts(device: str, config: Any, lengths: Sequence[int]) -> None:
     def flows(batch: al.PromptBatch, key: str, checkpoints: bool) -> None:
         options = QUIET | {"gradient_checkpointing": checkpoints}
         record = al.run(model, [batch], [al.SaliencyFlows()], **options)["saliency_flows"]
-        info[key] = record.info["attention"]
+        info[key] = record.info.get("attention", "whole patterns")
 
     say(
         f"\n### Flows over one long prompt, {config.num_hidden_layers} layers, "
