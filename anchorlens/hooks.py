@@ -254,9 +254,9 @@ def isolate(
             "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
             f"each prompt; got {_kind(positions)}"
         )
-    inside = positions.to(batch.tokens.device).long()
+    inside = positions.cpu().long()
     check_inside(batch, "positions", inside)
-    receivers = torch.zeros_like(batch.attention_mask).scatter(1, inside, True)
+    receivers = torch.zeros_like(batch.on_cpu.attention_mask).scatter(1, inside, True)
     return _isolate_in_batch(model, batch, receivers, layers, heads, False, renormalize)
 
 
@@ -296,7 +296,8 @@ def isolate_labels(
         >>> hooks = al.isolate_labels(model, batch, layers=range(5))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=hooks)
     """
-    receivers = edge_sets.group(batch, "label") if whole_words else edge_sets.anchors(batch)
+    on_cpu = batch.on_cpu
+    receivers = edge_sets.group(on_cpu, "label") if whole_words else edge_sets.anchors(on_cpu)
     return _isolate_in_batch(model, batch, receivers, layers, heads, keep_bos, renormalize)
 
 
@@ -356,9 +357,10 @@ def random_positions(
 
     They are after the first token of each prompt, or after the positions ``after``.
     """
+    batch = batch.on_cpu
     last = batch.label_ends.max(1, keepdim=True).values
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    after = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after
+    positions = torch.arange(batch.tokens.shape[1], device="cpu")
+    after = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after.cpu()
     allowed = batch.attention_mask & (positions < last) & (positions > after)
     labels = edge_sets.group(batch, "label") | edge_sets.anchors(batch)
     allowed &= ~labels
@@ -366,8 +368,8 @@ def random_positions(
     inside = edge_sets.group(batch, "text") | edge_sets.group(batch, "format")
     allowed &= inside | ~inside.any(1, keepdim=True)
     counts = (labels if whole_words else edge_sets.anchors(batch)).sum(1).tolist()
-    drawn = torch.zeros_like(allowed, device="cpu")
-    rows = zip(allowed.cpu(), counts, batch.demonstrations_id.tolist(), strict=True)
+    drawn = torch.zeros_like(allowed)
+    rows = zip(allowed, counts, batch.demonstrations_id.tolist(), strict=True)
     for row, (allowed_in_row, count, set_id) in enumerate(rows):
         candidates = allowed_in_row.nonzero().flatten()
         if len(candidates) < count:
@@ -379,7 +381,7 @@ def random_positions(
         generator = edge_sets.draw_generator(seed, set_id)
         chosen = torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
         drawn[row, candidates[chosen]] = True
-    return drawn.to(batch.tokens.device)
+    return drawn
 
 
 @checked
@@ -412,8 +414,8 @@ def reweight_anchors(
     require_prepared(model)
     refuse_folded_value_biases(model)
     check_fits(model, batch)
-    check_inside(batch, "label_positions", batch.label_positions)
-    check_inside(batch, "target_positions", batch.target_positions[:, None])
+    check_inside(batch, "label_positions")
+    check_inside(batch, "target_positions")
     factors = beta if isinstance(beta, Tensor) else beta.of_prompts(batch)
     expected = (model.cfg.n_layers, model.cfg.n_heads, batch.label_positions.shape[1])
     if tuple(factors.shape) != expected:
@@ -457,6 +459,7 @@ def _isolate_in_batch(
     check_fits(model, batch)
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
+    receivers = receivers.to(batch.tokens.device, non_blocking=True)
     cut = edge_sets.between(receivers, batch.attention_mask)
     return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
 

@@ -21,7 +21,7 @@ from ..models.model_state import frozen_in_eval_mode, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..results.html_tables import table, titled
 from ..results.record import kind_of_file
 from ..system.arguments import checked
@@ -281,6 +281,11 @@ def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
 
 def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
     """The selected columns of the prompts, whose label words are those that are selected whole."""
+    return on_both(batch, lambda each: _selected_columns(each, selected))
+
+
+def _selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
+    selected = selected.to(batch.tokens.device)
     ends = (batch.label_positions, batch.label_ends)
     whole = torch.stack([selected[end] for end in ends]).all(0).all(0)
     moved = selected.cumsum(0) - 1

@@ -243,7 +243,7 @@ def prefix_at_start(
         keys=tuple(keys),
         values=tuple(values),
         attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
-        next_position=torch.tensor([count], device=device),
+        next_position=torch.full((1,), count, device=device),
         text_length=count,
     )
 

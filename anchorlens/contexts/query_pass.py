@@ -15,7 +15,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
-from ..prompts.batch import PromptBatch, check_batch
+from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..prompts.groups import OTHER, PADDING
 from ..system.arguments import checked
 from ..system.methods import has_methods
@@ -92,9 +92,14 @@ def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
     Returns:
         The tokens, then the query up to the target. Label positions are left out.
     """
-    tokens = tokens.to(batch.tokens.device)
+    width = longest_query(batch)
+    return on_both(batch, lambda each: _queries_after(each, tokens, width))
+
+
+def _queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"], width: int) -> PromptBatch:
+    tokens = tokens.to(batch.tokens.device, non_blocking=batch.tokens.device.type != "cpu")
     count, lengths = len(tokens), batch.target_positions - batch.query_start + 1
-    offsets = torch.arange(int(lengths.max()), device=batch.tokens.device)
+    offsets = torch.arange(width, device=batch.tokens.device)
     inside = offsets < lengths[:, None]
     columns = batch.query_start[:, None] + torch.where(inside, offsets, 0)
     rows = len(batch)
@@ -127,7 +132,8 @@ def bos_of(batch: PromptBatch) -> Int[Tensor, " position"]:
 
 def longest_query(batch: PromptBatch) -> int:
     """Number of tokens of the longest query, up to the target."""
-    return int((batch.target_positions - batch.query_start).max()) + 1
+    on_cpu = batch.on_cpu
+    return int((on_cpu.target_positions - on_cpu.query_start).max()) + 1
 
 
 def checked_queries(

@@ -247,7 +247,7 @@ def _rows(
             (len(batch),), float(context.size), dtype=torch.double, device="cpu"
         ),
         "bytes_whole": torch.full((len(batch),), whole_size, dtype=torch.double, device="cpu"),
-        "demonstrations_id": batch.demonstrations_id.cpu(),
+        "demonstrations_id": batch.on_cpu.demonstrations_id,
     }
 
 

@@ -312,7 +312,7 @@ def _rows(
     return {
         **{name: torch.stack([rows[name] for rows in of_contexts], 1) for name in of_contexts[0]},
         "whole_correct": _correct(whole_logits, batch),
-        "demonstrations_id": batch.demonstrations_id.cpu(),
+        "demonstrations_id": batch.on_cpu.demonstrations_id,
     }
 
 

@@ -17,7 +17,7 @@ from ..metrics.prefix_effect import (
 )
 from ..models.hooked import HookedModel
 from ..prompts import edges
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, on_both
 from ..runs.study import Study
 from ..system.arguments import checked
 
@@ -127,8 +127,10 @@ def pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> Quer
     """The pass over the queries, which knows whether the context begins with the BOS of prompts."""
     query_pass = context.query_pass(model, batch)
     queries = query_pass.batch
-    starts = batch.attention_mask.long().argmax(1, keepdim=True)
-    first = batch.tokens.gather(1, starts)[:, 0].to(queries.tokens.device)
-    same = bool((queries.tokens[:, 0] == first).all())
-    begins_with_bos = batch.begins_with_bos and same
-    return replace(query_pass, batch=replace(queries, begins_with_bos=begins_with_bos))
+    prompts = batch.on_cpu
+    starts = prompts.attention_mask.long().argmax(1, keepdim=True)
+    first = prompts.tokens.gather(1, starts)[:, 0]
+    same = bool((queries.on_cpu.tokens[:, 0] == first).all())
+    begins = batch.begins_with_bos and same
+    known = on_both(queries, lambda each: replace(each, begins_with_bos=begins))
+    return replace(query_pass, batch=known)

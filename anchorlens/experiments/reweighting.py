@@ -311,7 +311,7 @@ def _queries(batches: Sequence[PromptBatch]) -> list[tuple[int, int]]:
 
 def _classes(batches: Sequence[PromptBatch]) -> list[int]:
     """The classes of the label words in order of appearance, the same in all prompts."""
-    orders = torch.cat([batch.label_classes.cpu() for batch in batches]).unique(dim=0)
+    orders = torch.cat([batch.on_cpu.label_classes for batch in batches]).unique(dim=0)
     if len(orders) > 1:
         raise PromptError(
             "a beta is for a single order of label words, but the prompts have the classes "

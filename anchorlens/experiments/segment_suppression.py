@@ -130,7 +130,7 @@ def segment_suppression(
 
         def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
             kl = _kl_of_batch(model, batch, chosen.segments_of(batch))
-            return {"kl": kl, "demonstrations_id": batch.demonstrations_id.cpu()}
+            return {"kl": kl, "demonstrations_id": batch.on_cpu.demonstrations_id}
 
         rows = study.collect(rows_of_batch)
         names = chosen.names_of(study.batches[0])

@@ -105,7 +105,7 @@ class AttentionAUCROC:
         n_classes = len(batch.label_token_ids)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         at_labels = prompts, batch.target_rows[:, None], batch.label_positions
-        of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
+        of_class = torch.nn.functional.one_hot(batch.on_cpu.label_classes, n_classes).double()
 
         def store_scores(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
             number, query, key = beside(pattern, *at_labels)
@@ -126,7 +126,7 @@ class AttentionAUCROC:
                 "rounding": torch.tensor(
                     [[max(roundings), max(smallest)]] * len(batch), device="cpu"
                 ).double(),
-                "demonstrations_id": batch.demonstrations_id.cpu(),
+                "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
 
         return Observation(rows, hooks_by_layer(model, pattern_name, store_scores))

@@ -150,7 +150,7 @@ class AnchorDistances:
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's queries, and the label words' keys where the batch has them."""
         operands = _operands_of(model)
-        gold = require_gold(batch.gold, "the confusion of classes")
+        gold = require_gold(batch.on_cpu.gold, "the confusion of classes")
         prompts = torch.arange(len(batch), device=batch.tokens.device)
         queries: dict[int, Tensor] = {}
 
@@ -166,8 +166,8 @@ class AnchorDistances:
             values = {
                 "queries": _by_layer(queries),
                 "label_logits": batch.label_scores(logits).cpu().double(),
-                "gold": gold.cpu(),
-                "demonstrations_id": batch.demonstrations_id.cpu(),
+                "gold": gold,
+                "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
             return values if keys is None else values | keys.rows(logits, clean_logits)
 
@@ -190,8 +190,9 @@ class AnchorDistances:
             keys[layer] = _at_least_float32(by_query_head.flatten(2))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            starts = batch.attention_mask.long().argmax(1, keepdim=True)
-            positions = (batch.label_positions - starts).cpu().double()
+            on_cpu = batch.on_cpu
+            starts = on_cpu.attention_mask.long().argmax(1, keepdim=True)
+            positions = (on_cpu.label_positions - starts).double()
             of_anchors = _by_layer(keys)  # [batch, layer, anchor, channel]
             means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())
             return {
@@ -296,7 +297,7 @@ def rank_correlation(
 def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:
     """Weight of each label word in its class: 1 / number of label words of the class."""
     n_classes = len(batch.label_token_ids)
-    of_class = torch.nn.functional.one_hot(batch.label_classes.cpu(), n_classes).double()
+    of_class = torch.nn.functional.one_hot(batch.on_cpu.label_classes, n_classes).double()
     counts = of_class.sum(1)
     if not counts.all():
         raise MetricError(

@@ -253,6 +253,7 @@ class LabelHeads:
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""
+        device, batch = batch.tokens.device, batch.on_cpu
         first = batch.attention_mask.long().argmax(1, keepdim=True)
         if (batch.label_positions <= first).any():
             row = int((batch.label_positions <= first).any(1).nonzero()[0])
@@ -270,7 +271,7 @@ class LabelHeads:
                 f"{self.name} draws random positions after the first label word, but {error}"
             ) from error
         draws = [mask.nonzero()[:, 1].view_as(batch.label_positions) for mask in masks]
-        return torch.stack([batch.label_positions, *draws], dim=1)
+        return torch.stack([batch.label_positions, *draws], dim=1).to(device, non_blocking=True)
 
 
 def _tokens_up_to_target(batch: PromptBatch) -> Int[Tensor, " batch"]:

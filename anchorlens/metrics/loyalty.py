@@ -219,12 +219,16 @@ def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[
             "both runs must have the shape (batch, vocab); got "
             f"{tuple(reference.logits.shape)} and {tuple(changed.logits.shape)}"
         )
-    common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2)).cpu().double()
+    common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2))
     kl = _expected_difference(reference, changed) - reference.log_total + changed.log_total
+    rows = (reference.label == changed.label, common, kl)
+    # One copy to the CPU, because Python waits for a GPU at each.
+    together = torch.stack([row.to(kl.device).to(kl.dtype) for row in rows]).cpu()
+    label_kept, common, kl = together.unbind()
     return {
-        "label_kept": (reference.label == changed.label).cpu().double(),
+        "label_kept": label_kept,
         "word_overlap": common / (2 * changed.top.shape[1] - common),
-        "kl": kl.cpu(),
+        "kl": kl,
     }
 
 

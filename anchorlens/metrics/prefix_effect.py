@@ -298,7 +298,7 @@ def effect_rows(
     # The second moments of m b are what is needed, but these would be d_head times as many numbers.
     wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
     by_layer["taken"] = by_layer["taken"].to(wide)
-    ids = batch.demonstrations_id.cpu()
+    ids = batch.on_cpu.demonstrations_id
     return {**by_layer, "demonstrations_id": ids, "prefix_id": ids}
 
 

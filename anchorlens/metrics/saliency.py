@@ -150,10 +150,10 @@ class SaliencyFlows:
         check_fits(model, batch)  # before the edges of many tokens
         chosen = self._edges_of(batch)
         sums = EdgeSums(chosen, batch.first_query, self.absolute_per_head)
-        counts = torch.stack([edges.counts() for edges in chosen], dim=1).cpu()
+        counts = torch.stack([edges.counts() for edges in chosen], dim=1)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            ids = batch.demonstrations_id.cpu()
+            ids = batch.on_cpu.demonstrations_id
             of_edges = sums.rows(logits, clean_logits)
             return {**of_edges, "counts": counts, "demonstrations_id": ids}
 
@@ -380,7 +380,7 @@ def _in_columns_of(
     """Move maps of prompts that begin in the first column to the columns of ``batch``."""
     length = batch.tokens.shape[1]
     moved = maps.new_zeros(*maps.shape[:2], length, length)
-    for number, mask in enumerate(batch.attention_mask.cpu()):
+    for number, mask in enumerate(batch.on_cpu.attention_mask):
         columns = mask.nonzero().flatten()
         first, count = int(columns[0]), int(columns[-1] - columns[0]) + 1
         inside = slice(first, first + count)

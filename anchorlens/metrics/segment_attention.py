@@ -129,7 +129,7 @@ class SegmentAttention:
         sums = self._sums(model, batch, batch.first_query)
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            ids = batch.demonstrations_id.cpu()
+            ids = batch.on_cpu.demonstrations_id
             return {**sums.rows(logits, None), "counts": counts, "demonstrations_id": ids}
 
         return Observation(rows, sums.hooks)

@@ -256,7 +256,7 @@ def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
 def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:
     """What each prompt of a batch contributes to a ``SegmentFlowsRecord``."""
     counts = edge_counts(sums.segments)
-    return {**sums.rows(), "counts": counts, "demonstrations_id": batch.demonstrations_id.cpu()}
+    return {**sums.rows(), "counts": counts, "demonstrations_id": batch.on_cpu.demonstrations_id}
 
 
 def edge_counts(

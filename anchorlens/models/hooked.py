@@ -266,18 +266,11 @@ def refuse_longer_than(context: int, longest: int) -> None:
 
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
-    lengths = batch.attention_mask.sum(1)
-    facts = [lengths.amin(), lengths.amax(), batch.tokens.amax()]
-    if batch.has_label_words:
-        facts.append(batch.label_token_ids.amax())
-    # Read at once, because the host waits for a GPU at each.
-    shortest, longest, token, *labels = torch.stack(facts).tolist()
-    if batch.verbalizer is not None:
-        labels = [max(words) for words in batch.verbalizer.token_ids]
-    label = max(labels, default=-1)
-    refuse_longer_than(model.cfg.n_ctx, longest)
+    lengths, token = batch.on_cpu.attention_mask.sum(1), int(batch.on_cpu.tokens.max())
+    label = max((max(words) for words in batch.word_token_ids), default=-1)
+    refuse_longer_than(model.cfg.n_ctx, int(lengths.max()))
     if batch.is_whole:  # after a prefix, kv_cache compares the lengths
-        refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
+        refuse_rotations_in_a_batch(model, int(lengths.min()), batch.tokens.shape[1])
     refuse_labels_beyond(model, label)
     largest, vocabulary = max(token, label), vocabulary_of(model)
     if largest >= vocabulary:

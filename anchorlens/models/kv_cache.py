@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
-from .rotary import refuse_another_rotation
+from .rotary import refuse_another_rotation, rotates_by_length
 
 # Models in which prepare_model found that a step after a cache fails, and why.
 without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -205,7 +205,7 @@ def inputs_after(
     """
     if not hasattr(model, "original_model"):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}
-    if prefix is not None:
+    if prefix is not None and rotates_by_length(model):  # to ask for the length takes time
         refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
     before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)

@@ -21,6 +21,11 @@ _SHORTER_PROMPTS = (
 )
 
 
+def rotates_by_length(model: Any) -> bool:
+    """Whether rotations depend on the length of a text at all."""
+    return any(True for _ in _kinds(model))
+
+
 def rotate_alike(model: Any, length: int, other: int) -> bool:
     """Whether texts of these two numbers of tokens rotate the same positions alike."""
     return all((length > switch) == (other > switch) for switch in _switches(model))

@@ -182,9 +182,10 @@ def losses_of(
 
 def _finite(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
     """The logits and the losses of a pass, or an error if they are not finite."""
-    logits, losses, is_finite = _run(described)
-    _require_finite(described, logits, "at the target position")
-    if losses is not None and not is_finite:
+    logits, losses, are_finite = _run(described)
+    if not are_finite[0]:
+        raise _not_finite(described, "at the target position")
+    if not all(are_finite):
         raise MetricError(
             "the loss is not finite (NaN or infinite) for some prompts, though their logits are; "
             "gradients of it say nothing"
@@ -231,8 +232,8 @@ def logits_at(
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
-        if len(of_prompt):
-            _require_finite(described, of_prompt, "at the positions that were asked for")
+        if len(of_prompt) and not _is_finite(of_prompt):
+            raise _not_finite(described, "at the positions that were asked for")
     return of_prompts
 
 
@@ -293,8 +294,8 @@ def run_prefix(
 
 def _run(
     described: Pass,
-) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, bool]:
-    """The logits at the targets, and the losses if the pass has a loss, and if they are finite."""
+) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
+    """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
     model, batch, loss = described.model, described.batch, described.loss
     runs_backward = loss is not None and described.runs_backward
     prefix, copies = described.prefix, list[Tensor]()
@@ -315,7 +316,7 @@ def _run(
     observers = observed.hooks
     if checkpoints is not None:
         observers = checkpoints.observers(observers)
-    losses, is_finite = None, False
+    losses: Tensor | None = None
     continues = needs_continuations(loss)
     forward = [*needed, *changes.hooks, *observers, *last]
     acting = acting_hooks(model, forward, of_gradients.hooks)
@@ -342,18 +343,20 @@ def _run(
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)
             require_one_a_prompt(losses, len(logits))
-            is_finite = bool(losses.isfinite().all())
-            if is_finite and runs_backward:  # otherwise run_pass says what is not finite
-                _backward(losses, leaves)
-                if graph is not None:
-                    graph.pass_gradients_on(copies)
-    if loss is None or is_finite:
+        # Read at once, because Python waits for a GPU at each.
+        numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
+        are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
+        if losses is not None and runs_backward and all(are_finite):
+            _backward(losses, leaves)
+            if graph is not None:
+                graph.pass_gradients_on(copies)
+    if all(are_finite):  # otherwise _finite says what is not
         observed.require_calls()
-    if is_finite:
+    if losses is not None and all(are_finite):
         of_gradients.require_calls()
         if checkpoints is not None:
             checkpoints.require_all(model)
-    return logits.detach(), losses, is_finite
+    return logits.detach(), losses, are_finite
 
 
 def _inputs(
@@ -376,14 +379,17 @@ def _backward(losses: Float[Tensor, " batch"], leaves: Sequence[Tensor]) -> None
     losses.sum().backward(inputs=list(leaves))
 
 
-def _require_finite(described: Pass, logits: Tensor, where: str) -> None:
+def _is_finite(values: Tensor) -> Bool[Tensor, ""]:
     # The smallest and the largest suffice: isfinite makes three copies of all logits.
-    if not torch.stack(logits.aminmax()).isfinite().all():
-        raise NotFiniteError(
-            f"the model's logits are not finite (NaN or infinite) {where}, and so is "
-            f"what {_first_not_finite(described)} gives out; try float32 "
-            "(dtype=torch.float32), and check the hooks that act there"
-        )
+    return torch.stack(values.aminmax()).isfinite().all()
+
+
+def _not_finite(described: Pass, where: str) -> NotFiniteError:
+    return NotFiniteError(
+        f"the model's logits are not finite (NaN or infinite) {where}, and so is what "
+        f"{_first_not_finite(described)} gives out; try float32 (dtype=torch.float32), and check "
+        "the hooks that act there"
+    )
 
 
 def _first_not_finite(described: Pass) -> str:
@@ -445,10 +451,10 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides the
     NaN from the pattern but not from the gradients.
     """
+    if batch.on_cpu.attention_mask[:, batch.query_rows].all():
+        return []
     with torch.inference_mode(False):  # autograd stores it, see _run
         padding = ~batch.attention_mask[:, batch.query_rows]
-    if not padding.any():
-        return []
 
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)

@@ -219,5 +219,5 @@ def logit_difference(logits: Tensor, expected: Tensor) -> float:
 
 def only_set(batch: PromptBatch) -> int | None:
     """The set of demonstrations of a batch; None if it has several."""
-    lowest, highest = torch.stack(batch.demonstrations_id.aminmax()).tolist()
-    return lowest if lowest == highest else None
+    sets = set(batch.on_cpu.demonstrations_id.tolist())
+    return sets.pop() if len(sets) == 1 else None

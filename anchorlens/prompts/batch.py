@@ -1,11 +1,11 @@
 """The record of one batch of prompts: tokens and the positions that analyses need."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from reprlib import Repr
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
 from jaxtyping import Bool, Float, Int, jaxtyped
@@ -20,6 +20,8 @@ from .token_texts import token_texts
 from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
+_AXIS_OF_POSITIONS = ("tokens", "attention_mask", "groups")
+_POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
 _LABELS.maxstring = 14
@@ -126,12 +128,46 @@ class PromptBatch:
         return PromptView(token_texts(tokenizer, ids), groups, heading, names)
 
     @property
+    def on_cpu(self) -> "PromptBatch":
+        """The same batch on the CPU, where numbers are read: at each, Python waits for a GPU.
+
+        A batch that was moved with ``to``, and what its methods make of it, has it already.
+        """
+        if self._is_on_cpu:
+            return self
+        edits, on_cpu = vars(self).get("_known", (None, None))
+        if on_cpu is None or edits != self._edits():
+            on_cpu = self.to("cpu")
+            self._remember(on_cpu)
+        return cast(PromptBatch, on_cpu)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(value.device.type == "cpu" for value in self._tensors().values())
+
+    def _remember(self, on_cpu: "PromptBatch") -> None:
+        # No field: dataclasses.replace makes a batch that does not have it.
+        object.__setattr__(self, "_known", (self._edits(), on_cpu))
+
+    def _edits(self) -> list[object]:
+        """How often each tensor was edited; inference tensors do not count it, so never equal."""
+        values = self._tensors().values()
+        return [object() if value.is_inference() else value._version for value in values]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, for copies and pickles; also what ``replace`` takes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = self.__getstate__().items()
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
+    @property
     def shared_prefix(self) -> int:
         """Number of leading tokens that all prompts of the batch have in common."""
-        rows = [
-            row[mask]
-            for row, mask in zip(self.tokens.cpu(), self.attention_mask.cpu(), strict=True)
-        ]
+        on_cpu = self.on_cpu
+        pairs = zip(on_cpu.tokens, on_cpu.attention_mask, strict=True)
+        rows = [row[mask] for row, mask in pairs]
         shortest = min(len(row) for row in rows)
         same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
         return int(same.long().cumprod(0).sum())
@@ -146,7 +182,7 @@ class PromptBatch:
         """First token of every label word, by class."""
         if self.verbalizer is not None:
             return self.verbalizer.token_ids
-        return [[token] for token in self.label_token_ids.tolist()]
+        return [[token] for token in self.on_cpu.label_token_ids.tolist()]
 
     @checked
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
@@ -187,11 +223,11 @@ class PromptBatch:
         Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
         positions are those of whole prompts; only the rows of patterns begin at ``position``.
         """
-        return replace(self, first_query=position)
+        return on_both(self, lambda batch: replace(batch, first_query=position))
 
     def whole(self) -> "PromptBatch":
         """The same prompts, of which all tokens are run."""
-        return replace(self, first_query=0)
+        return on_both(self, lambda batch: replace(batch, first_query=0))
 
     @checked
     def prompt(self, number: int) -> "PromptBatch":
@@ -213,35 +249,43 @@ class PromptBatch:
             >>> len(batch.prompts(0, 2))
             2
         """
-        rows: dict[str, Any] = {
-            name: value[start:stop:step]
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name != "label_token_ids"
-        }
-        columns = rows["attention_mask"].any(0).nonzero()
+        columns = self.on_cpu.attention_mask[start:stop:step].any(0).nonzero()
         first, last = int(columns[0]), int(columns[-1])
-        for name in ("tokens", "attention_mask", "groups"):
-            rows[name] = rows[name][:, first : last + 1]
-        for name in ("label_positions", "label_ends", "target_positions", "query_start"):
-            rows[name] = rows[name] - first
-        return replace(self, **rows)
+
+        def chosen(batch: PromptBatch) -> PromptBatch:
+            rows: dict[str, Any] = {
+                name: value[start:stop:step]
+                for name, value in batch._tensors().items()
+                if name != "label_token_ids"
+            }
+            for name in _AXIS_OF_POSITIONS:
+                rows[name] = rows[name][:, first : last + 1]
+            for name in _POSITIONS:
+                rows[name] = rows[name] - first
+            return replace(batch, **rows)
+
+        return on_both(self, chosen)
 
     def padded_right(self) -> "PromptBatch":
         """The same prompts with padding on the right; this batch itself if it is so already."""
-        return self._columns_from(self._ends()[0])
+        return self._columns_from(self.on_cpu._ends()[0])
 
     def padded_left(self) -> "PromptBatch":
         """The same prompts with padding on the left."""
-        starts, ends = self._ends()
+        starts, ends = self.on_cpu._ends()
         return self._columns_from(ends - int((ends - starts).max()))
 
     @checked
     def before(self, position: int) -> "LeadingTokens":
         """The columns before ``position`` alone, all of which are run."""
-        fields = {**vars(self), "first_query": 0}
-        for name in ("tokens", "attention_mask", "groups"):
-            fields[name] = fields[name][:, :position]
-        return LeadingTokens(**fields)
+
+        def leading(batch: PromptBatch) -> LeadingTokens:
+            values = batch.__getstate__()
+            for name in _AXIS_OF_POSITIONS:
+                values[name] = values[name][:, :position]
+            return LeadingTokens(**{**values, "first_query": 0})
+
+        return cast(LeadingTokens, on_both(self, leading))
 
     def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         """The first position of each prompt, and the first position after it."""
@@ -253,21 +297,24 @@ class PromptBatch:
 
         Indices wrap around at the end of a row, where only padding is read.
         """
-        first, ends = self._ends()
+        first, ends = self.on_cpu._ends()
         width = int((ends - first).max())
         if width == self.tokens.shape[1] and not starts.any():
             return self
-        positions = torch.arange(width, device=starts.device) + starts[:, None]
-        columns = positions % self.tokens.shape[1]
-        rows: dict[str, Any] = {
-            name: getattr(self, name).gather(1, columns)
-            for name in ("tokens", "attention_mask", "groups")
-        }
-        for name in ("label_positions", "label_ends"):
-            rows[name] = getattr(self, name) - starts[:, None]
-        for name in ("target_positions", "query_start"):
-            rows[name] = getattr(self, name) - starts
-        return replace(self, **rows)
+
+        def moved(batch: PromptBatch) -> PromptBatch:
+            begin = starts.to(batch.tokens.device, non_blocking=True)
+            positions = torch.arange(width, device=begin.device) + begin[:, None]
+            columns = positions % batch.tokens.shape[1]
+            rows: dict[str, Any] = {
+                name: getattr(batch, name).gather(1, columns) for name in _AXIS_OF_POSITIONS
+            }
+            for name in _POSITIONS:
+                values = getattr(batch, name)
+                rows[name] = values - (begin if values.ndim == 1 else begin[:, None])
+            return replace(batch, **rows)
+
+        return on_both(self, moved)
 
     @torch.inference_mode(False)
     @checked
@@ -277,10 +324,16 @@ class PromptBatch:
         to_accelerator = torch.device(device).type != "cpu"
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=to_accelerator, copy=value.is_inference())
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            for name, value in self._tensors().items()
         }
-        return replace(self, **moved)
+        batch = replace(self, **moved)
+        if to_accelerator and (self._is_on_cpu or "_known" in vars(self)):
+            # Its own numbers, which later edits of this batch do not change.
+            own: dict[str, Any] = {
+                name: value.clone() for name, value in self.on_cpu._tensors().items()
+            }
+            batch._remember(replace(self, **own))
+        return batch
 
     @classmethod
     @checked
@@ -364,7 +417,7 @@ class PromptBatch:
             index=torch.arange(size, device=device),
             begins_with_bos=begins_with_bos,
         )
-        check_inside(batch, "target_positions", batch.target_positions[:, None])
+        check_inside(batch, "target_positions")
         _check_positions(batch)
         _check_words(batch)
         groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
@@ -447,6 +500,14 @@ class LeadingTokens(PromptBatch):
     """
 
 
+def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) -> PromptBatch:
+    """A change of a batch on its device, and of ``batch.on_cpu``, so that neither is copied."""
+    changed = change(batch)
+    if batch.on_cpu is not batch and changed is not batch:
+        changed._remember(change(batch.on_cpu))
+    return changed
+
+
 def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     """The segment of each token of a single prompt, and names; one for tokens without a segment."""
     names, groups = prompt.segment_names, prompt.groups[0].tolist()
@@ -474,7 +535,7 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
 
 def longest_prompt(batches: Sequence[PromptBatch]) -> int:
     """The number of tokens of the longest prompt."""
-    return max(int(batch.attention_mask.sum(1).max()) for batch in batches)
+    return max(int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches)
 
 
 def require_label_words(batches: Sequence[PromptBatch]) -> None:
@@ -517,6 +578,7 @@ def check_prompts(batch: PromptBatch) -> None:
                 f"as those of its other tensors; got {got}. Build batches with build_prompts or "
                 "PromptBatch.from_positions"
             )
+    batch = batch.on_cpu
     if batch.tokens.numel() == 0:
         raise PromptError(f"a batch has at least one token; got {tuple(batch.tokens.shape)}")
     if batch.first_query:
@@ -530,13 +592,24 @@ def check_prompts(batch: PromptBatch) -> None:
     if (batch.tokens < 0).any():
         raise PromptError(f"tokens count from 0; got {int(batch.tokens.min())}")
     _check_segments(batch)
-    check_inside(batch, "target_positions", batch.target_positions[:, None])
+    check_inside(batch, "target_positions")
     if batch.has_label_words or batch.label_positions.numel():
         _check_positions(batch)
 
 
-def check_inside(batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"]) -> None:
-    """Raise an error if a position is outside its prompt or on padding."""
+def check_inside(
+    batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"] | None = None
+) -> None:
+    """Raise an error if a position is outside its prompt or on padding.
+
+    Args:
+        batch: The prompts.
+        name: The name of the positions, for the error.
+        positions: The positions; by default the batch's own of this name.
+    """
+    batch = batch.on_cpu
+    positions = getattr(batch, name) if positions is None else positions.cpu()
+    positions = positions[:, None] if positions.ndim == 1 else positions
     length = batch.tokens.shape[1]
     if len(positions) != len(batch) or not holds_integers(positions):
         raise PromptError(
@@ -593,8 +666,8 @@ def _check_words(batch: PromptBatch) -> None:
 def _check_positions(batch: PromptBatch) -> None:
     """Check that positions are inside their prompt and before the target, and classes in range."""
     classes = len(batch.label_token_ids)
-    check_inside(batch, "label_positions", batch.label_positions)
-    check_inside(batch, "label_ends", batch.label_ends)
+    check_inside(batch, "label_positions")
+    check_inside(batch, "label_ends")
     if batch.label_positions.shape[1] == 0:
         raise PromptError(
             "a batch has at least one label word in each prompt; got label_positions "

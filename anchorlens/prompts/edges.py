@@ -84,7 +84,7 @@ def anchors(batch: PromptBatch) -> Positions:
         PromptError: A label position lies outside its prompt, or there are no label words.
     """
     require_label_words([batch])
-    check_inside(batch, "label_positions", batch.label_positions)
+    check_inside(batch, "label_positions")
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 

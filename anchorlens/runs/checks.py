@@ -15,7 +15,7 @@ from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
-from ..prompts.edges import check_edges
+from ..prompts.edges import between, not_earlier
 
 
 def check_metrics(
@@ -101,15 +101,17 @@ def _has_edges(batch: PromptBatch, edges: EdgeSet) -> bool:
 
     Hooks may also act on the attention of a token to itself.
     """
-    count, length = batch.tokens.shape
-    positions = torch.arange(length, device=edges.device)
-
-    def to_others(rows: slice) -> Tensor:
-        return (positions != positions[rows, None]).expand(count, -1, -1)
-
-    others = EdgeSet(to_others, (count, length, length), edges.device)
-    check_edges(batch, edges & others)
-    return edges.has_edges()
+    allowed = between(batch.attention_mask, batch.attention_mask)
+    flags = []
+    for rows, of_rows in edges.pieces():
+        positions = torch.arange(of_rows.shape[2], device=of_rows.device)
+        to_others = of_rows & (positions != positions[rows, None])
+        forbidden = to_others & ~allowed.rows(rows).to(of_rows.device)
+        flags.append(torch.stack([forbidden.any(), of_rows.any()]))
+    is_forbidden, has_edges = torch.stack(flags).any(0).tolist()
+    if is_forbidden:
+        raise not_earlier()
+    return bool(has_edges)
 
 
 def _are_hooks(hooks: Any) -> bool:

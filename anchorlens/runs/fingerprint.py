@@ -66,7 +66,7 @@ def fingerprint(
         "dtype": ", ".join(sorted({str(weights.dtype) for weights in parameters})),
         "device": ", ".join(sorted(devices)),
         "precision": _precision(devices),
-        "prompts": identity_of([vars(batch) for batch in batches], known).digest,
+        "prompts": identity_of([batch.__getstate__() for batch in batches], known).digest,
         # The code of a function is that of a version of Python.
         "python": ".".join(platform.python_version_tuple()[:2]),
         **versions(),

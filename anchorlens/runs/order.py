@@ -37,5 +37,5 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
 
 def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """The set of demonstrations of each prompt, in the order of the rows."""
-    ids = torch.cat([batch.demonstrations_id.cpu() for batch in batches])
+    ids = torch.cat([batch.on_cpu.demonstrations_id for batch in batches])
     return ids[order_of_queries(batches)]
