@@ -106,11 +106,11 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     kind = kind_of(item) or "bridge"
     if LINE.startswith("4.") and kind == "bridge":
         return "bridge" in kinds_of(config)
-    # Of the three small models two are enough where a test is repeated, and one on a processed
-    # bridge, whose numbers tests/models compares for every architecture.
+    # Where a test is repeated, two of the three small models are enough in tests/models, which
+    # compares the numbers of every architecture, and one elsewhere.
     values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
-    is_compared = kind != "processed" or item.path.parent.name == "models"
-    left_out = {"llama"} if is_compared else {"llama", "gemma3"}
+    one = {"llama", "gpt2" if kind == "hooked-transformer" else "gemma3"}
+    left_out = {"llama"} if item.path.parent.name == "models" else one
     is_repeated = item.get_closest_marker("every_kind") is not None
     return is_repeated and not left_out.intersection(map(str, values)) and kind in kinds_of(config)
 

@@ -2,18 +2,14 @@
 
 import doctest
 import importlib
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import anchorlens as al
-
-MODULES = [module.name for module in pkgutil.walk_packages(al.__path__, "anchorlens.")]
+from printed_code import MODULES, failed_examples, names_of_examples
 
 pytestmark = [
+    pytest.mark.without_jaxtyping,
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets:UserWarning"),
     pytest.mark.filterwarnings("ignore:some pairs:UserWarning"),
 ]
@@ -21,22 +17,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def names(model_folder: Path) -> dict[str, Any]:
-    """The names that every example may use."""
-    model = al.load_model(str(model_folder))
-    task, examples = al.TASKS["trec"], al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=42)
-    batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
-    return {
-        "al": al,
-        "torch": torch,
-        "edges": al.edges,
-        "folder": model_folder,
-        "model": model,
-        "task": task,
-        "demos": demos,
-        "batches": batches,
-        "batch": batches[0],
-    }
+    return names_of_examples(model_folder)
 
 
 # Several groups, because the examples take as long as many other files together.
@@ -48,9 +29,7 @@ def names(model_folder: Path) -> dict[str, Any]:
     ],
 )
 def test_the_examples_of_a_module_run(name: str, names: dict[str, Any]) -> None:
-    module = importlib.import_module(name)
-    results = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
-    assert results.failed == 0
+    assert not failed_examples(name, names)
 
 
 def test_docstrings_have_many_examples_and_skip_none() -> None:

@@ -5,24 +5,21 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import plotly.graph_objects as go
 import pytest
 import torch
 import typer
 from accelerate import PartialState
+from printed_code import FENCE, ROOT, blocks_of, run_page
 from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
 from anchorlens.cli.own_task import TaskOptions, task_with_examples
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# On these pages the first block is what every other block needs, and nothing else is.
-RECIPES = {"cookbook.md", "gallery.md"}
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -31,23 +28,6 @@ pytestmark = [
     # peft 0.21 asks transformers 5 for it.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-
-
-class Block(NamedTuple):
-    """A block of code of a page, and the number of its first line there."""
-
-    language: str
-    code: str
-    line: int
-
-
-def blocks_of(page: Path, language: str) -> list[Block]:
-    text = page.read_text()
-    blocks = [
-        Block(match[1], match[2], text.count("\n", 0, match.start(2)))
-        for match in FENCE.finditer(text)
-    ]
-    return [block for block in blocks if block.language == language]
 
 
 def name_of(page: Path) -> str:
@@ -102,18 +82,6 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
     yield
     torch.random.set_rng_state(state)
     PartialState._reset_state()  # a page on several processes makes it
-
-
-def run_page(page: Path) -> dict[str, Any]:
-    """Run the blocks from top to bottom, as one script; recipes each after the first block."""
-    blocks = blocks_of(page, "python")
-    names: dict[str, Any] = {"__name__": "page"}
-    for number, block in enumerate(blocks):
-        alone = page.name in RECIPES and number > 0
-        # Empty lines first, so that a traceback has the line number of the page.
-        code = compile("\n" * block.line + block.code, str(page), "exec")
-        exec(code, dict(names) if alone else names)
-    return names
 
 
 @pytest.mark.parametrize("page", with_code("python"))

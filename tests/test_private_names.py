@@ -265,7 +265,7 @@ USES = [
     Use(
         "torch",
         ("_version",),
-        ("models/hooked.py",),
+        ("models/hooked.py", "prompts/batch.py"),
         "Tensor._version counts edits in place",
         version_counts_edits,
     ),

@@ -99,7 +99,7 @@ class WithValues:
 
         >>> direction = torch.eye(model.cfg.d_model)[0]
         >>> def along(pattern, gradient, values):
-        ...     return (pattern * (values @ direction)[:, :, None]).sum(1)
+        ...     return (pattern * (values @ direction.to(values))[:, :, None]).sum(1)
         >>> metric = al.SegmentFlows(weight=al.weights.WithValues(along))
         >>> results = al.run(model, batches[:1], [metric], resamples=0, progress=False)
     """

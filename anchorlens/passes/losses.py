@@ -50,7 +50,7 @@ def label_cross_entropy(
         MetricError: The prompts have no true labels.
 
     Examples:
-        >>> logits = torch.zeros(len(batch), model.tokenizer.vocab_size)
+        >>> logits = torch.zeros(len(batch), model.cfg.d_vocab, device=batch.tokens.device)
         >>> al.label_cross_entropy(logits, batch)[0].exp().round().item()  # as many as labels
         6.0
     """

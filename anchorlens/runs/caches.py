@@ -80,8 +80,9 @@ def from_caches(
     Examples:
         >>> attention = al.AttentionAUCROC()
         >>> names = al.names_filter([attention], model, batches[0])
+        >>> moved = [each.to(model.cfg.device) for each in batches]
         >>> passes = (model.run_with_cache(each.tokens, attention_mask=each.attention_mask,
-        ...                                names_filter=names) for each in batches)
+        ...                                names_filter=names) for each in moved)
         >>> al.from_caches([attention], batches, passes, resamples=0)["attention_aucroc"]
         AttentionAUCROCRecord(aucroc ...; 14 prompts)
     """

@@ -42,14 +42,16 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.xdist_group("other pages")
-def test_every_other_page_is_accessible(address: str, browser: Any) -> None:
+@pytest.mark.parametrize(
+    "half", [pytest.param(half, marks=pytest.mark.xdist_group(f"half {half}")) for half in (0, 1)]
+)
+def test_every_other_page_is_accessible(address: str, browser: Any, half: int) -> None:
     """One template makes the pages of the reference, of which ``PAGES`` has one."""
     built = {path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html")}
     pages = {f"{page}/" for page in built if not page.startswith("reference")} - {"./", *PAGES}
     assert len(pages) > 15
     found = {}
-    for page in sorted(pages):
+    for page in sorted(pages)[half::2]:
         with Visit(browser, address + page, WIDE) as visit:
             visit.wait_for_load_state("load")
             found[page] = serious_violations(visit)

@@ -8,24 +8,31 @@ raised. A process of its own, because a simulated device cannot be unregistered,
 torch are replaced for it.
 """
 
+import contextlib
 import copy
+import io
 import json
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 import simulated_device
 import torch
 from device_calls import calls, tensors_of
+from printed_code import MODULES, ROOT, failed_examples, names_of_examples, run_page
 from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
+from anchorlens.contexts.query_pass import queries_after
 from anchorlens.system import devices
 
 Calls = Mapping[str, Callable[[], Any]]
@@ -89,6 +96,78 @@ def default_device() -> dict[str, Any]:
         return differences(expected, results_of(on_device))
     finally:
         torch.set_default_device("cpu")
+
+
+def docstrings() -> dict[str, str]:
+    """What examples of each module give on the device instead of what is printed there."""
+    tokenizer, folder = byte_level_tokenizer(), Path(tempfile.mkdtemp())
+    tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    names = names_of_examples(folder, "sim")
+    return {module: failed_examples(module, names) for module in MODULES}
+
+
+def readme() -> dict[str, Any]:
+    """The README from the first to the last line: what its names hold in the end."""
+
+    def named_on(device: str) -> dict[str, Tensor]:
+        tokenizer = byte_level_tokenizer()
+        weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
+        model = al.load_model(weights, tokenizer=tokenizer, device=device)
+        short = partial(al.train_reweighting, epochs=2)
+        with (
+            mock.patch.object(al, "load_model", lambda name: model),
+            mock.patch.object(al, "train_reweighting", short),
+            contextlib.chdir(tempfile.mkdtemp()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            names = run_page(ROOT / "README.md")
+        results = "results", "logits", "beta", "reweighted", "answers", "record", "effect"
+        return dict(tensors_of({name: names[name] for name in results}))
+
+    return {"README": largest_difference(named_on("cpu"), named_on("sim"))}
+
+
+def batches() -> dict[str, bool]:
+    """Whether what a moved batch knows of the CPU are its own numbers, whatever is done to it."""
+    tokenizer, task, examples = (
+        byte_level_tokenizer(),
+        al.TASKS["trec"],
+        al.load_examples("questions"),
+    )
+    demos = al.sample_demonstrations(examples, seed=1)
+    [given] = al.build_prompts(tokenizer, task, demos, examples[-5:], batch_size=5)
+    moved = given.to("sim")
+    made = {
+        "to": moved,
+        "to the other device": moved.to("sim:1"),
+        "after": moved.after(7),
+        "whole": moved.after(7).whole(),
+        "prompts": moved.prompts(1, 4),
+        "one prompt": moved.prompt(2),
+        "before": moved.before(9),
+        "padded on the left": moved.padded_left(),
+        "padded on the right": moved.padded_left().padded_right(),
+        "queries": queries_after(moved, moved.tokens[0, :3]),
+        "replaced": replace(moved, tokens=moved.tokens + 1),
+    }
+    with simulated_device.waits() as counted:
+        for each in made.values():
+            _ = each.on_cpu
+    edited = given.to("sim")
+    edited.tokens[0, 0] = 5
+    given.tokens[0, 1] = 6  # is not an edit of what was moved before
+    made |= {"edited": edited, "copied": copy.deepcopy(edited)}
+    found = {name: are_equal(each, made[name].on_cpu) for name, each in made.items()}
+    # Only what dataclasses.replace made is copied.
+    return found | {"without a copy": set(counted.values()) == {len(made["to"]._tensors())}}
+
+
+def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
+    pairs = zip(vars(batch.to("cpu")).values(), vars(other).values(), strict=True)
+    return other.tokens.device.type == "cpu" and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+    )
 
 
 def waits() -> dict[str, list[int]]:

@@ -21,7 +21,8 @@ import anchorlens as al
 
 HERE = Path(__file__).parent
 KINDS = ["two_devices", "as_on_a_mac"]
-SIMULATED = (*KINDS, "default_device", "waits")
+SIMULATED = (*KINDS, "default_device", "waits", "batches")
+PRINTED = ("docstrings", "readme")
 Found = dict[str, dict[str, Any]]
 
 
@@ -56,6 +57,22 @@ def test_every_call_on_a_simulated_device(kind: str, compare: Callable[..., Foun
 def test_calls_after_another_default_device(compare: Callable[..., Found]) -> None:
     """Some, because test_architecture.py finds each tensor that would follow the default."""
     assert_equal_to_the_cpu(compare(*SIMULATED)["default_device"], 1e-5, count=6)
+
+
+@pytest.mark.without_jaxtyping
+@pytest.mark.xdist_group("printed code on a device")  # beside the calls, in another process
+def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
+    compare: Callable[..., Found],
+) -> None:
+    found = compare(*PRINTED)
+    assert not [printed for printed in found["docstrings"].values() if printed]
+    assert found["readme"]["README"][0] <= 1e-5
+
+
+@pytest.mark.without_jaxtyping
+def test_what_a_batch_on_a_device_knows_of_the_cpu(compare: Callable[..., Found]) -> None:
+    found = compare(*SIMULATED)["batches"]
+    assert len(found) > 10 and all(found.values()), found
 
 
 # How often the host waits for one more batch, or step: not more often in a deeper model.

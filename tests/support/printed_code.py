@@ -1,0 +1,78 @@
+"""The code that is printed: blocks of the README and the documentation, examples in docstrings."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import anchorlens as al
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# On these pages the first block is what every other block needs, and nothing else is.
+RECIPES = {"cookbook.md", "gallery.md"}
+MODULES = [module.name for module in pkgutil.walk_packages(al.__path__, "anchorlens.")]
+
+
+class Block(NamedTuple):
+    """A block of code of a page, and the number of its first line there."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks_of(page: Path, language: str) -> list[Block]:
+    text = page.read_text()
+    blocks = [
+        Block(match[1], match[2], text.count("\n", 0, match.start(2)))
+        for match in FENCE.finditer(text)
+    ]
+    return [block for block in blocks if block.language == language]
+
+
+def run_page(page: Path) -> dict[str, Any]:
+    """Run the blocks from top to bottom, as one script; recipes each after the first block."""
+    blocks = blocks_of(page, "python")
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(blocks):
+        alone = page.name in RECIPES and number > 0
+        # Empty lines first, so that a traceback has the line number of the page.
+        code = compile("\n" * block.line + block.code, str(page), "exec")
+        exec(code, dict(names) if alone else names)
+    return names
+
+
+def names_of_examples(folder: Path, device: str = "cpu") -> dict[str, Any]:
+    """The names that every example of a docstring may use."""
+    model = al.load_model(str(folder), device=device)
+    task, examples = al.TASKS["trec"], al.load_examples("questions")
+    demos = al.sample_demonstrations(examples, seed=42)
+    batches = al.build_prompts(model.tokenizer, task, demos, examples[-14:])
+    return {
+        "al": al,
+        "torch": torch,
+        "edges": al.edges,
+        "folder": folder,
+        "model": model,
+        "task": task,
+        "demos": demos,
+        "batches": batches,
+        "batch": batches[0].to(device),
+    }
+
+
+def failed_examples(module: str, names: dict[str, Any]) -> str:
+    """What the examples of a module should have given and gave; empty if they agree."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        results = doctest.testmod(
+            importlib.import_module(module), extraglobs=names, optionflags=doctest.ELLIPSIS
+        )
+    return printed.getvalue() if results.failed else ""
