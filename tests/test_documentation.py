@@ -37,8 +37,8 @@ def name_of(page: Path) -> str:
 def with_code(language: str) -> list[Any]:
     """The pages with blocks of this language; another file runs those of other tools."""
     pages = [page for page in PAGES if blocks_of(page, language)]
-    if language == "python":
-        pages = [page for page in pages if page.name != "other_tools.md"]
+    if language == "python":  # tests/devices runs the README
+        pages = [page for page in pages if page.name not in ("other_tools.md", "README.md")]
     return [pytest.param(page, id=name_of(page)) for page in pages]
 
 
@@ -85,15 +85,8 @@ def reader(monkeypatch: Any, tmp_path: Path, load_tiny: Any, model_folder: Path)
 
 
 @pytest.mark.parametrize("page", with_code("python"))
-def test_the_code_of_a_page_runs(
-    page: Path, reader: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = run_page(page)
-    if page.name == "README.md":
-        assert (tmp_path / "report.html").exists()
-        assert names["results"]["saliency_flows"].share.shape == (6, 3)
-        assert names["logits"].shape[0] == 1
-        assert "Claim(cannot tell: " in capsys.readouterr().out
+def test_the_code_of_a_page_runs(page: Path, reader: None) -> None:
+    run_page(page)
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])

@@ -111,6 +111,7 @@ def readme() -> dict[str, Any]:
     """The README from the first to the last line: what its names hold in the end."""
 
     def named_on(device: str) -> dict[str, Tensor]:
+        printed, folder = io.StringIO(), Path(tempfile.mkdtemp())
         tokenizer = byte_level_tokenizer()
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
@@ -118,10 +119,12 @@ def readme() -> dict[str, Any]:
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(al, "train_reweighting", short),
-            contextlib.chdir(tempfile.mkdtemp()),
-            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(printed),
         ):
             names = run_page(ROOT / "README.md")
+        assert (folder / "report.html").exists() and "Claim(cannot tell: " in printed.getvalue()
+        assert names["results"]["saliency_flows"].share.shape == (6, 3)
         results = "results", "logits", "beta", "reweighted", "answers", "record", "effect"
         return dict(tensors_of({name: names[name] for name in results}))
 

@@ -1,6 +1,7 @@
 """Hooks of the package in runs: with shared tokens, without patterns, and where they do nothing."""
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -74,8 +75,7 @@ def clean_flows(exact: Any) -> torch.Tensor:
 
 
 @pytest.mark.every_kind
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [*CUTS, *OTHERS])
+@pytest.mark.parametrize(("name", "side"), list(zip([*CUTS, *OTHERS], cycle(["left", "right"]))))
 def test_hooks_of_the_package_share_the_prefix(
     name: str, side: Any, exact: Any, clean_flows: torch.Tensor
 ) -> None:
