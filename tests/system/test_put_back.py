@@ -2,13 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from interrupting import at_every_moment
 
 from anchorlens.system import put_back as module
 from anchorlens.system.put_back import put_back, safe_context
+from anchorlens.system.torch_state import own_random_state
 
 
 @pytest.mark.parametrize("interrupts", [0, 1, 2])
@@ -86,3 +89,23 @@ def test_the_moments_find_the_gap_of_contextlib() -> None:
         left += [moment] if settings else []
         settings.clear()
     assert left
+
+
+def test_the_random_state_of_every_device_of_a_kind_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = ["of the first", "of the second"]
+    kind = SimpleNamespace(
+        device_count=lambda: len(states),
+        get_rng_state=lambda device: states[device.index],
+        set_rng_state=lambda state, number: states.__setitem__(number, state),
+        manual_seed_all=lambda seed: states.__setitem__(slice(None), [seed, seed]),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: kind)
+    of_cpu = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt), own_random_state([torch.device("cuda:1")], seed=7):
+        assert states == [7, 7]
+        torch.rand(1)
+        raise KeyboardInterrupt
+    assert states == ["of the first", "of the second"]
+    assert torch.equal(torch.get_rng_state(), of_cpu)
