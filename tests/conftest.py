@@ -106,13 +106,19 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     kind = kind_of(item) or "bridge"
     if LINE.startswith("4.") and kind == "bridge":
         return "bridge" in kinds_of(config)
-    # Where a test is repeated, two of the three small models are enough in tests/models, which
-    # compares the numbers of every architecture, and one elsewhere.
-    values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
-    one = {"llama", "gpt2" if kind == "hooked-transformer" else "gemma3"}
-    left_out = {"llama"} if item.path.parent.name == "models" else one
+    # Every kind is compared in tests/models, for every architecture. Elsewhere the two kinds that
+    # differ most are enough: the newest bridge, and a HookedTransformer, with one small model.
+    values = (
+        {str(value) for value in item.callspec.params.values()}
+        if hasattr(item, "callspec")
+        else set()
+    )
+    if item.path.parent.name == "models":
+        is_needed = "llama" not in values
+    else:
+        is_needed = kind_of(item) in (None, "hooked-transformer") and not values & {"llama", "gemma3"}
     is_repeated = item.get_closest_marker("every_kind") is not None
-    return is_repeated and not left_out.intersection(map(str, values)) and kind in kinds_of(config)
+    return is_repeated and is_needed and kind in kinds_of(config)
 
 
 @pytest.fixture(scope="session")
