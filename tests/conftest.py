@@ -108,17 +108,12 @@ def is_selected(config: pytest.Config, item: pytest.Item) -> bool:
         return "bridge" in kinds_of(config)
     # Every kind is compared in tests/models, for every architecture. Elsewhere the two kinds that
     # differ most are enough: the newest bridge, and a HookedTransformer, with one small model.
-    values = (
-        {str(value) for value in item.callspec.params.values()}
-        if hasattr(item, "callspec")
-        else set()
-    )
-    if item.path.parent.name == "models":
-        is_needed = "llama" not in values
-    else:
-        is_needed = kind_of(item) in (None, "hooked-transformer") and not values & {"llama", "gemma3"}
+    values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+    left_out = {"llama"}
+    if item.path.parent.name != "models":
+        left_out |= {"gemma3", "bridge", "processed"}
     is_repeated = item.get_closest_marker("every_kind") is not None
-    return is_repeated and is_needed and kind in kinds_of(config)
+    return is_repeated and left_out.isdisjoint(map(str, values)) and kind in kinds_of(config)
 
 
 @pytest.fixture(scope="session")
