@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .contexts.training import TrainingRecord as TrainingRecord
     from .errors import AnchorlensError as AnchorlensError
     from .experiments import sites as sites
+    from .experiments.analysis import analyse as analyse
     from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
     from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
     from .experiments.compression_loyalty import answer_times as answer_times
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     from .prompts.examples import sample_queries as sample_queries
     from .prompts.groups import GROUPS as GROUPS
     from .prompts.relabeling import relabel as relabel
+    from .prompts.sample import sample_prompts as sample_prompts
     from .prompts.segments import build_segments as build_segments
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task

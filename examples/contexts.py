@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import anchorlens as al
-from anchorlens.prompts.examples import BUNDLED
 
 
 def trained(
@@ -68,7 +67,7 @@ def main() -> None:
 
     model = al.load_model(options.model)
     for name in options.tasks:
-        task = al.TASKS[BUNDLED.get(name, name)]
+        task = al.TASKS[name]
         pool, tests = (
             al.load_examples(options.data_folder / name / f"{split}.jsonl")
             if options.data_folder

@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
-from anchorlens.prompts.examples import BUNDLED
 
 METHODS = {
     "PEZ": al.hard_prompts.PEZ,
@@ -107,7 +106,7 @@ def main() -> None:
 
     model = al.load_model(options.model)
     for name in options.tasks:
-        task = al.TASKS[BUNDLED.get(name, name)]
+        task = al.TASKS[name]
         pool, tests = (
             al.load_examples(options.data_folder / name / f"{split}.jsonl")
             if options.data_folder

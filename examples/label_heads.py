@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import anchorlens as al
-from anchorlens.prompts.examples import BUNDLED
 
 
 def print_heads(record: al.Record) -> None:
@@ -43,7 +42,7 @@ def main() -> None:
 
     model = al.load_model(options.model)
     for name in options.tasks:
-        task = al.TASKS[BUNDLED.get(name, name)]
+        task = al.TASKS[name]
         pool, tests = (
             al.load_examples(options.data_folder / name / f"{split}.jsonl")
             if options.data_folder

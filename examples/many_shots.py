@@ -16,7 +16,6 @@ import plotly.graph_objects as go
 import torch
 
 import anchorlens as al
-from anchorlens.prompts.examples import BUNDLED
 from anchorlens.results.record import Record
 
 SHOWN = {
@@ -122,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model = al.load_model(options.model)
-    task = al.TASKS[BUNDLED.get(options.task, options.task)]
+    task = al.TASKS[options.task]
     pool, tests = (
         al.load_examples(options.data / options.task / f"{split}.jsonl")
         if options.data

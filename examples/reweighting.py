@@ -20,7 +20,6 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.prompts.examples import BUNDLED
 
 CONTENT_FREE = ("N/A", "", "[MASK]")
 
@@ -122,7 +121,7 @@ def correct_answers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="hub name, local folder or .gguf file")
-    parser.add_argument("--task", choices=(*BUNDLED, *al.TASKS), default="questions")
+    parser.add_argument("--task", choices=[*al.TASKS], default="questions")
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--queries", type=int, default=48, help="drawn again for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
@@ -130,7 +129,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     options = parser.parse_args()
 
-    model, task = al.load_model(options.model), al.TASKS[BUNDLED.get(options.task, options.task)]
+    model, task = al.load_model(options.model), al.TASKS[options.task]
     pool, tests = (
         al.load_examples(options.data / f"{split}.jsonl")
         if options.data

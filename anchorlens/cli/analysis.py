@@ -1,4 +1,4 @@
-"""All analyses of one task: records that are saved at once, figures and a summary."""
+"""The analyses of one task for a command: records that are saved at once, and a summary."""
 
 import re
 from collections.abc import Iterable
@@ -6,20 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
-from ..errors import AnchorlensError, RunError, StoreError
-from ..experiments.isolation import isolation_sweep
-from ..experiments.sites import Site, first_and_last
-from ..metrics.aucroc import AttentionAUCROC
-from ..metrics.distances import AnchorDistances
-from ..metrics.metric import Metric, possible
-from ..metrics.saliency import SaliencyFlows
+from ..errors import AnchorlensError, StoreError
+from ..experiments.analysis import analyse, both_ends
 from ..models.hooked import device_of, layer_numbers
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
-from ..results.results import Results
-from ..runs.run import run
 from ..runs.store import forget_rows
 from ..system.process_state import is_main, process_count
 from .duration import in_words, seconds_of_analysis
@@ -72,7 +65,7 @@ _RECORDS = re.compile(
 
 
 def forget_analysis(folder: Path) -> None:
-    """Delete what ``analyse`` stored for a task: rows and records, of any depth; other files stay.
+    """Delete what ``analysed`` stored for a task: rows and records, of any depth; other files stay.
 
     A record of an earlier run would stand beside those of the new one, and be taken for one of it.
     """
@@ -101,7 +94,7 @@ def file_name(name: str) -> str:
     return name.replace(" ", "_").replace(",", "")
 
 
-def analyse(
+def analysed(
     model: Any,
     task: str,
     batches: list[PromptBatch],
@@ -116,12 +109,8 @@ def analyse(
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
     layer_numbers(model, range(depth))
-    folder = out / task
-    rows = rows_folder(out, task)
-    sites = first_and_last(model, [depth])
-    first = next(iter(sites))
-    if batches[0].begins_with_bos:
-        sites[f"{first}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+    folder, rows = out / task, rows_folder(out, task)
+    sites = both_ends(model, batches, depth)
     if not output.quiet:
         seconds = seconds_of_analysis(
             model,
@@ -135,40 +124,24 @@ def analyse(
 
     def save(name: str, record: Record) -> None:
         if is_main():
+            name = f"isolation, {name}" if name in sites else name
             record.save(folder / f"{file_name(name)}.safetensors")
 
-    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, reasons = possible(model, batches, wanted)
-    for name, reason in reasons.items():
-        say(f"warning: no result for {name}: {reason}", err=True)
-    try:
-        results = run(
-            model,
-            batches,
-            metrics,
-            gradient_checkpointing=gradient_checkpointing,
-            folder=rows / "metrics",
-            progress=not output.quiet,
-        )
-    except RunError as error:  # some metrics have no result for these rows; the others have
-        results = Results(error.results)
-        say(f"warning: {error}", err=True)
-    for name, record in results.items():
-        save(name, record)
-    isolations = isolation_sweep(
+    records = analyse(
         model,
         batches,
-        sites,
+        depth=depth,
         draws=draws,
-        folder=rows / "isolation",
+        gradient_checkpointing=gradient_checkpointing,
+        keep=save,
+        folder=rows,
         progress=not output.quiet,
     )
-    for site, isolation in isolations.items():
-        save(f"isolation, {site}", isolation)
-    summary = summarised(task, results, isolations)
+    isolations = {name: records.pop(name) for name in sites}
+    summary = summarised(task, records, isolations)
     output.tables(summary.tables)
     prompt = _one_prompt(model, batches[0], gradient_checkpointing)
-    return Page({**prompt, **results, "isolation": isolations}, summary)
+    return Page({**prompt, **records, "isolation": isolations}, summary)
 
 
 def _what_runs(model: Any, task: str, batches: list[PromptBatch], duration: str, rows: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import AnchorlensError
-from ..prompts.examples import BUNDLED, HUB_SOURCES
+from ..prompts.tasks import TASKS
 from ..system.process_state import was_launched
 from ..system.signals import ends_with_one_line
 from ..system.texts import printable
@@ -35,7 +35,7 @@ app = typer.Typer(
 
 # It is small, open to everyone, and learns from examples in its prompt.
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
-TASK_NAMES = (*HUB_SOURCES, *BUNDLED)
+TASK_NAMES = tuple(TASKS)
 A_TASK = f"One of {', '.join(TASK_NAMES)}."
 A_MODEL = "Hub name, local folder, or .gguf file."
 

@@ -16,10 +16,11 @@ from ..errors import DataError, PromptError
 from ..models.quiet import quiet_datasets
 from ..prompts.chat import ChatTask
 from ..prompts.datafiles import READERS
-from ..prompts.examples import BUNDLED, load_examples
+from ..prompts.draw import Examples, task_of_name
+from ..prompts.examples import load_examples
 from ..prompts.tasks import TASKS, Task
 from ..system.parsing import parsed
-from .command_data import Examples, check_task, examples_of_task
+from .command_data import examples_of
 from .option_lists import is_given, words_of
 
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
@@ -88,7 +89,7 @@ def task_with_examples(options: TaskOptions) -> TaskWithExamples:
             f"{', '.join(unused)} came without --data or --dataset, but the examples of the task "
             f"{options.task} are read as they are"
         )
-    return TaskWithExamples(options.task, task, examples_of_task(options.task), settings)
+    return TaskWithExamples(options.task, task, examples_of(options.task), settings)
 
 
 def _fields(options: TaskOptions) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
         raise DataError("--data and --dataset both name examples; give one of them")
     fields: dict[str, Any] = {}
     if options.task is not None:
-        check_task(options.task)
+        task_of_name(options.task)
         fields = _fields_of_task(options.task, chat=bool(options.chat))
     elif options.task_file is not None:
         fields = read_task_file(options.task_file)
@@ -142,7 +143,7 @@ def _chat_option(text: str) -> tuple[str, Any]:
 
 def _fields_of_task(name: str, chat: bool) -> dict[str, Any]:
     """The parts of a task of the package, as they are written in plain prompts or in a chat."""
-    task = TASKS[BUNDLED.get(name, name)]
+    task = TASKS[name]
     parts = {part: getattr(task, part) for part in _PARTS}
     if chat:  # an answer begins with the word, and the chat template separates demonstrations
         parts["labels"] = [word.strip() for word in task.first_words]

@@ -23,11 +23,11 @@ from ..experiments.reweighting import train_reweighting
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
+from ..prompts.draw import Examples
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_rows
 from .analysis import forget_files
-from .command_data import Examples
 from .output import Output
 
 _FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")

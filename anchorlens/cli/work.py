@@ -17,7 +17,9 @@ from ..models.load import load_model
 from ..models.quiet import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.examples import BUNDLED, Example
+from ..prompts.draw import draws_of, task_of_name
+from ..prompts.examples import Example
+from ..prompts.sample import prompts_of as prompts_of_draws
 from ..prompts.tasks import TASKS
 from ..replication.paper import check_examples
 from ..replication.paper import paper as paper_numbers
@@ -29,9 +31,9 @@ from ..runs.fingerprint import versions
 from ..runs.store import forget_rows
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
-from .analysis import Page, analyse, file_name, forget_analysis, make_folders, rows_folder
+from .analysis import Page, analysed, file_name, forget_analysis, make_folders, rows_folder
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .command_data import Draw, check_task, draws_of, examples_of_folder, examples_of_task
+from .command_data import examples_of
 from .option_lists import is_given
 from .output import Output, PrintedTable
 from .own_task import TaskOptions, task_with_examples
@@ -69,14 +71,14 @@ def demo(
 ) -> None:
     """Analyse a model on bundled tasks."""
     draws_of_tasks = {
-        name: draws_of(TASKS[BUNDLED[name]], examples_of_task(name), shots, queries, seed)
-        for name in tasks
+        name: draws_of(TASKS[name], examples_of(name), shots, queries, seed) for name in tasks
     }
     make_folders(out, tasks)
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
         return {
-            name: _batches(tokenizer, drawn, batch_size=8) for name, drawn in draws_of_tasks.items()
+            name: prompts_of_draws(tokenizer, drawn, batch_size=8)
+            for name, drawn in draws_of_tasks.items()
         }
 
     tokenizer = checked_tokenizer(
@@ -89,7 +91,7 @@ def demo(
         check_depth(depth, loaded.cfg.n_layers)
         if fresh:
             forget_analysis(out / task)
-        pages[task] = analyse(loaded, task, batches, out, depth, draws, output)
+        pages[task] = analysed(loaded, task, batches, out, depth, draws, output)
     after = f"another task or your own: anchorlens run --model {model} --help"
     _finish(pages, settings, out, output, after)
 
@@ -120,7 +122,7 @@ def run(
     make_folders(out, [chosen.name])
 
     def prompts(tokenizer: Any) -> list[PromptBatch]:
-        return _batches(tokenizer, drawn, batch_size)
+        return prompts_of_draws(tokenizer, drawn, batch_size)
 
     tokenizer = checked_tokenizer(model, device, depth, prompts)
     output.note(f"loading {model}")
@@ -129,7 +131,7 @@ def run(
     check_depth(depth, loaded.cfg.n_layers)
     if fresh:
         forget_analysis(out / chosen.name)
-    page = analyse(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
+    page = analysed(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
     after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
     _finish({chosen.name: page}, {**settings, **chosen.settings}, out, output, after)
 
@@ -155,11 +157,8 @@ def paper(
 ) -> None:
     """Print the paper's figures and tables for a model."""
     for task in tasks:
-        check_task(task)
-    examples = {
-        task: examples_of_task(task) if data is None else examples_of_folder(data / task)
-        for task in tasks
-    }
+        task_of_name(task)  # before examples are read
+    examples = {task: examples_of(task, data) for task in tasks}
     check_examples(examples, queries, seeds)
     make_folders(out)
 
@@ -236,13 +235,12 @@ def contexts(
     settings: Mapping[str, Any],
 ) -> None:
     """Train contexts, and compare them with demonstrations and their label words."""
-    check_task(task)
-    examples = examples_of_task(task) if data is None else examples_of_folder(data / task)
+    examples = examples_of(task, data)
     split = split_of(examples, shots, training, held_out, queries, seed)
     make_folders(out, [task])
 
     def prompts(tokenizer: Any) -> SplitPrompts:
-        return prompts_of(tokenizer, TASKS[BUNDLED.get(task, task)], split, batch_size)
+        return prompts_of(tokenizer, TASKS[task], split, batch_size)
 
     tokenizer = checked_tokenizer(
         model, device, 1, lambda tokenizer: chain.from_iterable(prompts(tokenizer)), length=length
@@ -293,16 +291,9 @@ def torch_type(dtype: str | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype)
 
 
-def _batches(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
-    """Prompts of every seed."""
-    return [
-        batch for draw in draws for batch in build_prompts(tokenizer, *draw, batch_size=batch_size)
-    ]
-
-
 def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
     """A prompt with a short demonstration of each class, for what all prompts of a task share."""
-    task = TASKS[BUNDLED.get(name, name)]
+    task = TASKS[name]
     demonstrations = [Example("x", label) for label in range(len(task.labels))]
     try:
         return build_prompts(tokenizer, task, demonstrations, ["x"])

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from reprlib import Repr
 from typing import Any, cast, get_type_hints
 
@@ -141,7 +141,7 @@ class PromptBatch:
             self._remember(on_cpu)
         return cast(PromptBatch, on_cpu)
 
-    @property
+    @cached_property
     def _is_on_cpu(self) -> bool:
         return all(value.device.type == "cpu" for value in self._tensors().values())
 

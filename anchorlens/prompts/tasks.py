@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.names import name_of
-from .examples import Example
+from .examples import BUNDLED, Example
 from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .scores import Score, mean
 
@@ -174,21 +174,22 @@ class Task:
 _UNKNOWN_FIELD = re.compile(r"\{\{\s*\w+\s*\}\}|\{(?!text\}|label\})[^\W\d]\w*\}")
 
 
+_OF_THE_PAPER = {
+    "sst2": Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive")),
+    "trec": Task(
+        "Question: {text}\nAnswer Type:{label}",
+        (" Abbreviation", " Entity", " Description", " Person", " Location", " Number"),
+    ),
+    "agnews": Task(
+        "Article: {text}\nAnswer:{label}", (" World", " Sports", " Business", " Technology")
+    ),
+    "emo": Task("Dialogue: {text}\nEmotion:{label}", (" Others", " Happy", " Sad", " Angry")),
+}
 TASKS: MappingProxyType[str, Task] = MappingProxyType(
-    {
-        "sst2": Task("Review: {text}\nSentiment:{label}", (" Negative", " Positive")),
-        "trec": Task(
-            "Question: {text}\nAnswer Type:{label}",
-            (" Abbreviation", " Entity", " Description", " Person", " Location", " Number"),
-        ),
-        "agnews": Task(
-            "Article: {text}\nAnswer:{label}", (" World", " Sports", " Business", " Technology")
-        ),
-        "emo": Task("Dialogue: {text}\nEmotion:{label}", (" Others", " Happy", " Sad", " Angry")),
-    }
+    _OF_THE_PAPER | {name: _OF_THE_PAPER[task] for name, task in BUNDLED.items()}
 )
-"""The tasks of the paper (its Table 4): sst2, trec, agnews and emo.
+"""The tasks of the paper (its Table 4), by the names of their data and of the bundled examples.
 
-Classes are in the order of the data sets on the hub. The bundled examples ``"sentiment"``,
-``"questions"``, ``"news"`` and ``"emotions"`` are for these tasks, in this order.
+``"sst2"`` and ``"sentiment"`` are one task, and so are ``"trec"`` and ``"questions"``, ``"agnews"``
+and ``"news"``, ``"emo"`` and ``"emotions"``. Classes are in the order of the data sets on the hub.
 """

@@ -18,8 +18,9 @@ from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
 from ..prompts.checks import demonstrations_by_query
-from ..prompts.examples import BUNDLED, Example, sample_demonstrations, sample_queries
-from ..prompts.tasks import TASKS, Task
+from ..prompts.draw import task_of_name
+from ..prompts.examples import Example, sample_demonstrations, sample_queries
+from ..prompts.tasks import Task
 from ..runs.fingerprint import fingerprint, warn_of_unknown
 from ..runs.identity import identity_of
 from ..runs.run import target_logits
@@ -259,10 +260,7 @@ def _draw(
     name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
 ) -> _Draw:
     """Draw demonstrations and training examples from ``pool``, and queries from ``tests``."""
-    key = BUNDLED.get(name, name)
-    if key not in TASKS:
-        raise DataError(f"there is no task {name!r}; choose one of {', '.join((*TASKS, *BUNDLED))}")
-    task = TASKS[key]
+    task = task_of_name(name)
     try:
         demos = sample_demonstrations(pool, 1, seed)
         if len(demos) != len(task.labels):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..contexts.selection import label_words
-from ..errors import DataError, PromptError, RunError
+from ..errors import DataError, PromptError
+from ..experiments.analysis import both_ends, run_possible
 from ..experiments.compression_loyalty import (
     CompressionRecord,
     answer_times,
@@ -23,11 +24,10 @@ from ..experiments.isolation import isolation_sweep
 from ..experiments.reweighting import reweighting_accuracy, train_reweighting
 from ..experiments.sites import Site, first_and_last
 from ..hooks import isolate_labels, isolate_random
-from ..metrics.aucroc import AttentionAUCROC, predicted_class
+from ..metrics.aucroc import predicted_class
 from ..metrics.distances import AnchorDistances
 from ..metrics.loyalty import loyalty
-from ..metrics.metric import Metric, possible
-from ..metrics.saliency import SaliencyFlows
+from ..metrics.metric import Metric
 from ..models.hooked import HookedModel
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
@@ -35,10 +35,8 @@ from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
 from ..prompts.verbalizer import label_scores
-from ..results.results import Results
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
-from ..system.warn import warn_user
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 # The appendix.
@@ -117,15 +115,7 @@ Part = Callable[[Setting], Iterator[Number]]
 def figures_3_5_6(setting: Setting) -> Iterator[Number]:
     """Information flows, attention against prediction, and confusions."""
     batches = setting.prompts()
-    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
-    metrics, reasons = possible(setting.model, batches, wanted)
-    for name, reason in reasons.items():
-        warn_user(f"no {name}: {reason}")
-    try:
-        results = run(setting.model, batches, metrics, **QUIET)
-    except RunError as error:  # some metrics have no result for these prompts; the others have
-        warn_user(str(error))
-        results = Results(error.results)
+    results = run_possible(setting.model, batches, **QUIET)
     if "saliency_flows" in results:
         flows = results["saliency_flows"]
         for k, name in enumerate(("S_wp", "S_pq", "S_ww")):
@@ -148,10 +138,8 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
 
 def figure_4(setting: Setting) -> Iterator[Number]:
     """Label words isolated in the first and in the last layers, with random words as control."""
-    batches, depth = setting.prompts(), setting.depth
-    sites = first_and_last(setting.model, [depth])
-    if batches[0].begins_with_bos:
-        sites[f"{next(iter(sites))}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+    batches = setting.prompts()
+    sites = both_ends(setting.model, batches, setting.depth)
     yield from _isolated(setting, batches, "Figure 4", sites)
 
 

@@ -17,7 +17,6 @@ PAGES = [
     "tutorials/first_analysis/",
     "tutorials/reading_figures/",
     "gallery/",
-    "definitions/",
     "command/",
     "reference/report/",
 ]

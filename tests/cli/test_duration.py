@@ -57,6 +57,7 @@ def test_sets_and_sizes_are_read_from_prompts_and_model(gemma3: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")
+@pytest.mark.filterwarnings("ignore:no result for anchor_distances")
 @pytest.mark.parametrize("large", [0, 2**31])
 def test_operations_of_all_analyses_are_as_counted_by_torch(
     large: int, gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,7 +66,7 @@ def test_operations_of_all_analyses_are_as_counted_by_torch(
     monkeypatch.setattr(duration, "_SLOWER", 1)  # operations, and not their time
     batches = questions(gpt2, 10)
     with FlopCounterMode(display=False) as counter:
-        analysis.analyse(gpt2, "questions", batches, tmp_path, 1, 2, Output(quiet=True))
+        analysis.analysed(gpt2, "questions", batches, tmp_path, 1, 2, Output(quiet=True))
     expected = operations_of_analysis(size_of(gpt2), prompt_sets(batches), 2 + 2 * (1 + 2))
     assert 0.5 < expected / counter.get_total_flops() < 2
 
@@ -109,15 +110,15 @@ def test_the_note_before_the_passes_says_how_long_they_take(
 ) -> None:
     class Stop(Exception): ...
 
-    def stop(*arguments: Any) -> None:
+    def stop(*_: Any, **options: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr(analysis, "possible", stop)
+    monkeypatch.setattr(analysis, "analyse", stop)
     batches = questions(gpt2, 5)
 
     def note(quiet: bool = False) -> str:
         with pytest.raises(Stop):
-            analysis.analyse(gpt2, "mine", batches, tmp_path, 2, 3, Output(quiet=quiet))
+            analysis.analysed(gpt2, "mine", batches, tmp_path, 2, 3, Output(quiet=quiet))
         return str(capsys.readouterr().err)
 
     name = gpt2.cfg.model_name

@@ -12,7 +12,7 @@ from tiny_models import tiny_gpt2
 from transformers import AutoTokenizer
 
 import anchorlens as al
-from anchorlens.cli.analysis import analyse
+from anchorlens.cli.analysis import analysed
 from anchorlens.cli.own_task import TaskOptions, task_with_examples
 from anchorlens.errors import AnchorlensError, DataError
 
@@ -156,9 +156,9 @@ def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
 
     def store(model: Any, task: str, batches: list[Any], *options: Any) -> Any:
         given.extend(batches)
-        return analyse(model, task, batches, *options)
+        return analysed(model, task, batches, *options)
 
-    monkeypatch.setattr("anchorlens.cli.work.analyse", store)
+    monkeypatch.setattr("anchorlens.cli.work.analysed", store)
     arguments = [*CHAT, "--prefix", "Judge films.", "--data", "reviews.csv", *COLUMNS]
     arguments += ["--model", str(chat_model), "--batch-size", "1", "--out", "out"]
     arguments += ["--queries", "12", "--depth", "1", "--draws", "1"]

@@ -14,8 +14,9 @@ from test_cli import call, error_of
 from tiny_models import tiny_gpt2
 
 import anchorlens as al
-from anchorlens.cli import command_data, commands, work
+from anchorlens.cli import commands, work
 from anchorlens.errors import MetricError
+from anchorlens.prompts import draw
 from anchorlens.prompts.examples import BUNDLED
 from anchorlens.replication.paper_parts import Number, Setting
 
@@ -73,7 +74,7 @@ def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_l
     words: str,
 ) -> None:
     task = replace(al.TASKS["sst2"], labels=labels)
-    monkeypatch.setattr(work, "TASKS", {**al.TASKS, "sst2": task})
+    monkeypatch.setattr(work, "TASKS", {**al.TASKS, "sentiment": task})
     monkeypatch.setattr(work, "load_model", None)
     arguments = ["--model", str(model_folder), "--tasks", "questions,sentiment", *QUICK]
     assert call(monkeypatch, "paper", *arguments, "--out", str(tmp_path)) == 1
@@ -165,9 +166,7 @@ def test_emocontext_runs_only_if_it_is_named(
         assert options["parts"] == al.PAPER_PARTS
         return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
-    monkeypatch.setattr(
-        command_data, "load_examples", lambda name, split: al.load_examples(bundled[name])
-    )
+    monkeypatch.setattr(draw, "load_examples", lambda name, split: al.load_examples(bundled[name]))
     monkeypatch.setattr(work, "paper_numbers", numbers)
     arguments = ["--model", str(model_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, "paper", *arguments) == 0

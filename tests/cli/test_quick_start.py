@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import anchorlens as al
-from anchorlens.cli.commands import TASK_NAMES
-from anchorlens.prompts.examples import BUNDLED
-
 HEAVY = ("torch", "pandas", "scipy", "numpy", "transformers", "plotly", "datasets", "accelerate")
 # Prints the heavy packages that main imported, to the standard error.
 CODE = """
@@ -55,10 +51,6 @@ def test_the_test_sees_a_heavy_package() -> None:
     )
     assert completed.returncode == 1
     assert completed.stderr.splitlines()[-1] == "['torch']"
-
-
-def test_the_help_names_the_tasks_of_the_package() -> None:
-    assert (*al.TASKS, *BUNDLED) == TASK_NAMES
 
 
 def test_a_shell_completes_commands_and_tasks() -> None:

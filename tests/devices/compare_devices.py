@@ -167,7 +167,7 @@ def batches() -> dict[str, bool]:
 
 
 def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
-    pairs = zip(vars(batch.to("cpu")).values(), vars(other).values(), strict=True)
+    pairs = zip(batch.to("cpu").__getstate__().values(), other.__getstate__().values(), strict=True)
     return other.tokens.device.type == "cpu" and all(
         torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
     )

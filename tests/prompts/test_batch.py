@@ -106,7 +106,7 @@ def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
         target_positions=torch.tensor([4, 6]),
         attention_mask=(torch.tensor(RIGHT) != 0).long(),
     )
-    for name, value in vars(of_lists).items():
+    for name, value in of_lists.__getstate__().items():
         other = getattr(of_tensors, name)
         same = torch.equal(value, other) if isinstance(value, Tensor) else value == other
         assert same, name
@@ -175,7 +175,7 @@ def test_a_prompt_of_a_batch_is_a_batch_without_padding(side: str) -> None:
             gold=[1 - number],
         )
         prompt = whole.prompt(number)
-        for name, value in vars(replace(alone, index=torch.tensor([number]))).items():
+        for name, value in replace(alone, index=torch.tensor([number])).__getstate__().items():
             other = getattr(prompt, name)
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
@@ -189,7 +189,7 @@ def test_a_prompt_that_does_not_exist_raises_an_error(number: int) -> None:
 def test_to_moves_every_tensor_and_changes_nothing_else() -> None:
     batch = replace(make_batch(gold=[0, 1]), labels=("a", "b"), begins_with_bos=True, first_query=2)
     moved = batch.to("meta")
-    for name, value in vars(batch).items():
+    for name, value in batch.__getstate__().items():
         if isinstance(value, Tensor):
             assert value.device.type == "cpu"
             assert getattr(moved, name).device.type == "meta"

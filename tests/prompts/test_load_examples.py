@@ -353,7 +353,7 @@ def readme() -> dict[str, tuple[list[str], int, int]]:
 def test_bundled_examples_agree_with_their_readme(name: str) -> None:
     classes, each, total = readme()[name]
     examples = al.load_examples(name)
-    assert [word.strip() for word in al.TASKS[BUNDLED[name]].first_words] == classes
+    assert [word.strip() for word in al.TASKS[name].first_words] == classes
     assert Counter(example.label for example in examples) == dict.fromkeys(
         range(len(classes)), each
     )

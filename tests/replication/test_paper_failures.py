@@ -105,7 +105,7 @@ def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(byte_level: A
     bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
     bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
     folded = al.prepare_model(bridge)
-    with pytest.warns(UserWarning, match="no saliency_flows: the value biases"):
+    with pytest.warns(UserWarning, match="no result for saliency_flows: the value biases"):
         assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
 
 

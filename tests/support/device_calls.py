@@ -36,6 +36,7 @@ RETURNED = {
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     """Functions by name; ``folder`` is empty, and for this device alone."""
     examples = al.load_examples("questions")
+    sampled = partial(al.sample_prompts, model, "questions", queries=6)
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos]
     task = al.TASKS["trec"]
@@ -177,6 +178,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "detach_heads": lambda: al.run(
             model, batches, [al.SaliencyFlows()], hooks=lambda _: al.detach_heads(model, 0), **QUIET
         ),
+        "analyse": lambda: al.analyse(model, sampled(), depth=1, draws=1, **QUIET),
         "sweep": sweeps,
         "isolation": lambda: al.isolation_loyalty(model, batches, 0, draws=2, **QUIET),
         "cut edges": lambda: al.edge_sweep(

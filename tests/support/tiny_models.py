@@ -29,15 +29,15 @@ import anchorlens as al
 # Label words of several tokens.
 LONG_LABELS = al.Task("In: {text}\nOut:{label}", labels=(" Table", " Window"))
 
-
+OF_THE_PAPER = [al.TASKS[name] for name in ("sst2", "trec", "agnews", "emo")]
 TEXTS = [
     *(
         f"{example.text}"
         for name in ("sentiment", "questions")
         for example in al.load_examples(name)
     ),
-    *(task.template for task in al.TASKS.values()),
-] + [f"Answer{word}" for task in al.TASKS.values() for word in task.labels for _ in range(20)]
+    *(task.template for task in OF_THE_PAPER),
+] + [f"Answer{word}" for task in OF_THE_PAPER for word in task.labels for _ in range(20)]
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,0 +1,116 @@
+"""All analyses of the paper for one task, in one call.
+
+1. Information flows, attention against prediction, and confusions of every batch.
+2. Label words isolated in the first and in the last layers, with random controls.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError
+from ..metrics.aucroc import AttentionAUCROC
+from ..metrics.distances import AnchorDistances
+from ..metrics.metric import Metric, possible
+from ..metrics.saliency import SaliencyFlows
+from ..models.hooked import HookedModel
+from ..prompts.batch import PromptBatch
+from ..results.record import Record
+from ..results.results import Results
+from ..runs.run import run
+from ..runs.study import checked_batches
+from ..system.arguments import checked
+from ..system.processes import fails_together
+from ..system.warn import warn_user
+from .isolation import isolation_sweep
+from .sites import Site, first_and_last
+
+
+@fails_together()
+@checked
+def analyse(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    *,
+    depth: int = 5,
+    draws: int = 10,
+    gradient_checkpointing: bool = False,
+    resamples: int = 200,
+    keep: Callable[[str, Record], Any] = lambda name, record: None,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> Results:
+    """All analyses of a task: flows, attention, distances, and isolation at both ends.
+
+    Where prompts give no result for a metric, a warning says why, and the others are computed.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        batches: Prompts of one task, from ``sample_prompts`` or ``build_prompts``.
+        depth: Layers isolated at each end of the model.
+        draws: Random controls of each isolation.
+        gradient_checkpointing: For long prompts; see ``run``.
+        resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
+        keep: Called with the name of each record and the record, as soon as it is computed.
+        folder: Where what each batch contributed is stored; after an interruption the same call
+            goes on from there.
+        progress: Show a progress bar.
+
+    Returns:
+        The records of ``SaliencyFlows``, ``AttentionAUCROC`` and ``AnchorDistances`` by their
+        names, and of isolation by site: "first 5 layers", "last 5 layers", and where prompts begin
+        with a BOS "first 5 layers, BOS edge kept". ``claims`` and ``write_report`` take them.
+
+    Raises:
+        HookError: The model has fewer layers than ``depth``.
+        PromptError: The prompts do not fit the model.
+        StoreError: ``folder`` holds another run, or files cannot be written there.
+
+    Examples:
+        >>> results = al.analyse(model, batches, depth=2, draws=2, progress=False)
+        >>> len(results), "saliency_flows" in results, "first 2 layers" in results
+        (5, True, True)
+    """
+    checked_batches(model, batches)
+    sites = both_ends(model, batches, depth)
+
+    def part(name: str) -> Path | None:
+        return None if folder is None else Path(folder) / name
+
+    options: dict[str, Any] = {"resamples": resamples, "progress": progress}
+    results = run_possible(
+        model,
+        batches,
+        gradient_checkpointing=gradient_checkpointing,
+        folder=part("metrics"),
+        **options,
+    )
+    for name, record in results.items():
+        keep(name, record)
+    isolations = isolation_sweep(
+        model, batches, sites, draws=draws, folder=part("isolation"), **options
+    )
+    for name, record in isolations.items():
+        keep(name, record)
+    return Results({**results, **isolations})
+
+
+def both_ends(model: HookedModel, batches: Sequence[PromptBatch], depth: int) -> dict[str, Site]:
+    """The first and the last layers; the first also without cuts of the edges to BOS, if any."""
+    sites = first_and_last(model, [depth])
+    if batches[0].begins_with_bos:
+        sites[f"{next(iter(sites))}, BOS edge kept"] = Site(range(depth), keep_bos=True)
+    return sites
+
+
+def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: Any) -> Results:
+    """Flows, attention and distances, as far as they have a result; a warning for each other."""
+    wanted: list[Metric] = [SaliencyFlows(), AttentionAUCROC(), AnchorDistances()]
+    metrics, reasons = possible(model, batches, wanted)
+    for name, reason in reasons.items():
+        warn_user(f"no result for {name}: {reason}")
+    try:
+        return run(model, batches, metrics, **options)
+    except RunError as error:  # some metrics have no result for these rows; the others have
+        warn_user(str(error))
+        return Results(error.results)

@@ -1,0 +1,76 @@
+"""Prompts of a task in one call: each seed draws demonstrations and queries."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import DataError, PromptError
+from ..system.arguments import checked
+from .batch import PromptBatch
+from .build import build_prompts
+from .draw import Draw, Examples, draws_of, examples_of_task, task_of_name
+from .examples import Example
+from .tasks import Task
+
+
+@checked
+def sample_prompts(
+    model: Any,
+    task: str | Task,
+    examples: Sequence[Example] | tuple[Sequence[Example], Sequence[Example]] | None = None,
+    *,
+    queries: int = 24,
+    shots: int = 1,
+    seeds: Sequence[int] = (42,),
+    batch_size: int = 8,
+) -> list[PromptBatch]:
+    """Prompts of a task, with demonstrations and queries that are drawn for each seed.
+
+    It is ``sample_demonstrations``, ``sample_queries`` and ``build_prompts`` for each seed, so that
+    results of several seeds are means over sets of demonstrations.
+
+    Args:
+        model: A hooked model that has a tokenizer, or a tokenizer.
+        task: A name in ``TASKS``, or a task of your own, which needs ``examples``.
+        examples: What is drawn from: one list, or those for demonstrations and those for queries.
+            By default the examples of the name: bundled ones, or train and test of the hub.
+        queries: Queries of each seed; none is a demonstration of that seed.
+        shots: Demonstrations of each class.
+        seeds: Each draws demonstrations and queries.
+        batch_size: The most prompts of a batch.
+
+    Returns:
+        The batches of the first seed, then those of the next.
+
+    Raises:
+        DataError: There is no task of that name, a task of your own has no examples, there are too
+            few of them, or seeds are not different.
+        PromptError: As ``build_prompts``, or the model has no tokenizer.
+
+    Examples:
+        >>> batches = al.sample_prompts(model, "questions", queries=12, seeds=[1, 2])
+        >>> sum(map(len, batches)), len(batches[0].demonstrations_id.unique())
+        (24, 1)
+    """
+    if isinstance(task, str):
+        chosen, found = task_of_name(task), examples or examples_of_task(task)
+    elif examples:
+        chosen, found = task, examples
+    else:
+        raise DataError(
+            "a task of your own needs examples to draw from: "
+            "al.sample_prompts(model, task, al.load_examples('my_file.csv')); got none"
+        )
+    both: Any = (found, found) if isinstance(found[0], Example) else found
+    tokenizer = getattr(model, "tokenizer", model)
+    if tokenizer is None:
+        raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
+    return prompts_of(
+        tokenizer, draws_of(chosen, Examples(*both), shots, queries, seeds), batch_size
+    )
+
+
+def prompts_of(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
+    """The prompts of each draw in turn."""
+    return [
+        batch for draw in draws for batch in build_prompts(tokenizer, *draw, batch_size=batch_size)
+    ]

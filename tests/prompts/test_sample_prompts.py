@@ -1,0 +1,75 @@
+"""``sample_prompts``: the draws of each seed, built into prompts in one call."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import anchorlens as al
+from anchorlens.errors import DataError, PromptError
+
+TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
+OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]
+
+
+def tokens_of(batches: list[al.PromptBatch]) -> list[list[int]]:
+    return [row.tolist() for batch in batches for row in batch.tokens]
+
+
+def by_hand(
+    tokenizer: Any, task: al.Task, pool: list[al.Example], tests: list[al.Example], seed: int
+) -> list[al.PromptBatch]:
+    demos = al.sample_demonstrations(pool, 2, seed)
+    queries = al.sample_queries(tests, 4, seed, exclude=demos)
+    return al.build_prompts(tokenizer, task, demos, queries, batch_size=3)
+
+
+def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
+    examples = al.load_examples("questions")
+    batches = al.sample_prompts(
+        byte_level, "questions", queries=4, shots=2, seeds=[5, 6], batch_size=3
+    )
+    expected = [by_hand(byte_level, al.TASKS["trec"], examples, examples, seed) for seed in (5, 6)]
+    assert tokens_of(batches) == tokens_of(expected[0] + expected[1])
+    assert len(torch.cat([batch.demonstrations_id for batch in batches]).unique()) == 2
+
+
+@pytest.mark.parametrize("given", [OWN, (OWN[:6], OWN[6:])])
+def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
+    pool, tests = given if isinstance(given, tuple) else (given, given)
+    batches = al.sample_prompts(
+        byte_level, TASK, given, queries=4, shots=2, seeds=[1], batch_size=3
+    )
+    assert tokens_of(batches) == tokens_of(by_hand(byte_level, TASK, pool, tests, 1))
+
+
+def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
+    of_model = al.sample_prompts(gpt2, "sentiment", queries=3)
+    assert tokens_of(of_model) == tokens_of(
+        al.sample_prompts(gpt2.tokenizer, "sentiment", queries=3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "error", "message"),
+    [
+        ("nothing", {}, DataError, "there is no task 'nothing'; choose one of sst2, trec"),
+        (TASK, {}, DataError, "a task of your own needs examples to draw from"),
+        ("questions", {"seeds": [1, 1]}, DataError, r"seeds are different .*; got \[1, 1\]"),
+        ("questions", {"seeds": []}, DataError, r"at least one; got \[\]"),
+        ("questions", {"queries": 0}, DataError, "count must be a whole number from 1; got 0"),
+    ],
+)
+def test_wrong_values_are_errors(
+    task: Any, options: dict[str, Any], error: type[Exception], message: str, byte_level: Any
+) -> None:
+    with pytest.raises(error, match=message):
+        al.sample_prompts(byte_level, task, **options)
+
+
+def test_a_model_without_a_tokenizer_is_refused() -> None:
+    class Model:
+        tokenizer = None
+
+    with pytest.raises(PromptError, match="the model has no tokenizer"):
+        al.sample_prompts(Model(), "questions")
