@@ -93,21 +93,21 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-base $(filter $(WEIGHTS),$(MODEL))
-	PYTHONPATH=tests/references $(BIN)/python tests/benchmarks/speed.py --model '$(MODEL)'
-	$(BIN)/python tests/benchmarks/long_prompts.py --length 2048 --repeats 1
-	$(BIN)/python tests/benchmarks/processes.py
+	PYTHONPATH=tests/references $(BIN)/python benchmarks/speed.py --model '$(MODEL)'
+	$(BIN)/python benchmarks/long_prompts.py --length 2048 --repeats 1
+	$(BIN)/python benchmarks/processes.py
 
 # On a machine with a GPU: every call against the CPU, then speed, long prompts, memory and rounding.
 bench-gpu: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -n 0 -m '' tests/devices tests/models/test_devices.py
-	$(BIN)/python tests/benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py
 
 # Both lines of TransformerLens, each with a transformers of its time.
 architectures: $(VENV)/.stamp-dev $(OLDEST)/.stamp
 	rm -f $(MATRIX)
 	$(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
 	PYTHONPATH='$(CURDIR)/$(OLDEST)' $(BIN)/python -m pytest -q tests/models/test_matrix.py --matrix-results $(MATRIX)
-	$(BIN)/python tests/benchmarks/architecture_table.py $(MATRIX)
+	$(BIN)/python benchmarks/architecture_table.py $(MATRIX)
 
 clean:
 	rm -rf $(VENV) demo-output site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from attempts import Ending, Fault
 from damages import DAMAGES
 from stored_runs import same
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from kill_runs import end_of, forked
 
 import anchorlens as al

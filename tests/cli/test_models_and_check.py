@@ -18,7 +18,7 @@ from anchorlens.errors import MetricError, ModelError, PromptError
 pytestmark = pytest.mark.without_jaxtyping
 
 ROOT = Path(__file__).parents[2]
-TABLES = runpy.run_path(str(ROOT / "tests/benchmarks/architecture_table.py"))
+TABLES = runpy.run_path(str(ROOT / "benchmarks/architecture_table.py"))
 
 
 def test_the_page_of_architectures_is_written_from_the_data_of_the_package() -> None:

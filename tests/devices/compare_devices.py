@@ -174,7 +174,7 @@ def are_equal(batch: al.PromptBatch, other: al.PromptBatch) -> bool:
 
 
 def waits() -> dict[str, list[int]]:
-    """How often the host would wait for a GPU for one more batch, with 3 and with 6 layers."""
+    """How often the host would wait for a GPU for one more batch, with 3 and with 12 layers."""
     tokenizer, task, examples = byte_level_tokenizer(), al.TASKS["agnews"], al.load_examples("news")
     demos = al.sample_demonstrations(examples, seed=1)
     queries = [example for example in examples if example not in demos]
@@ -214,7 +214,7 @@ def waits() -> dict[str, list[int]]:
                 )
             )
         )
-        for layers in (3, 6)
+        for layers in (3, 12)
     ]
     return {name: [each[name] for each in of_sizes] for name in of_sizes[0]}
 

@@ -258,7 +258,7 @@ def test_signals_raise_an_error_and_their_handlers_are_restored(number: signal.S
 def test_killed_runs_and_stopped_commands_resume_and_end_equal(
     monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import kill_runs
 
     # The script sets this variable and does not restore it.

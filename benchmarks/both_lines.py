@@ -1,7 +1,7 @@
 """The same model as a bridge and, on transformer-lens 3.9, as a HookedTransformer.
 
-    python tests/benchmarks/both_lines.py --model M --train train.jsonl --test test.jsonl
-    PYTHONPATH=.venv/oldest python tests/benchmarks/both_lines.py ...
+    python benchmarks/both_lines.py --model M --train train.jsonl --test test.jsonl
+    PYTHONPATH=.venv/oldest python benchmarks/both_lines.py ...
 
 Computes the numbers for each kind of model that the TransformerLens on the path has. Writes them
 into the file `--numbers`, and compares them with the numbers that another line wrote there.
@@ -22,7 +22,7 @@ import torch
 import anchorlens as al
 from anchorlens.models.weights import read_weights
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from hooked_transformers import hooked_transformer
 
 

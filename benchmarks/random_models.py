@@ -1,6 +1,6 @@
 """Verdicts for models with random weights: none may agree with a claim of the paper.
 
-PYTHONPATH=tests/support python tests/benchmarks/random_models.py --models 20
+PYTHONPATH=tests/support python benchmarks/random_models.py --models 20
 """
 
 import argparse

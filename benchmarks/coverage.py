@@ -1,6 +1,6 @@
 """How often a 95 % interval holds the true value: the table of docs/benchmarks.md.
 
-    python tests/benchmarks/coverage.py --repeats 500
+    python benchmarks/coverage.py --repeats 500
 
 Rows of prompts are drawn from distributions whose true values are known. The package's own results
 and ``with_intervals`` are computed from them. Each layer or method is a trial, so one call makes

@@ -1,6 +1,6 @@
 """Time of a step of PEZ, compared with a plain forward and backward pass of the same tokens.
 
-    python tests/benchmarks/hard_prompt_step.py --model M
+    python benchmarks/hard_prompt_step.py --model M
 
 Prints the median ratio of times that were measured in turns in one run. A step is the projection,
 the gradient at the projected tokens and the optimizer's step. The plain pass runs the same tokens

@@ -1,6 +1,6 @@
 """Time that is saved by running shared demonstrations once, and the largest difference of numbers.
 
-python tests/benchmarks/shared_prefix.py --model M
+python benchmarks/shared_prefix.py --model M
 """
 
 import argparse

@@ -15,7 +15,7 @@ Case = dict[str, Any]
 Table = dict[str, Any]
 Cell = str | list[str]  # a reason, or the largest difference in each type
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 KINDS = {
     "bridge": "bridge",

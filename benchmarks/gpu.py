@@ -1,6 +1,6 @@
 """Speed, memory, long prompts and precision on a GPU, with random weights.
 
-    python tests/benchmarks/gpu.py [--sections 1 2 3]
+    python benchmarks/gpu.py [--sections 1 2 3]
 
 Prints Markdown tables, each as soon as it is measured. Models have random weights, which are made
 on the GPU in the type of the section. The ways of a table take turns after one turn to warm up;
@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "references"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "references"))
 import published_way
 import torch
 from saliency_cost import byte_level_tokenizer

@@ -1,6 +1,6 @@
 """Kills runs, starts them again, and counts those that end with the same results and files.
 
-    python tests/benchmarks/kill_runs.py [--random 100] [--steps 999]
+    python benchmarks/kill_runs.py [--random 100] [--steps 999]
 
 SIGKILL at random moments; SIGKILL at every write (after half of it), fsync and rename; Ctrl-C and
 SIGTERM to the command. A resumed run must give the same numbers, intervals and files bit for bit,
@@ -34,7 +34,7 @@ import anchorlens as al
 from anchorlens.cli import commands as command_line
 from anchorlens.system import files
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 
 METRICS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC()]

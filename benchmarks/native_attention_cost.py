@@ -1,6 +1,6 @@
 """Cost of wrapped attention of transformers, compared with attention that the bridge computes.
 
-    python tests/benchmarks/native_attention_cost.py
+    python benchmarks/native_attention_cost.py
 
 The bridge computes the attention of a random Llama of GPT-2's size itself. Its modules are then
 wrapped like those of GPT-J, so the same model runs with both kinds of attention. Prints the

@@ -1,6 +1,6 @@
 """Time of a query with whole prompts, with a cached prefix, and with a compressed context.
 
-python tests/benchmarks/answer_times.py --model M --task trec --train train.jsonl
+python benchmarks/answer_times.py --model M --task trec --train train.jsonl
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The largest possible gain from attention that forms no patterns.
 
-    PYTHONPATH=tests/references python tests/benchmarks/ahead_of_eager.py
+    PYTHONPATH=tests/references python benchmarks/ahead_of_eager.py
 
 A random GPT-2 in plain transformers, without hooks. An AUCROC that forms only target rows, and
 leaves the rest to fused attention, cannot be faster than fused attention that forms no pattern.

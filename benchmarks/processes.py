@@ -1,6 +1,6 @@
 """Time of a run in two processes, compared with one process and with two threads.
 
-    python tests/benchmarks/processes.py
+    python benchmarks/processes.py
 
 A random model of GPT-2's size with 1000 tokens. The three variants take turns. Only the run
 itself is timed, after all processes have started. Prints seconds on the clock, and processor

@@ -1,6 +1,6 @@
 """How many files of the package one batch of ``al.run`` with a gradient crosses, and how often.
 
-    PYTHONPATH=tests/support python tests/benchmarks/files_crossed.py
+    PYTHONPATH=tests/support python benchmarks/files_crossed.py
 
 A tiny random GPT-2 computes saliency flows without intervals, once for some batches and once for
 one batch more. The difference belongs to one batch. A move is a call or a return after which the

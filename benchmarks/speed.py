@@ -1,6 +1,6 @@
 """Speed, compared with one prompt at a time, with naive TransformerLens, and with the floor.
 
-    PYTHONPATH=tests/references python tests/benchmarks/speed.py --model M --train F --test F
+    PYTHONPATH=tests/references python benchmarks/speed.py --model M --train F --test F
 
 Each table is one run. Because a machine's speed drifts, the variants take turns: in every turn a
 fast variant does the whole work, and a slow variant a part of it. The printed largest differences

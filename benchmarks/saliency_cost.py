@@ -1,6 +1,6 @@
 """Cost of saliency flows of all layers, compared with plain passes over the same batches.
 
-    python tests/benchmarks/saliency_cost.py --model M
+    python benchmarks/saliency_cost.py --model M
 
 Prints median ratios of times that were measured in turns in one run. Flows are compared with a
 plain forward and backward pass of the same hooked model, and of transformers alone. Both have

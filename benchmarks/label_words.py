@@ -1,6 +1,6 @@
 """Do label words anchor the predictions of a real model? The paper's Figures 3 to 5 with controls.
 
-    python tests/benchmarks/label_words.py --model M --train train.jsonl --test test.jsonl
+    python benchmarks/label_words.py --model M --train train.jsonl --test test.jsonl
 
 The seeds are fixed beforehand, and all are reported. 95 % intervals are bootstrapped over prompts;
 they are paired if two runs of the same prompts are compared.

@@ -1,6 +1,6 @@
 """How far flows in bfloat16 are from float32, with whole patterns and with a fused attention.
 
-    python tests/benchmarks/fused_precision.py [--seeds 5]
+    python benchmarks/fused_precision.py [--seeds 5]
 
 Tiny random models of every architecture in bfloat16, against float32 models with the same rounded
 weights. Prints for each the difference of S_wp, S_pq and S_ww as a share of the largest in their
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("support", "references"))
+sys.path.extend(
+    str(Path(__file__).parents[1] / "tests" / name) for name in ("support", "references")
+)
 from architectures import ROWS
 from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from tiny_models import randomize

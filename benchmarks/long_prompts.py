@@ -1,6 +1,6 @@
 """Memory and time of saliency flows over one long prompt, with fused attention and without.
 
-    python tests/benchmarks/long_prompts.py
+    python benchmarks/long_prompts.py
 
 A random model of GPT-2's size with enough positions and a small vocabulary runs one prompt with ten
 label words. Each variant runs in a separate process, and the variants take turns. Peak memory is
@@ -15,8 +15,8 @@ the model up. The variants are
 - ``transformers``: flows in plain transformers, which also stores the gradients of all patterns and
   takes half as much again (--length 2048).
 
-    python tests/benchmarks/long_prompts.py --ways floor fused-checkpointed --length 32768
-    python tests/benchmarks/long_prompts.py --ways floor fused --device cuda --dtype bfloat16
+    python benchmarks/long_prompts.py --ways floor fused-checkpointed --length 32768
+    python benchmarks/long_prompts.py --ways floor fused --device cuda --dtype bfloat16
 
 On a GPU the memory is what PyTorch allocated at most, minus what the model takes.
 """

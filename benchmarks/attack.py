@@ -1,9 +1,9 @@
 """Runs the package on random invalid inputs and damaged files, and counts right outcomes.
 
-    python tests/benchmarks/attack.py [--seed 0] [--prompts 3000] [--inputs 280] [--metrics 90]
+    python benchmarks/attack.py [--seed 0] [--prompts 3000] [--inputs 280] [--metrics 90]
         [--damages 80] [--configurations 60] [--payloads 40] [--stale 400] [--together 300]
         [--kills 20]
-    python tests/benchmarks/attack.py --seed 0 --repeat damaged_rows:17
+    python benchmarks/attack.py --seed 0 --repeat damaged_rows:17
 
 Random prompts, bad inputs, misbehaving metrics, damaged files, configurations of models, html in
 texts, changed code of the user, and prompts that differ from those beside them, each compared with
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 sys.path.extend(
-    str(Path(__file__).parents[1] / name) for name in ("support", "attack", "references")
+    str(Path(__file__).parents[1] / "tests" / name) for name in ("support", "attack", "references")
 )
 from attack_configurations import random_configurations
 from attack_damages import (

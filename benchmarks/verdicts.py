@@ -1,6 +1,6 @@
 """How often a verdict is wrong under the null of its claim: the table of docs/benchmarks.md.
 
-    PYTHONPATH=tests/references python tests/benchmarks/verdicts.py --repeats 300
+    PYTHONPATH=tests/references python benchmarks/verdicts.py --repeats 300
 
 Rows of prompts are drawn such that the number of the claim is its limit but for chance. Results,
 intervals and verdicts are those of the package.

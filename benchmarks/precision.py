@@ -1,6 +1,6 @@
 """How far flows and AUCROC in bfloat16 and float16 are from float32.
 
-    python tests/benchmarks/precision.py --model M
+    python benchmarks/precision.py --model M
 
 Uses the bundled questions. Compares once with the float32 model (the difference for a user) and
 once with a float32 model whose weights were rounded to the type (the difference from arithmetic

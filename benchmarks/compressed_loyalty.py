@@ -1,6 +1,6 @@
 """Loyalty and accuracy of a real model after compressed contexts: Table 2 with intervals.
 
-python tests/benchmarks/compressed_loyalty.py --model M --train train.jsonl --test test.jsonl
+python benchmarks/compressed_loyalty.py --model M --train train.jsonl --test test.jsonl
 """
 
 import argparse

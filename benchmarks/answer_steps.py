@@ -1,6 +1,6 @@
 """Flows of each token of an answer, compared with one backward pass for each token.
 
-    python tests/benchmarks/answer_steps.py --model M
+    python benchmarks/answer_steps.py --model M
 
 The text has 512 tokens, of which the last 1, 8 or 64 are the answer. ``step_flows`` takes the
 gradients of the outputs of heads, several tokens at a time. The other variant also runs forward
