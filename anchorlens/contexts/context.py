@@ -61,7 +61,7 @@ class CompressedContext:
         return titled("CompressedContext", table(["what", "value"], self._summary().items()))
 
     def _summary(self) -> dict[str, str]:
-        groups = self.info.get("selected", {})  # files of earlier versions do not have it
+        groups = self.info["selected"]
         return {
             "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
             "groups": ", ".join(f"{name} {count}" for name, count in groups.items()) or "not known",
@@ -169,8 +169,7 @@ class CompressedContext:
         """Read a context that ``save`` wrote.
 
         Raises:
-            StoreError: The file cannot be read, is damaged, does not hold a context, or was saved
-                by an earlier version.
+            StoreError: The file cannot be read, is damaged, or does not hold a context.
 
         Examples:
             >>> context = al.compress(model, batch)
@@ -266,6 +265,8 @@ def _is_context(fields: Any, stored: Mapping[str, Tensor]) -> bool:
     if not isinstance(fields, dict) or fields.keys() != {"query_position", "info"}:
         return False
     if type(fields["query_position"]) is not int or not isinstance(fields["info"], dict):
+        return False
+    if not {"bos", "selected"} <= fields["info"].keys():
         return False
     expected: dict[str, Any] = {name: Float[Tensor, "1 _ cached _"] for name in states}
     expected |= {"tokens": Int[Tensor, " position"], "kept": Bool[Tensor, " position"]}

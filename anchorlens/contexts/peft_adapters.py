@@ -223,11 +223,6 @@ def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
     if isinstance(context, PrefixContext):
         return context.tokens
     refuse_gaps(context, "an adapter of peft")
-    if "bos" not in context.info:
-        raise PromptError(
-            "this context was saved by an earlier version, which did not store the BOS of the "
-            "prompts; compress the demonstrations again"
-        )
     return context.tokens[context.kept]
 
 

@@ -22,8 +22,8 @@ def load_context(path: str | Path) -> CompressedContext | PrefixContext:
     The classes of this package are known; a class of your own is known once it is defined.
 
     Raises:
-        StoreError: The file cannot be read, is damaged, holds no context or one whose class is not
-            known, or was saved by an earlier version.
+        StoreError: The file cannot be read, is damaged, or holds no context or one whose class
+            is not known.
 
     Examples:
         >>> path = al.compress(model, batch).save(folder / "context.safetensors")

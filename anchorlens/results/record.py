@@ -212,8 +212,8 @@ class Record:
         """Read a record that ``save`` wrote.
 
         Raises:
-            StoreError: The file cannot be read, is damaged, holds no record or another kind of
-                record, or was saved by an earlier version.
+            StoreError: The file cannot be read, is damaged, or holds no record or another kind of
+                record.
         """
         header, stored = read_with_digest(path)
         if header.get("record") != cls.__name__:
@@ -279,8 +279,8 @@ def load_record(path: str | Path) -> Record:
     The classes of this package are known; a class of your own is known once it is defined.
 
     Raises:
-        StoreError: The file cannot be read, is damaged, holds no record or a record whose class is
-            not known, or was saved by an earlier version.
+        StoreError: The file cannot be read, is damaged, or holds no record or a record whose class
+            is not known.
 
     Examples:
         >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)

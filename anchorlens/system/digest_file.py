@@ -13,8 +13,6 @@ from ..errors import StoreError
 from .parsing import bytes_of, parsed
 
 _KEY = "anchorlens"
-# Entries of the header in files of earlier versions, which had no digest.
-_EARLIER = ("record", "context")
 
 
 class Sealed(NamedTuple):
@@ -44,7 +42,7 @@ def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 
 def read_with_digest(path: str | Path) -> Sealed:
-    """Read a file that was made by ``sealed``.
+    """Read a file of the bytes that ``to_bytes_with_digest`` gave.
 
     Raises:
         StoreError: The file cannot be read, is of another kind, or is damaged.
@@ -53,11 +51,6 @@ def read_with_digest(path: str | Path) -> Sealed:
     cure = "use a copy of it, or compute the result again and save it"
     metadata, header, tensors = parsed(path, data, _contents, "file that anchorlens saved", cure)
     is_whole = header.pop("digest", None) is not None
-    if any(name in metadata for name in _EARLIER):
-        raise StoreError(
-            f"{path} was saved by an earlier version of anchorlens, without a digest; compute the "
-            "result again and save it with this version"
-        )
     if _KEY not in metadata:
         raise StoreError(f"{path} is no file that anchorlens saved; {cure}")
     if not is_whole or to_bytes_with_digest(header, tensors) != data:
