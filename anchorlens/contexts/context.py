@@ -61,7 +61,7 @@ class CompressedContext:
         return titled("CompressedContext", table(["what", "value"], self._summary().items()))
 
     def _summary(self) -> dict[str, str]:
-        groups = self.info["selected"]
+        groups = self.info.get("selected", {})
         return {
             "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
             "groups": ", ".join(f"{name} {count}" for name, count in groups.items()) or "not known",
