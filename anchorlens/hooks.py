@@ -35,6 +35,7 @@ from .prompts.arrays import holds_integers
 from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet
 from .system.arguments import checked
+from .system.devices import sent
 from .system.warn import warn_user
 
 _ROWS, _CELL = 50, 80  # of the table that a notebook shows: rows, characters of a cell
@@ -355,7 +356,7 @@ def random_positions(
 ) -> Bool[Tensor, "batch position"]:
     """Random positions of the demonstrations, as many as the label words have.
 
-    They are after the first token of each prompt, or after the positions ``after``.
+    They are after the first token of each prompt, or after the positions ``after``; on the CPU.
     """
     batch = batch.on_cpu
     last = batch.label_ends.max(1, keepdim=True).values
@@ -459,7 +460,7 @@ def _isolate_in_batch(
     check_fits(model, batch)
     if not receivers.any():
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
-    receivers = receivers.to(batch.tokens.device, non_blocking=True)
+    receivers = sent(receivers, batch.tokens.device)
     cut = edge_sets.between(receivers, batch.attention_mask)
     return block_in_batch(model, batch, cut, layers, heads, keep_bos, renormalize)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import AnchorlensError, StoreError
 from ..experiments.analysis import analyse, both_ends
-from ..models.hooked import device_of, layer_numbers
+from ..models.hooked import device_of
 from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..report.prompt_flows import PromptFlows, plot_prompt
@@ -108,7 +108,6 @@ def analysed(
 
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
-    layer_numbers(model, range(depth))
     folder, rows = out / task, rows_folder(out, task)
     sites = both_ends(model, batches, depth)
     if not output.quiet:

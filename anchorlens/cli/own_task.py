@@ -18,7 +18,7 @@ from ..prompts.chat import ChatTask
 from ..prompts.datafiles import READERS
 from ..prompts.draw import Examples, task_of_name
 from ..prompts.examples import load_examples
-from ..prompts.tasks import TASKS, Task
+from ..prompts.tasks import Task
 from ..system.parsing import parsed
 from .command_data import examples_of
 from .option_lists import is_given, words_of
@@ -111,7 +111,6 @@ def _fields(options: TaskOptions) -> dict[str, Any]:
         raise DataError("--data and --dataset both name examples; give one of them")
     fields: dict[str, Any] = {}
     if options.task is not None:
-        task_of_name(options.task)
         fields = _fields_of_task(options.task, chat=bool(options.chat))
     elif options.task_file is not None:
         fields = read_task_file(options.task_file)
@@ -143,7 +142,7 @@ def _chat_option(text: str) -> tuple[str, Any]:
 
 def _fields_of_task(name: str, chat: bool) -> dict[str, Any]:
     """The parts of a task of the package, as they are written in plain prompts or in a chat."""
-    task = TASKS[name]
+    task = task_of_name(name)
     parts = {part: getattr(task, part) for part in _PARTS}
     if chat:  # an answer begins with the word, and the chat template separates demonstrations
         parts["labels"] = [word.strip() for word in task.first_words]

@@ -19,7 +19,7 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.draw import draws_of, task_of_name
 from ..prompts.examples import Example
-from ..prompts.sample import prompts_of as prompts_of_draws
+from ..prompts.sample import prompts_of_draws
 from ..prompts.tasks import TASKS
 from ..replication.paper import check_examples
 from ..replication.paper import paper as paper_numbers

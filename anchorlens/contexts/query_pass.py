@@ -18,6 +18,7 @@ from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..prompts.groups import OTHER, PADDING
 from ..system.arguments import checked
+from ..system.devices import sent
 from ..system.methods import has_methods
 
 
@@ -97,7 +98,7 @@ def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> Promp
 
 
 def _queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"], width: int) -> PromptBatch:
-    tokens = tokens.to(batch.tokens.device, non_blocking=batch.tokens.device.type != "cpu")
+    tokens = sent(tokens, batch.tokens.device)
     count, lengths = len(tokens), batch.target_positions - batch.query_start + 1
     offsets = torch.arange(width, device=batch.tokens.device)
     inside = offsets < lengths[:, None]

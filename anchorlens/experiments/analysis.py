@@ -71,7 +71,7 @@ def analyse(
         >>> len(results), "saliency_flows" in results, "first 2 layers" in results
         (5, True, True)
     """
-    checked_batches(model, batches)
+    batches = checked_batches(model, batches)
     sites = both_ends(model, batches, depth)
 
     def part(name: str) -> Path | None:

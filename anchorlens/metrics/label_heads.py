@@ -18,7 +18,7 @@ from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.record import Record, Rows, require_gold
 from ..system.arguments import checked
-from ..system.devices import beside, on_one_device
+from ..system.devices import beside, on_one_device, sent
 from .aucroc import predicted_class
 from .metric import Observation
 
@@ -271,7 +271,7 @@ class LabelHeads:
                 f"{self.name} draws random positions after the first label word, but {error}"
             ) from error
         draws = [mask.nonzero()[:, 1].view_as(batch.label_positions) for mask in masks]
-        return torch.stack([batch.label_positions, *draws], dim=1).to(device, non_blocking=True)
+        return sent(torch.stack([batch.label_positions, *draws], dim=1), device)
 
 
 def _tokens_up_to_target(batch: PromptBatch) -> Int[Tensor, " batch"]:

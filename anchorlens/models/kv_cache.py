@@ -205,7 +205,7 @@ def inputs_after(
     """
     if not hasattr(model, "original_model"):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}
-    if prefix is not None and rotates_by_length(model):  # to ask for the length takes time
+    if prefix is not None and rotates_by_length(model):  # to read the length, Python waits
         refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
     before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
     whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)

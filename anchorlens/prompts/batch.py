@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
+from ..system.devices import sent
 from .arrays import checked_integers, checked_mask, holds_integers
 from .groups import GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import NO_SEGMENT, PromptView
@@ -20,7 +21,7 @@ from .token_texts import token_texts
 from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
-_AXIS_OF_POSITIONS = ("tokens", "attention_mask", "groups")
+_OF_EACH_TOKEN = ("tokens", "attention_mask", "groups")
 _POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
@@ -129,9 +130,9 @@ class PromptBatch:
 
     @property
     def on_cpu(self) -> "PromptBatch":
-        """The same batch on the CPU, where numbers are read: at each, Python waits for a GPU.
+        """The same batch on the CPU, to read single numbers: for each one on a GPU, Python waits.
 
-        A batch that was moved with ``to``, and what its methods make of it, has it already.
+        What ``to`` moved has it already, and so has what the methods of a batch make of that.
         """
         if self._is_on_cpu:
             return self
@@ -258,7 +259,7 @@ class PromptBatch:
                 for name, value in batch._tensors().items()
                 if name != "label_token_ids"
             }
-            for name in _AXIS_OF_POSITIONS:
+            for name in _OF_EACH_TOKEN:
                 rows[name] = rows[name][:, first : last + 1]
             for name in _POSITIONS:
                 rows[name] = rows[name] - first
@@ -281,7 +282,7 @@ class PromptBatch:
 
         def leading(batch: PromptBatch) -> LeadingTokens:
             values = batch.__getstate__()
-            for name in _AXIS_OF_POSITIONS:
+            for name in _OF_EACH_TOKEN:
                 values[name] = values[name][:, :position]
             return LeadingTokens(**{**values, "first_query": 0})
 
@@ -303,11 +304,11 @@ class PromptBatch:
             return self
 
         def moved(batch: PromptBatch) -> PromptBatch:
-            begin = starts.to(batch.tokens.device, non_blocking=True)
+            begin = sent(starts, batch.tokens.device)
             positions = torch.arange(width, device=begin.device) + begin[:, None]
             columns = positions % batch.tokens.shape[1]
             rows: dict[str, Any] = {
-                name: getattr(batch, name).gather(1, columns) for name in _AXIS_OF_POSITIONS
+                name: getattr(batch, name).gather(1, columns) for name in _OF_EACH_TOKEN
             }
             for name in _POSITIONS:
                 values = getattr(batch, name)
@@ -320,14 +321,12 @@ class PromptBatch:
     @checked
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
-        # To the CPU it must wait: the numbers could be read before they have arrived.
-        to_accelerator = torch.device(device).type != "cpu"
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=to_accelerator, copy=value.is_inference())
+            name: sent(value.clone() if value.is_inference() else value, device)
             for name, value in self._tensors().items()
         }
         batch = replace(self, **moved)
-        if to_accelerator and (self._is_on_cpu or "_known" in vars(self)):
+        if not batch._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
             # Its own numbers, which later edits of this batch do not change.
             own: dict[str, Any] = {
                 name: value.clone() for name, value in self.on_cpu._tensors().items()

@@ -51,25 +51,22 @@ def sample_prompts(
         >>> sum(map(len, batches)), len(batches[0].demonstrations_id.unique())
         (24, 1)
     """
-    if isinstance(task, str):
-        chosen, found = task_of_name(task), examples or examples_of_task(task)
-    elif examples:
-        chosen, found = task, examples
-    else:
+    if examples is None and not isinstance(task, str):
         raise DataError(
             "a task of your own needs examples to draw from: "
             "al.sample_prompts(model, task, al.load_examples('my_file.csv')); got none"
         )
-    both: Any = (found, found) if isinstance(found[0], Example) else found
+    chosen = task_of_name(task) if isinstance(task, str) else task
+    found: Any = examples_of_task(str(task)) if examples is None else examples
+    both = found if isinstance(found, tuple) else (found, found)
     tokenizer = getattr(model, "tokenizer", model)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")
-    return prompts_of(
-        tokenizer, draws_of(chosen, Examples(*both), shots, queries, seeds), batch_size
-    )
+    draws = draws_of(chosen, Examples(*both), shots, queries, seeds)
+    return prompts_of_draws(tokenizer, draws, batch_size)
 
 
-def prompts_of(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
+def prompts_of_draws(tokenizer: Any, draws: Sequence[Draw], batch_size: int) -> list[PromptBatch]:
     """The prompts of each draw in turn."""
     return [
         batch for draw in draws for batch in build_prompts(tokenizer, *draw, batch_size=batch_size)

@@ -26,6 +26,14 @@ def in_float64(values: Tensor) -> Tensor:
     return (values if widest(values.device) == torch.float64 else values.cpu()).double()
 
 
+def sent(values: Tensor, device: torch.device | str) -> Tensor:
+    """The values on a device. Python does not wait until an accelerator has them.
+
+    For the CPU it waits, because the numbers could be read before they have arrived.
+    """
+    return values.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
 def beside(values: Tensor, *others: Tensor) -> Iterable[Tensor]:
     """Other tensors on the device of the values, which may be that of one layer."""
     return (other.to(values.device) for other in others)

@@ -70,7 +70,7 @@ def test_the_readme_and_the_examples_of_docstrings_on_a_simulated_device(
 
 
 @pytest.mark.without_jaxtyping
-def test_what_a_batch_on_a_device_knows_of_the_cpu(compare: Callable[..., Found]) -> None:
+def test_a_moved_batch_has_its_own_numbers_on_the_cpu(compare: Callable[..., Found]) -> None:
     found = compare(*SIMULATED)["batches"]
     assert len(found) > 10 and all(found.values()), found
 

@@ -54,6 +54,7 @@ def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
     ("task", "options", "error", "message"),
     [
         ("nothing", {}, DataError, "there is no task 'nothing'; choose one of sst2, trec"),
+        ("questions", {"examples": []}, DataError, "there are no examples to draw"),
         (TASK, {}, DataError, "a task of your own needs examples to draw from"),
         ("questions", {"seeds": [1, 1]}, DataError, r"seeds are different .*; got \[1, 1\]"),
         ("questions", {"seeds": []}, DataError, r"at least one; got \[\]"),
