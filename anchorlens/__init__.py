@@ -124,9 +124,9 @@ if TYPE_CHECKING:
     from .prompts.examples import load_examples as load_examples
     from .prompts.examples import sample_demonstrations as sample_demonstrations
     from .prompts.examples import sample_queries as sample_queries
-    from .prompts.groups import GROUPS as GROUPS
     from .prompts.relabeling import relabel as relabel
     from .prompts.sample import sample_prompts as sample_prompts
+    from .prompts.segment_names import SEGMENTS as SEGMENTS
     from .prompts.segments import build_segments as build_segments
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task

@@ -51,8 +51,8 @@ def with_patterns(model: Any, batch: al.PromptBatch) -> Tensor:
     layers = range(model.cfg.n_layers)
     hooks: list[Any] = [("blocks.0.hook_resid_pre", leaf)]
     hooks += [(f"blocks.{layer}.attn.hook_pattern", store(layer)) for layer in layers]
-    first = int((batch.groups[0] == 1).nonzero()[0])
-    parts = torch.stack([batch.groups[0] == 0, batch.groups[0] == 1]).double()
+    first = int((batch.segments[0] == 1).nonzero()[0])
+    parts = torch.stack([batch.segments[0] == 0, batch.segments[0] == 1]).double()
     with frozen_in_eval_mode(model), model.hooks(fwd_hooks=hooks):
         logits = model(batch.tokens)[0, first - 1 : -1]
         losses = torch.nn.functional.cross_entropy(

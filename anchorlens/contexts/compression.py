@@ -18,7 +18,7 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
 from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of, tolerance
 from ..prompts.batch import PromptBatch, check_batch
-from ..prompts.groups import GROUPS
+from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.names import name_of
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
@@ -180,17 +180,19 @@ def _context_maker(
     tokens = prompt.tokens[0, :length]
     bos = bos_of(prompt).tolist()
     info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
-    groups = prompt.groups[0, :length]
+    segments = prompt.segments[0, :length]
 
     def context(prefix: Prefix, selected: Bool[Tensor, " position"], placement: Placement) -> Any:
         keys, query = placement(selected)
         next_position = torch.tensor([query], device=tokens.device)
         prefix = replace(prefix, next_position=next_position)
-        counts = {name: int(selected[groups == number].sum()) for number, name in enumerate(GROUPS)}
-        by_group = {name: count for name, count in counts.items() if count}
+        counts = {
+            name: int(selected[segments == number].sum()) for number, name in enumerate(SEGMENTS)
+        }
+        by_segment = {name: count for name, count in counts.items() if count}
         # What is not run stays on the CPU, as in a context that was stored.
         on_cpu = tokens.cpu(), selected.cpu(), keys.cpu()
-        return CompressedContext(prefix, *on_cpu, query, info | {"selected": by_group})
+        return CompressedContext(prefix, *on_cpu, query, info | {"selected": by_segment})
 
     def cut(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole.columns(selected), selected, positions)

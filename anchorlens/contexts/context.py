@@ -42,7 +42,7 @@ class CompressedContext:
         key_positions: Position of each selected token as the model takes it.
         query_position: Position of the query's first token as the model takes it.
         info: The model, its type and weights, the placement, the BOS with which prompts begin, and
-            how many tokens of each group are selected.
+            how many tokens of each segment are selected.
     """
 
     prefix: Prefix
@@ -53,7 +53,7 @@ class CompressedContext:
     info: dict[str, Any]
 
     def __repr__(self) -> str:
-        """One line: the selected positions and their groups, bytes, placement and model."""
+        """One line: the selected positions and their segments, bytes, placement and model."""
         parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
         return shorten(printable(f"CompressedContext({parts})"), 200, placeholder=" …)")
 
@@ -61,10 +61,11 @@ class CompressedContext:
         return titled("CompressedContext", table(["what", "value"], self._summary().items()))
 
     def _summary(self) -> dict[str, str]:
-        groups = self.info.get("selected", {})
+        segments = self.info.get("selected", {})
         return {
             "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
-            "groups": ", ".join(f"{name} {count}" for name, count in groups.items()) or "not known",
+            "segments": ", ".join(f"{name} {count}" for name, count in segments.items())
+            or "not known",
             "cached": "these positions" if self.is_cut else "all positions, the others masked",
             "bytes": f"{self.size:,}",
             "placement": str(self.info.get("positions")),
@@ -290,7 +291,7 @@ def _selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -
     ends = (batch.label_positions, batch.label_ends)
     whole = torch.stack([selected[end] for end in ends]).all(0).all(0)
     moved = selected.cumsum(0) - 1
-    names = ("tokens", "attention_mask", "groups")
+    names = ("tokens", "attention_mask", "segments")
     columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
     dropped = int((~selected).sum())
     return replace(

@@ -16,7 +16,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch, on_both
-from ..prompts.groups import OTHER, PADDING
+from ..prompts.segment_names import OTHER, PADDING
 from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.methods import has_methods
@@ -109,10 +109,10 @@ def _queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"], width: 
         batch,
         tokens=torch.cat([tokens.expand(rows, -1), batch.tokens.gather(1, columns)], dim=1),
         attention_mask=torch.cat([inside.new_ones(rows, count), inside], dim=1),
-        groups=torch.cat(
+        segments=torch.cat(
             [
-                torch.full((rows, count), OTHER, device=batch.groups.device),
-                batch.groups.gather(1, columns).masked_fill(~inside, PADDING),
+                torch.full((rows, count), OTHER, device=batch.segments.device),
+                batch.segments.gather(1, columns).masked_fill(~inside, PADDING),
             ],
             dim=1,
         ),

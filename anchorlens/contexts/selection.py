@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.groups import FORMAT, LABEL, OTHER, TEXT
+from ..prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 from ..system.arguments import checked
 
 Keep = Callable[[PromptBatch], Bool[Tensor, " position"]]
@@ -32,7 +32,7 @@ def anchors_and_format(demonstrations: PromptBatch) -> Bool[Tensor, " position"]
     Examples:
         >>> context = al.compress(model, batch, keep=al.selection.anchors_and_format)
     """
-    return _in_groups(demonstrations, OTHER, LABEL, FORMAT)
+    return _in_segments(demonstrations, OTHER, LABEL, FORMAT)
 
 
 @checked
@@ -43,7 +43,7 @@ def label_words(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
         >>> al.compress(model, batch, keep=al.selection.label_words).kept.sum() >= len(demos)
         tensor(True)
     """
-    return _in_groups(demonstrations, OTHER, LABEL)
+    return _in_segments(demonstrations, OTHER, LABEL)
 
 
 @checked
@@ -66,10 +66,10 @@ def random_and_format(seed: int) -> Keep:
     """
 
     def keep(demonstrations: PromptBatch) -> Bool[Tensor, " position"]:
-        selected = _in_groups(demonstrations, OTHER, FORMAT)
+        selected = _in_segments(demonstrations, OTHER, FORMAT)
         set_id = int(demonstrations.demonstrations_id[0])
         generator = torch.Generator().manual_seed((seed * 1_000_003 + set_id) % 2**63)
-        texts = (demonstrations.groups[0] == TEXT).nonzero().flatten().cpu()
+        texts = (demonstrations.segments[0] == TEXT).nonzero().flatten().cpu()
         begin = 0
         for first, last in zip(
             demonstrations.label_positions[0].tolist(),
@@ -93,12 +93,12 @@ def random_and_format(seed: int) -> Keep:
     return keep
 
 
-def _in_groups(demonstrations: PromptBatch, *groups: int) -> Bool[Tensor, " position"]:
+def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " position"]:
     if not edges.group(demonstrations, "text").any():
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
             "them with build_prompts, or pass your own keep: (demonstrations) to Bool['position']"
         )
     return torch.isin(
-        demonstrations.groups[0], torch.tensor(groups, device="cpu").to(demonstrations.groups)
+        demonstrations.segments[0], torch.tensor(segments, device="cpu").to(demonstrations.segments)
     )

@@ -44,8 +44,8 @@ def prefix_effect(
         model: The model with which the context was made.
         batches: Prompts from ``build_prompts``, whose demonstrations the context replaces.
         context: What stands before the queries, such as ``al.compress(...)``.
-        keys: The groups of the prefix's tokens, as for ``PrefixEffect``: for each name a function
-            of the queries after the context to positions. By default they are one group,
+        keys: The segments of the prefix's tokens, as for ``PrefixEffect``: for each name a function
+            of the queries after the context to positions. By default they are one segment,
             ``context``. ``al.PrefixEffect().keys`` are the texts, label words, format and other
             tokens of a compressed context.
         rows: Function of the queries after the context to the positions that count:
@@ -60,18 +60,18 @@ def prefix_effect(
 
     Raises:
         MetricError: ``context`` is none, ``keys`` give no position of the context, others, or one
-            in two groups, or ``rows`` gives positions outside the query.
+            in two segments, or ``rows`` gives positions outside the query.
         ModelError: The context was made with another model, or the model takes no key-value cache.
         PromptError: The prompts do not fit the model or the context.
 
     Examples:
         >>> context = al.compress(model, batch)
         >>> effect = al.prefix_effect(model, batches, context, progress=False)
-        >>> effect.axis_names("group")
+        >>> effect.axis_names("segment")
         ('context',)
-        >>> by_group = al.prefix_effect(
+        >>> by_segment = al.prefix_effect(
         ...     model, batches, context, keys=al.PrefixEffect().keys, progress=False)
-        >>> by_group.stolen_by_group.shape[-1]
+        >>> by_segment.stolen_by_segment.shape[-1]
         4
     """
     check_context(context)
@@ -101,7 +101,7 @@ def prefix_effect(
             of_prompts = effect_rows(
                 model,
                 queries,
-                effect.groups_of(queries),
+                effect.segments_of(queries),
                 effect.rows_of(queries),
                 prefix=query_pass.prefix,
                 hooks=query_pass.hooks,

@@ -137,7 +137,7 @@ def trace_generation(
         tokens,
         torch.cat(
             [
-                prompt_batch.groups,
+                prompt_batch.segments,
                 torch.full(
                     (1, tokens.shape[1] - length), len(prompt_batch.segment_names), device="cpu"
                 ),

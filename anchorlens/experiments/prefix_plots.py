@@ -73,7 +73,7 @@ def plot_prefix_pattern(
     selected = rows[0]
     patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
     # The prefix has no attention of its own where it is left out.
-    patterns[2][:, effect.groups_of(alone)[0].any(0).cpu()] = torch.nan
+    patterns[2][:, effect.segments_of(alone)[0].any(0).cpu()] = torch.nan
     texts = _texts(model, alone, context)
     positions = effect.rows_of(alone)[0].nonzero().flatten().tolist()
     return prefix_figures.patterns_side_by_side(
@@ -162,7 +162,7 @@ def _terms(
     """The terms of a layer, and the rows that count among the rows of its patterns."""
     batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     effect.check(model, [batch], changed=False)
-    in_prefix, rows = effect.groups_of(batch).any(1), effect.rows_of(batch)
+    in_prefix, rows = effect.segments_of(batch).any(1), effect.rows_of(batch)
     with frozen_in_eval_mode(model):
         queries = edges.query(batch)
         runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)

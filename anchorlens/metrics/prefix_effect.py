@@ -60,7 +60,7 @@ class PrefixEffectRecord(Record):
 
     Attributes:
         stolen: m, from 0 to 1: the part of the attention that goes to the prefix.
-        stolen_by_group: The same for each group of the prefix's tokens; the groups sum to
+        stolen_by_segment: The same for each segment of the prefix's tokens; the segments sum to
             ``stolen``.
         bos: Attention to BOS, from 0 to 1; NaN where prompts have no BOS outside the prefix.
         direct: |m (b - z~)| / |z0|, from 0 up: the change by the attention that is taken in this
@@ -83,7 +83,7 @@ class PrefixEffectRecord(Record):
     """
 
     stolen: Float[Tensor, "layer head"]
-    stolen_by_group: Float[Tensor, "layer head group"]
+    stolen_by_segment: Float[Tensor, "layer head segment"]
     bos: Float[Tensor, "layer head"]
     direct: Float[Tensor, " layer"]
     indirect: Float[Tensor, " layer"]
@@ -94,7 +94,7 @@ class PrefixEffectRecord(Record):
 
     caption: ClassVar[str] = captions.PREFIX_EFFECT
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
-        ("stolen", "stolen_by_group", "bos"), (0.0, 1.0)
+        ("stolen", "stolen_by_segment", "bos"), (0.0, 1.0)
     )
     without_intervals: ClassVar[Sequence[str]] = (
         "concentration",
@@ -105,8 +105,8 @@ class PrefixEffectRecord(Record):
 
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The groups of tokens by name."""
-        return self.info.get("groups") if axis == "group" else super().axis_names(axis)
+        """The segments by name."""
+        return self.info.get("segments") if axis == "segment" else super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """Stolen attention by layer and head, above direct and indirect changes by layer."""
@@ -152,17 +152,17 @@ class PrefixEffect:
     tokens stay at their positions.
 
     Args:
-        keys: The groups of the prefix's tokens: for each name a function of the batch to positions
+        keys: The segments of the prefix: for each name a function of the batch to positions
             before the query. By default the texts, label words, format and other tokens
-            (instructions) of the demonstrations. Groups must not overlap.
+            (instructions) of the demonstrations. Segments must not overlap.
         rows: Function of the batch to the positions of the query that count:
             ``al.edges.query`` (the default) or ``al.edges.target``.
         name: Key of the result.
 
     Raises:
         MetricError: ``keys`` are no functions by name, or they give positions that are none, are in
-            two groups, or are not before the query; ``rows`` gives positions outside the query; or
-            hooks change the run, which its own passes do not have.
+            two segments, or are not before the query; ``rows`` gives positions outside the query;
+            or hooks change the run, which its own passes do not have.
         ModelError: The model takes no key-value cache, from which values are read.
 
     Examples:
@@ -188,7 +188,7 @@ class PrefixEffect:
             )
 
     def __repr__(self) -> str:
-        """One line: the groups and the rows, by the names of their functions."""
+        """One line: the segments and the rows, by the names of their functions."""
         keys = ", ".join(f"{name}: {name_of(function)}" for name, function in self.keys.items())
         return f"PrefixEffect({self.name}; keys {keys}; rows {name_of(self.rows)})"
 
@@ -200,7 +200,7 @@ class PrefixEffect:
                 "this run; run it without hooks, or write these into the model (model.add_hook)"
             )
         for batch in batches:
-            if not self.groups_of(batch).any(2).any(1).all():
+            if not self.segments_of(batch).any(2).any(1).all():
                 raise MetricError(
                     f"the keys of {self.name} hold no token of some prompt, so that there is no "
                     "prefix; give demonstrations, or other keys"
@@ -214,8 +214,8 @@ class PrefixEffect:
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             prefix = shared[0].before(int(batch.query_start.min())) if shared else None
             queries = batch.whole() if prefix is None else batch.after(len(prefix))
-            groups, selected = self.groups_of(queries), self.rows_of(queries)
-            return effect_rows(model, queries, groups, selected, prefix=prefix)
+            segments, selected = self.segments_of(queries), self.rows_of(queries)
+            return effect_rows(model, queries, segments, selected, prefix=prefix)
 
         return Observation(rows, use_prefix=shared.append)
 
@@ -228,17 +228,17 @@ class PrefixEffect:
         return effect_record(rows, tuple(self.keys))
 
     @checked
-    def groups_of(self, batch: PromptBatch) -> Bool[Tensor, "batch group key"]:
-        """The positions of each group, checked."""
+    def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
+        """The positions of each segment, checked."""
         before = batch.attention_mask & ~_from_query(batch)
         sets = [
             checked_positions(batch, self.name, name, function)
             for name, function in self.keys.items()
         ]
-        groups = torch.stack(sets, dim=1)
+        segments = torch.stack(sets, dim=1)
         for wrong, reason in (
-            (groups.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
-            (groups.sum(1) > 1, "is in two groups; every token can be in one"),
+            (segments.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
+            (segments.sum(1) > 1, "is in two segments; every token can be in one"),
         ):
             if wrong.any():
                 prompt, position = wrong.nonzero()[0].tolist()
@@ -246,7 +246,7 @@ class PrefixEffect:
                     f"the keys of {self.name} must be tokens before the query, but position "
                     f"{position} of prompt {prompt} {reason}"
                 )
-        return groups
+        return segments
 
     @checked
     def rows_of(self, batch: PromptBatch) -> edges.Positions:
@@ -265,7 +265,7 @@ class PrefixEffect:
 def effect_rows(
     model: HookedModel,
     batch: PromptBatch,
-    groups: Bool[Tensor, "batch group key"],
+    segments: Bool[Tensor, "batch segment key"],
     rows: edges.Positions,
     *,
     prefix: Prefix | None = None,
@@ -276,7 +276,7 @@ def effect_rows(
     Args:
         model: A prepared model that is frozen.
         batch: Prompts on the model's device.
-        groups: The keys of each group of the prefix, before the query.
+        segments: The keys of each segment of the prefix, before the query.
         rows: The positions of the query that count.
         prefix: Keys and values of the tokens before ``batch.query_rows``.
         hooks: Interventions that belong to the prefix.
@@ -284,14 +284,16 @@ def effect_rows(
     Raises:
         ModelError: The model takes no key-value cache, from which values are read.
     """
-    runs = prefix_runs(model, batch, groups.any(1), edges.query(batch), prefix=prefix, hooks=hooks)
+    runs = prefix_runs(
+        model, batch, segments.any(1), edges.query(batch), prefix=prefix, hooks=hooks
+    )
     selected = rows[:, runs.rows].cpu()
     positions = torch.arange(selected.shape[1], device="cpu")
     last = torch.where(selected, positions, 0).amax(1)
     sampled = _sampled(runs.in_prefix.cpu())
     outside = (edges.bos(batch) & ~runs.in_prefix).cpu()
     of_layers = [
-        _rows_of_layer(terms, groups.cpu(), outside, selected, last, sampled)
+        _rows_of_layer(terms, segments.cpu(), outside, selected, last, sampled)
         for terms in runs.layers()
     ]
     by_layer = {name: _stacked([layer[name] for layer in of_layers]) for name in of_layers[0]}
@@ -302,7 +304,7 @@ def effect_rows(
     return {**by_layer, "demonstrations_id": ids, "prefix_id": ids}
 
 
-def effect_record(rows: Rows, groups: Sequence[str]) -> PrefixEffectRecord:
+def effect_record(rows: Rows, segments: Sequence[str]) -> PrefixEffectRecord:
     """The record of the rows of all prompts."""
     sets = rows_by_set(rows)
 
@@ -312,10 +314,10 @@ def effect_record(rows: Rows, groups: Sequence[str]) -> PrefixEffectRecord:
     shares = torch.stack([_shares_of_directions(of_set["taken"].double()) for of_set in sets])
     # Rows of pooled sets have one id, but a position is the same token only within a set.
     prefixes = rows_by_set({"within": rows["within"], "demonstrations_id": rows["prefix_id"]})
-    stolen_by_group = mean("stolen_by_group")
+    stolen_by_segment = mean("stolen_by_segment")
     return PrefixEffectRecord(
-        stolen=stolen_by_group.sum(-1),
-        stolen_by_group=stolen_by_group,
+        stolen=stolen_by_segment.sum(-1),
+        stolen_by_segment=stolen_by_segment,
         bos=mean("bos"),
         direct=mean("direct"),
         indirect=mean("indirect"),
@@ -323,13 +325,13 @@ def effect_record(rows: Rows, groups: Sequence[str]) -> PrefixEffectRecord:
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean(0),
         spread=torch.stack([_spread(of_set["within"]) for of_set in prefixes]).nanmean(0),
         invariance=_largest(rows["deviation"], 0),
-        info={"groups": tuple(groups)},
+        info={"segments": tuple(segments)},
     )
 
 
 def _rows_of_layer(
     terms: LayerTerms,
-    groups: Bool[Tensor, "batch group key"],
+    segments: Bool[Tensor, "batch segment key"],
     bos: Bool[Tensor, "batch key"],
     selected: Bool[Tensor, "batch query"],
     last: Int[Tensor, " batch"],
@@ -342,7 +344,7 @@ def _rows_of_layer(
         inside = selected.view(*selected.shape, *(1,) * (values.ndim - 2))
         return torch.where(inside, values, torch.nan).nanmean(1)
 
-    by_group = torch.einsum("bhqk,bgk->bqhg", terms.pattern, groups.double())
+    by_segment = torch.einsum("bhqk,bgk->bqhg", terms.pattern, segments.double())
     to_bos = torch.einsum("bhqk,bk->bqh", terms.pattern, bos.double())
     size = _length(terms.without)
     deviation = (terms.expected - terms.alone).abs().amax(-1)
@@ -351,7 +353,7 @@ def _rows_of_layer(
     weights = of_last.gather(1, sampled.clamp(min=0))
     within = weights / terms.stolen[prompts, :, last].sum(1)[:, None]
     return {
-        "stolen_by_group": mean(by_group),
+        "stolen_by_segment": mean(by_segment),
         "bos": torch.where(bos.any(1)[:, None], mean(to_bos), torch.nan),
         "direct": mean(_length(terms.direct) / size),
         "indirect": mean(_length(terms.indirect) / size),

@@ -16,7 +16,7 @@ from ..models.head_values import require_transformed_values
 from ..models.hooked import Hook, HookedModel, check_fits
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.groups import GROUPS
+from ..prompts.segment_names import SEGMENTS
 from ..results.record import Record, Rows, rows_by_set
 from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
@@ -76,7 +76,7 @@ class SegmentFlowsRecord(Record):
 @checked
 @dataclass(frozen=True, repr=False)
 class SegmentFlows:
-    """Flows between any groups of tokens, such as question, steps and answer.
+    """flows between any segments, such as question, steps and answer.
 
     For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:
 
@@ -250,7 +250,7 @@ class SegmentFlows:
 
 def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of segments in a record's ``info``: those asked for, or those of the prompts."""
-    return tuple(info.get("segment_names") or info.get("segments") or GROUPS)
+    return tuple(info.get("segment_names") or info.get("segments") or SEGMENTS)
 
 
 def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:

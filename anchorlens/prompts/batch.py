@@ -15,13 +15,13 @@ from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.devices import sent
 from .arrays import checked_integers, checked_mask, holds_integers
-from .groups import GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET
 from .prompt_html import NO_SEGMENT, PromptView
+from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
 from .token_texts import token_texts
 from .verbalizer import Verbalizer, label_scores
 
 _NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
-_OF_EACH_TOKEN = ("tokens", "attention_mask", "groups")
+_OF_EACH_TOKEN = ("tokens", "attention_mask", "segments")
 _POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
 _LABELS = Repr()  # of six labels
@@ -46,7 +46,7 @@ class PromptBatch:
         target_positions: The last token, where the label is predicted (the paper's q).
         label_token_ids: First token of each class's label word, the first word if it has several.
         gold: True class of each query, or None.
-        groups: Segment of each token, an index into ``segment_names``; -1 for padding and for
+        segments: Segment of each token, an index into ``segment_names``; -1 for padding and for
             tokens without a segment.
         query_start: Position of the query's first token.
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
@@ -55,7 +55,7 @@ class PromptBatch:
         labels: The label words, by class, if they are known; the first of each class.
         verbalizer: All label words of each class and how they give its score, or None where each
             class has one word. See ``label_scores``.
-        segment_names: Names of the segments: ``al.GROUPS``, or your own.
+        segment_names: Names of the segments: ``al.SEGMENTS``, or your own.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
             ``after``.
@@ -69,13 +69,13 @@ class PromptBatch:
     target_positions: Int[Tensor, " batch"]
     label_token_ids: Int[Tensor, " class"]
     gold: Int[Tensor, " batch"] | None
-    groups: Int[Tensor, "batch position"]
+    segments: Int[Tensor, "batch position"]
     query_start: Int[Tensor, " batch"]
     demonstrations_id: Int[Tensor, " batch"]
     index: Int[Tensor, " batch"]
     labels: tuple[str, ...] = ()
     verbalizer: Verbalizer | None = None
-    segment_names: tuple[str, ...] = GROUPS
+    segment_names: tuple[str, ...] = SEGMENTS
     begins_with_bos: bool = False
     first_query: int = 0
 
@@ -88,7 +88,7 @@ class PromptBatch:
         if self.has_label_words:
             parts[0] += f", anchor {self.label_positions.shape[1]}"
             parts[0] += f", class {len(self.label_token_ids)}"
-        if self.segment_names != GROUPS:
+        if self.segment_names != SEGMENTS:
             parts += [f"segments {_LABELS.repr(self.segment_names)}"]
         parts += [f"labels {_LABELS.repr(self.labels)}"] if self.labels else []
         parts += [f"run from position {self.first_query}"] if self.first_query else []
@@ -97,18 +97,18 @@ class PromptBatch:
     def _repr_html_(self) -> str:
         """The first prompt as token ids, which need no tokenizer."""
         prompt = self.prompt(0)
-        ids, (groups, names) = prompt.tokens[0].tolist(), _segments_to_show(prompt)
+        ids, (segments, names) = prompt.tokens[0].tolist(), _segments_to_show(prompt)
         tokens = [f"{token} " for token in ids]
         heading = f"{self!r}: token ids of prompt 0; show(tokenizer) shows its text"
         if left_out := max(0, len(ids) - 2 * _SHOWN):
-            groups[_SHOWN:-_SHOWN] = [PADDING] * left_out
+            segments[_SHOWN:-_SHOWN] = [PADDING] * left_out
             tokens[_SHOWN - 1] += "… "
             heading += f". {left_out} of its {len(ids)} tokens are left out"
-        return PromptView(tokens, groups, heading, names)._repr_html_()
+        return PromptView(tokens, segments, heading, names)._repr_html_()
 
     @checked
     def show(self, tokenizer: Any, prompt: int = 0) -> PromptView:
-        """The text of a prompt, which a notebook shows in the colours of its token groups.
+        """The text of a prompt, which a notebook shows in the colours of their segments.
 
         Args:
             tokenizer: The tokenizer with which the prompts were built.
@@ -125,8 +125,8 @@ class PromptBatch:
         alone = self.prompt(prompt)
         ids = alone.tokens[0].tolist()
         heading = f"Prompt {prompt} of {len(self)}, {len(ids)} tokens"
-        groups, names = _segments_to_show(alone)
-        return PromptView(token_texts(tokenizer, ids), groups, heading, names)
+        segments, names = _segments_to_show(alone)
+        return PromptView(token_texts(tokenizer, ids), segments, heading, names)
 
     @property
     def on_cpu(self) -> "PromptBatch":
@@ -366,8 +366,8 @@ class PromptBatch:
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Returns:
-            A batch. Tokens after the last label word are in the group "query", other tokens
-            before it that are no label words in the group "other".
+            A batch. Tokens after the last label word are in the segment "query", other tokens
+            before it that are no label words in the segment "other".
 
         Raises:
             PromptError: Tokens or positions are not whole numbers; a position lies outside the
@@ -397,9 +397,9 @@ class PromptBatch:
         )
         golds = None if gold is None else integers("gold", gold, (size,))
         query_start = anchors.max(1).values + 1
-        groups = torch.full_like(tokens, QUERY, dtype=torch.long)
+        segments = torch.full_like(tokens, QUERY, dtype=torch.long)
         positions = torch.arange(length, device=device)
-        groups[positions < query_start[:, None]] = OTHER
+        segments[positions < query_start[:, None]] = OTHER
         batch = cls(
             tokens=tokens,
             attention_mask=mask,
@@ -410,7 +410,7 @@ class PromptBatch:
             label_token_ids=ids,
             verbalizer=verbalizer,
             gold=golds,
-            groups=groups,
+            segments=segments,
             query_start=query_start,
             demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
             index=torch.arange(size, device=device),
@@ -419,8 +419,8 @@ class PromptBatch:
         check_inside(batch, "target_positions")
         _check_positions(batch)
         _check_words(batch)
-        groups.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
-        groups[~mask] = PADDING
+        segments.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
+        segments[~mask] = PADDING
         return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
     @classmethod
@@ -465,7 +465,7 @@ class PromptBatch:
         """
         mask = checked_mask(tokens, attention_mask)
         device, size = tokens.device, len(tokens)
-        groups = checked_integers("segments", segments, tuple(tokens.shape), device=device)
+        segments = checked_integers("segments", segments, tuple(tokens.shape), device=device)
         if target_positions is None:
             target = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
         else:
@@ -480,7 +480,7 @@ class PromptBatch:
             target_positions=target,
             label_token_ids=none[0],
             gold=None,
-            groups=groups,
+            segments=segments,
             query_start=mask.long().argmax(1),
             demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
             index=torch.arange(size, device=device),
@@ -509,10 +509,13 @@ def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) ->
 
 def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
     """The segment of each token of a single prompt, and names; one for tokens without a segment."""
-    names, groups = prompt.segment_names, prompt.groups[0].tolist()
-    if names == GROUPS:
-        return groups, names
-    return [len(names) if group == PADDING else group for group in groups], (*names, NO_SEGMENT)
+    names, segments = prompt.segment_names, prompt.segments[0].tolist()
+    if names == SEGMENTS:
+        return segments, names
+    return [len(names) if segment == PADDING else segment for segment in segments], (
+        *names,
+        NO_SEGMENT,
+    )
 
 
 def digest(tokens: Sequence[int]) -> int:
@@ -631,19 +634,19 @@ def check_inside(
 
 def _check_segments(batch: PromptBatch) -> None:
     """Check that names of segments are different, and that each token has one of them or none."""
-    names, groups = batch.segment_names, batch.groups
+    names, segments = batch.segment_names, batch.segments
     are_names = isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
     if not are_names or not names or len(set(names)) < len(names):
         raise PromptError(
             "segments have different names, at least one, each a text; got " + repr(names)
         )
-    if not ((groups >= PADDING) & (groups < len(names))).all():
+    if not ((segments >= PADDING) & (segments < len(names))).all():
         raise PromptError(
             f"segments are numbers from 0 to {len(names) - 1}, one for each of the {len(names)} "
-            f"names, or {PADDING} for none; got {int(groups.min())} to {int(groups.max())}"
+            f"names, or {PADDING} for none; got {int(segments.min())} to {int(segments.max())}"
         )
-    if (groups[~batch.attention_mask] != PADDING).any():
-        row = int(((groups != PADDING) & ~batch.attention_mask).any(1).nonzero()[0])
+    if (segments[~batch.attention_mask] != PADDING).any():
+        row = int(((segments != PADDING) & ~batch.attention_mask).any(1).nonzero()[0])
         raise PromptError(
             f"prompt {row} has padding in a segment; the segment of padding is {PADDING}"
         )

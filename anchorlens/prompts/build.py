@@ -20,8 +20,8 @@ from ..system.warn import warn_user
 from .batch import PromptBatch, digest
 from .checks import demonstrations_by_query
 from .examples import Example
-from .groups import OTHER, PADDING, TARGET
 from .label_tokens import first_tokens
+from .segment_names import OTHER, PADDING, TARGET
 from .tasks import Task
 from .tokens import check_tokenizer
 from .verbalizer import Verbalizer
@@ -116,7 +116,7 @@ def build_prompts(
 
 class _Prompt(NamedTuple):
     tokens: list[int]
-    groups: Int[np.ndarray, " position"]
+    segments: Int[np.ndarray, " position"]
     anchors: list[tuple[int, int, int]]  # first token, last token, class
     query_start: int
     gold: int | None
@@ -138,9 +138,9 @@ def _locate(
     starts, ends = bounds.T
     sizes = [len(piece.text) for piece in written.pieces]
     # A token belongs to the piece of its last character: a space belongs to the word after it.
-    group_of_character = np.repeat([piece.group for piece in written.pieces], sizes)
-    groups = group_of_character[np.maximum(ends - 1, 0)]
-    groups[np.array(special) & (starts == ends)] = OTHER
+    segment_of_character = np.repeat([piece.segment for piece in written.pieces], sizes)
+    segments = segment_of_character[np.maximum(ends - 1, 0)]
+    segments[np.array(special) & (starts == ends)] = OTHER
     anchors = []
     position = 0
     for piece in written.pieces:
@@ -158,11 +158,11 @@ def _locate(
         position = stop
     begins_with_bos = special[0]
     if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
-        begins_with_bos, groups[0] = True, OTHER
-    groups[-1] = TARGET
+        begins_with_bos, segments[0] = True, OTHER
+    segments[-1] = TARGET
     return _Prompt(
         tokens=tokens,
-        groups=groups,
+        segments=segments,
         anchors=anchors,
         query_start=written.query_start,
         gold=written.query.label,
@@ -220,19 +220,19 @@ def _pad(
         )
 
     shift = torch.tensor(shifts, device="cpu")
-    groups = padded([prompt.groups for prompt in prompts], PADDING)
+    segments = padded([prompt.segments for prompt in prompts], PADDING)
     ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts], device="cpu")
     golds = [prompt.gold for prompt in prompts if prompt.gold is not None]
     return PromptBatch(
         tokens=padded([prompt.tokens for prompt in prompts], pad_token),
-        attention_mask=groups != PADDING,
+        attention_mask=segments != PADDING,
         label_positions=anchors(0) + shift[:, None],
         label_ends=anchors(1) + shift[:, None],
         label_classes=anchors(2),
         target_positions=ends,
         label_token_ids=ids,
         gold=torch.tensor(golds, device="cpu") if golds else None,
-        groups=groups,
+        segments=segments,
         query_start=shift + torch.tensor([prompt.query_start for prompt in prompts], device="cpu"),
         demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts], device="cpu"),
         index=torch.tensor([prompt.query_index for prompt in prompts], device="cpu"),

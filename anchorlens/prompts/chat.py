@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from ..errors import PromptError
 from ..system.arguments import checked
 from .examples import Example
-from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
+from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .tasks import Piece, Task
 
 # What build_prompts itself passes to apply_chat_template, and what it has no use for.

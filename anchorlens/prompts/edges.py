@@ -23,7 +23,7 @@ from ..system.arguments import checked
 from ..system.row_pieces import row_slices
 from .batch import PromptBatch, check_inside, require_label_words
 from .edge_set import Edges, EdgeSet
-from .groups import GROUPS
+from .segment_names import SEGMENTS
 
 Positions = Bool[Tensor, "batch position"]
 PositionsOfBatch = Callable[[PromptBatch], Positions]
@@ -67,13 +67,13 @@ def group(batch: PromptBatch, name: str) -> Positions:
     names = batch.segment_names
     if name not in names:
         message = f"there is no segment {name!r}; the segments are {', '.join(names)}"
-        if name in GROUPS:  # the batch had it before its names were replaced
+        if name in SEGMENTS:  # the batch had it before its names were replaced
             message += (
                 "; leave segment_names of a batch with label words as they are, and give segments "
                 "of your own as al.SegmentFlows({name: function})"
             )
         raise PromptError(message)
-    return batch.groups == names.index(name)
+    return batch.segments == names.index(name)
 
 
 @checked

@@ -8,13 +8,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from .batch import PromptBatch, check_batch, demonstrations_ids
-from .groups import OTHER
+from .segment_names import OTHER
 
 
 def insert_after_bos(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch:
     """The same prompts with tokens after the BOS, or at the beginning where there is none.
 
-    The inserted tokens are in the group "other". Padding stays on its side.
+    The inserted tokens are in the segment "other". Padding stays on its side.
 
     Args:
         batch: Prompts, padded on either side.
@@ -45,7 +45,7 @@ def insert_after_bos(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> Pr
         batch,
         tokens=widened(batch.tokens, tokens[inserted.clamp(0, count - 1)]),
         attention_mask=widened(batch.attention_mask, torch.ones_like(is_inserted)),
-        groups=widened(batch.groups, torch.full_like(columns, OTHER).to(batch.groups)),
+        segments=widened(batch.segments, torch.full_like(columns, OTHER).to(batch.segments)),
         label_positions=batch.label_positions + count,
         label_ends=batch.label_ends + count,
         target_positions=batch.target_positions + count,

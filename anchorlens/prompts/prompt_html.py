@@ -1,4 +1,4 @@
-"""A prompt as HTML: its tokens in the colours of their groups, as notebooks and the report show it.
+"""A prompt as HTML: its tokens in the colours of their segments, as notebooks and reports show it.
 
 The colours are tints that let the background through, and texts inherit their colour, so that both
 light and dark pages are readable. Colour-blind readers can tell the tints apart. Label words are
@@ -12,7 +12,7 @@ from html import escape
 
 from ..errors import PromptError
 from ..system.texts import printable
-from .groups import FORMAT, GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
+from .segment_names import FORMAT, LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET, TEXT
 
 PROMPT_CSS = """\
 .al-tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.8; }
@@ -56,103 +56,109 @@ _PART = "\ufffd"  # a token that is only a part of a character
 _CONTROL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", 9: "⇥\t", 10: "↵<br>"}
 
 
-def token_spans(tokens: Sequence[str], groups: Sequence[int], names: Sequence[str] = GROUPS) -> str:
-    """Tokens as HTML elements that show their group; ``PROMPT_CSS`` has their style.
+def token_spans(
+    tokens: Sequence[str], segments: Sequence[int], names: Sequence[str] = SEGMENTS
+) -> str:
+    """Tokens as HTML elements that show their segment; ``PROMPT_CSS`` has their style.
 
     Each element has the position of its token as ``data-token``. Tokens without a text of their
-    own (bytes of one character) are joined with the next token if it has the same group: their
+    own (bytes of one character) are joined with the next token if it has the same segment: their
     element has the position of the first. Padding is left out.
 
     Args:
         tokens: Text of each token; all texts are escaped. A line break is shown by a mark and
             breaks the line, other control characters are shown by their symbols.
-        groups: Segment of each token, as in ``PromptBatch.groups``.
+        segments: Segment of each token, as in ``PromptBatch.segments``.
         names: Names of the segments.
 
     Raises:
-        PromptError: The numbers of tokens and groups differ, or a group does not exist.
+        PromptError: The numbers of tokens and segments differ, or a segment does not exist.
 
     Examples:
         >>> token_spans(["dull", " Bad", "\\n"], [1, 2, 3])[:55]
         '<span class="al-text" data-token="0">dull</span><strong'
     """
     return "".join(
-        _element(group, escape(text).translate(_CONTROL), names, f' data-token="{position}"')
-        for position, text, group in _joined(tokens, groups, len(names))
+        _element(segment, escape(text).translate(_CONTROL), names, f' data-token="{position}"')
+        for position, text, segment in _joined(tokens, segments, len(names))
     )
 
 
-def segment_class(group: int, names: Sequence[str]) -> str:
+def segment_class(segment: int, names: Sequence[str]) -> str:
     """The class of the elements of a segment, which gives them its colours."""
-    if names == GROUPS:
-        return f"al-{GROUPS[group]}"
-    color = group % _COLORS if names[group] != NO_SEGMENT else "none"
+    if names == SEGMENTS:
+        return f"al-{SEGMENTS[segment]}"
+    color = segment % _COLORS if names[segment] != NO_SEGMENT else "none"
     return f"al-segment al-segment-{color}"
 
 
-def prompt_legend(groups: Iterable[int], names: Sequence[str] = GROUPS) -> str:
+def prompt_legend(segments: Iterable[int], names: Sequence[str] = SEGMENTS) -> str:
     """The segments that occur, each in its own colours, as HTML."""
-    present = set(groups)
-    meanings = _MEANING if names == GROUPS else dict(enumerate(names))
+    present = set(segments)
+    meanings = _MEANING if names == SEGMENTS else dict(enumerate(names))
     return " ".join(
-        _element(group, escape(text), names) for group, text in meanings.items() if group in present
+        _element(segment, escape(text), names)
+        for segment, text in meanings.items()
+        if segment in present
     )
 
 
 @dataclass(frozen=True)
 class PromptView:
-    """A prompt that a notebook shows in the colours of its groups, and a terminal as plain text.
+    """A prompt that a notebook shows in the colours of its segments, and a terminal as plain text.
 
     Attributes:
         tokens: Text of each token.
-        groups: Segment of each token, as in ``PromptBatch.groups``.
+        segments: Segment of each token, as in ``PromptBatch.segments``.
         heading: What is above the prompt.
         names: Names of the segments.
     """
 
     tokens: Sequence[str]
-    groups: Sequence[int]
+    segments: Sequence[int]
     heading: str = ""
-    names: Sequence[str] = GROUPS
+    names: Sequence[str] = SEGMENTS
 
     def __repr__(self) -> str:
         """The text of the prompt, with ◆ before each label word and ■ before the target."""
         parts: list[str] = []
         before: int | None = None
-        signs = _SIGN if self.names == GROUPS else {}
-        for _, text, group in _joined(self.tokens, self.groups, len(self.names)):
-            parts += [signs[group]] if group in signs and group != before else []
-            parts, before = [*parts, text], group
+        signs = _SIGN if self.names == SEGMENTS else {}
+        for _, text, segment in _joined(self.tokens, self.segments, len(self.names)):
+            parts += [signs[segment]] if segment in signs and segment != before else []
+            parts, before = [*parts, text], segment
         return printable("".join(parts))
 
     def _repr_html_(self) -> str:
         return (
             f"<style>{PROMPT_CSS}</style><div><p>{escape(self.heading)}</p>"
-            f"<p>{prompt_legend(self.groups, self.names)}</p>"
-            f'<p class="al-tokens">{token_spans(self.tokens, self.groups, self.names)}</p></div>'
+            f"<p>{prompt_legend(self.segments, self.names)}</p>"
+            f'<p class="al-tokens">{token_spans(self.tokens, self.segments, self.names)}</p></div>'
         )
 
 
 def _joined(
-    tokens: Sequence[str], groups: Sequence[int], count: int
+    tokens: Sequence[str], segments: Sequence[int], count: int
 ) -> Iterator[tuple[int, str, int]]:
     """First position, text and segment of each element; there are ``count`` segments."""
-    if len(tokens) != len(groups):
-        raise PromptError(f"each token has a group; got {len(tokens)} and {len(groups)} groups")
-    if wrong := [group for group in groups if not PADDING <= group < count]:
+    if len(tokens) != len(segments):
         raise PromptError(
-            f"groups are numbers from 0 to {count - 1}, or {PADDING} for padding; got {wrong[0]}"
+            f"each token has a segment; got {len(tokens)} and {len(segments)} segments"
+        )
+    if wrong := [segment for segment in segments if not PADDING <= segment < count]:
+        raise PromptError(
+            f"segments are numbers from 0 to {count - 1}, or {PADDING} for padding; got {wrong[0]}"
         )
     first = 0
-    for position, (text, group) in enumerate(zip(tokens, groups, strict=True)):
-        following = groups[position + 1 : position + 2]
-        if not text and list(following) == [group]:
+    for position, (text, segment) in enumerate(zip(tokens, segments, strict=True)):
+        following = segments[position + 1 : position + 2]
+        if not text and list(following) == [segment]:
             continue
-        if group != PADDING:
-            yield first, text or _PART, group
+        if segment != PADDING:
+            yield first, text or _PART, segment
         first = position + 1
 
 
-def _element(group: int, html: str, names: Sequence[str], attributes: str = "") -> str:
-    element = _ELEMENT.get(group, "span") if names == GROUPS else "span"
-    return f'<{element} class="{segment_class(group, names)}"{attributes}>{html}</{element}>'
+def _element(segment: int, html: str, names: Sequence[str], attributes: str = "") -> str:
+    element = _ELEMENT.get(segment, "span") if names == SEGMENTS else "span"
+    return f'<{element} class="{segment_class(segment, names)}"{attributes}>{html}</{element}>'

@@ -9,7 +9,7 @@ import torch
 from ..errors import PromptError
 from ..system.arguments import checked
 from .batch import PromptBatch
-from .groups import PADDING
+from .segment_names import PADDING
 from .tokens import check_tokenizer, encode
 
 TextPiece = tuple[str | None, str]

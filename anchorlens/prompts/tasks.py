@@ -10,15 +10,15 @@ from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.names import name_of
 from .examples import BUNDLED, Example
-from .groups import FORMAT, LABEL, OTHER, QUERY, TEXT
 from .scores import Score, mean
+from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
 
 
 class Piece(NamedTuple):
-    """Some characters of a prompt: their token group, and the class that they name, if any."""
+    """Some characters of a prompt: their segment, and the class that they name, if any."""
 
     text: str
-    group: int
+    segment: int
     label: int | None = None
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PromptError
 from .examples import Example
-from .groups import QUERY
+from .segment_names import QUERY
 from .tasks import Piece, Task
 from .tokens import encode
 
@@ -32,7 +32,7 @@ def write_prompt(
     """
     pieces = task.write(tokenizer, demos, query.text)
     text = "".join(piece.text for piece in pieces)
-    end = "".join(piece.text for piece in pieces if piece.group == QUERY)
+    end = "".join(piece.text for piece in pieces if piece.segment == QUERY)
     if not end:
         raise PromptError(
             f"query {index} is empty, and so is the template before {{label}}, so that there is no "

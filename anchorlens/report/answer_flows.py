@@ -13,8 +13,8 @@ from torch.nn.functional import one_hot
 
 from ..errors import MetricError
 from ..metrics.step_flows import StepFlowsRecord
-from ..prompts.groups import GROUPS, PADDING
 from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class, token_spans
+from ..prompts.segment_names import PADDING, SEGMENTS
 from ..system.arguments import checked
 from ..system.texts import printable
 from .flow_page import FlowPage, rounded
@@ -50,7 +50,7 @@ class AnswerFlows(FlowPage):
 
     Attributes:
         tokens: Text of each token.
-        groups: Segment of each token, an index into ``names``.
+        segments: Segment of each token, an index into ``names``.
         names: Names of the segments.
         positions: Position of the token of each step.
         losses: Loss of each step, in nats.
@@ -60,7 +60,7 @@ class AnswerFlows(FlowPage):
     """
 
     tokens: Sequence[str]
-    groups: Sequence[int]
+    segments: Sequence[int]
     names: Sequence[str]
     positions: Sequence[int]
     losses: Sequence[float]
@@ -79,10 +79,10 @@ class AnswerFlows(FlowPage):
             heading=self.heading,
             weight=self.weight,
             signed=any(size < 0 for layer in self.layers for read in layer for size in read.sizes),
-            legend=Markup(prompt_legend(self.groups, self.names)),
-            tokens=Markup(token_spans(self.tokens, self.groups, self.names)),
+            legend=Markup(prompt_legend(self.segments, self.names)),
+            tokens=Markup(token_spans(self.tokens, self.segments, self.names)),
             steps=[f"“{self.tokens[k].strip() or '␣'}” ({k})" for k in self.positions],
-            segments=[Markup(prompt_legend([k], self.names)) for k in sorted(set(self.groups))],
+            segments=[Markup(prompt_legend([k], self.names)) for k in sorted(set(self.segments))],
             n_layers=len(self.layers),
             layer_name="all",
             start=0,
@@ -91,11 +91,11 @@ class AnswerFlows(FlowPage):
         return Markup(text)
 
     def _data(self) -> dict[str, Any]:
-        runs = [list(run) for _, run in groupby(range(len(self.tokens)), self.groups.__getitem__)]
+        runs = [list(run) for _, run in groupby(range(len(self.tokens)), self.segments.__getitem__)]
         return {
             "tokens": list(self.tokens),
             "rows": [
-                (run[0], run[-1], segment_class(self.groups[run[0]], self.names)) for run in runs
+                (run[0], run[-1], segment_class(self.segments[run[0]], self.names)) for run in runs
             ],
             "steps": [
                 {"position": position, "loss": loss}
@@ -148,9 +148,11 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
             "(dtype=torch.float32)"
         )
     names = tuple(flows.axis_names("segment") or ())
-    groups = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
-    names = names if names == GROUPS and len(names) not in groups else (*names, NO_SEGMENT)
-    parts = one_hot(torch.tensor(groups, device="cpu"), len(names)).double()[:, sorted(set(groups))]
+    segments = [len(names) if k == PADDING else k for k in flows.segment_of_tokens.tolist()]
+    names = names if names == SEGMENTS and len(names) not in segments else (*names, NO_SEGMENT)
+    parts = one_hot(torch.tensor(segments, device="cpu"), len(names)).double()[
+        :, sorted(set(segments))
+    ]
     steps, layers, _ = weights.shape
     count = min(STRONGEST, max(1, STORED // (steps * (layers + 1))))
     positions = flows.positions.tolist()
@@ -160,7 +162,7 @@ def plot_answer(flows: StepFlowsRecord) -> AnswerFlows:
     ]
     return AnswerFlows(
         tokens=list(tokens),
-        groups=groups,
+        segments=segments,
         names=names,
         positions=positions,
         losses=flows.loss.tolist(),

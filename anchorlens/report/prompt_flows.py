@@ -19,8 +19,8 @@ from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, require_label_words
-from ..prompts.groups import GROUPS, LABEL, TARGET
 from ..prompts.prompt_html import prompt_legend, token_spans
+from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
 from ..runs.fused_trial import try_fused
 from ..system.arguments import checked
@@ -35,7 +35,7 @@ STRONGEST, STRONGEST_OF_HEAD = 300, 120
 FLOWS_OF_HEADS = 40_000
 
 CAPTION = (
-    "Tokens in the colours of their groups. A flow from one token to a later one is the saliency "
+    "Tokens in the colours of their segments. A flow from one token to a later one is the saliency "
     "of their attention, |A · ∂L/∂A|: how much the loss of the answer depends on what passes there."
 )
 
@@ -62,7 +62,7 @@ class PromptFlows(FlowPage):
 
     Attributes:
         tokens: Text of each token.
-        groups: Group of each token, as in ``PromptBatch.groups``.
+        segments: Segment of each token, as in ``PromptBatch.segments``.
         parts: First and last token, kind and text of each part of the prompt: a label word, the
             target, or what stands between two of these.
         layers: The strongest flows of each layer: of all heads together, then of each head.
@@ -71,7 +71,7 @@ class PromptFlows(FlowPage):
     """
 
     tokens: Sequence[str]
-    groups: Sequence[int]
+    segments: Sequence[int]
     parts: Sequence[tuple[int, int, str, str]]
     layers: Sequence[Sequence[Strongest]]
     start: int
@@ -85,8 +85,8 @@ class PromptFlows(FlowPage):
         """The HTML of the prompt, for a page that holds the style and the script once."""
         text = template("prompt.html").render(
             caption=f"{self.heading} {CAPTION}",
-            legend=Markup(prompt_legend(self.groups)),
-            tokens=Markup(token_spans(self.tokens, self.groups)),
+            legend=Markup(prompt_legend(self.segments)),
+            tokens=Markup(token_spans(self.tokens, self.segments)),
             n_layers=len(self.layers),
             layer_name=self.start,
             n_heads=len(self.layers[0]) - 1,
@@ -173,11 +173,11 @@ def plot_prompt(
             pq[layer] = of_target[at_target.to(of_target.device)].mean()
 
     logits = _run(model, alone, select, loss, gradient_checkpointing)
-    groups = alone.groups[0].tolist()
+    segments = alone.segments[0].tolist()
     return PromptFlows(
         tokens=tokens,
-        groups=groups,
-        parts=_parts(tokens, groups, alone.begins_with_bos),
+        segments=segments,
+        parts=_parts(tokens, segments, alone.begins_with_bos),
         layers=[[flows.strongest() for flows in of_layer] for of_layer in found],
         start=int(pq.argmax()),
         heading=_heading(alone, logits.cpu()),
@@ -265,13 +265,13 @@ def _heading(batch: PromptBatch, logits: Float[Tensor, "batch vocab"]) -> str:
 
 
 def _parts(
-    tokens: Sequence[str], groups: Sequence[int], begins_with_bos: bool
+    tokens: Sequence[str], segments: Sequence[int], begins_with_bos: bool
 ) -> list[tuple[int, int, str, str]]:
     """The parts of a prompt; its BOS is a part of its own."""
 
     def kind(position: int) -> tuple[str, bool]:
-        group = groups[position]
-        name = GROUPS[group] if group in (LABEL, TARGET) else "text"
+        segment = segments[position]
+        name = SEGMENTS[segment] if segment in (LABEL, TARGET) else "text"
         return name, begins_with_bos and position == 0
 
     parts = []

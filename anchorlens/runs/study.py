@@ -25,7 +25,7 @@ from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import PartsThatFit, joined
 from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
 from ..prompts.batch import PromptBatch, check_prompts
-from ..prompts.groups import GROUPS
+from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.record import Record, Rows
 from ..results.results import Results
@@ -421,7 +421,7 @@ def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
     verbalizer = batches[0].verbalizer
     several_words = {} if verbalizer is None else {"verbalizer": repr(verbalizer)}
     names = batches[0].segment_names
-    own_segments = {} if names == GROUPS else {"segments": names}
+    own_segments = {} if names == SEGMENTS else {"segments": names}
     return {
         "labels": [label.strip() for label in batches[0].labels] or None,
         **several_words,

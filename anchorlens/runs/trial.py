@@ -358,7 +358,7 @@ def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
             values, reference = getattr(batch, name), getattr(first, name)[0]
             if values.shape[1] != len(reference) or (values != reference).any():
                 return 0
-        for name in ("tokens", "groups"):
+        for name in ("tokens", "segments"):
             values = getattr(batch, name)[:, :shared]
             same = (values == getattr(first, name)[0, :shared]).all(0)
             shared = int(same.long().cumprod(0).sum())

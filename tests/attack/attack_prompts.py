@@ -175,11 +175,11 @@ def check_row(
     whole = "".join(part for _, part, _ in parts)
     assert row.tokens == tokenizer(whole)["input_ids"], "the tokens are not those of the prompt"
     assert row.target == len(row.tokens) - 1, "the target is not the last token"
-    assert row.groups[-1] == "target" and row.groups.count("target") == 1, "groups: target"
-    assert len(row.groups) == len(row.tokens), "the groups do not cover the prompt"
+    assert row.segments[-1] == "target" and row.segments.count("target") == 1, "segments: target"
+    assert len(row.segments) == len(row.tokens), "the segments do not cover the prompt"
     inside = {k for first, last, _ in row.words for k in range(first, last + 1)}
-    labelled = {k for k, group in enumerate(row.groups) if group == "label"}
-    assert labelled == inside, f"label groups at {labelled}, label words at {inside}"
+    labelled = {k for k, segment in enumerate(row.segments) if segment == "label"}
+    assert labelled == inside, f"label segments at {labelled}, label words at {inside}"
     check_first_tokens(tokenizer, case.task, whole, row, label_token_ids)
     speller, before, words = Speller(case.kind), "", iter(row.words)
     assert speller.spell(row.tokens, whole), f"the oracle cannot spell {whole!r}"

@@ -70,7 +70,7 @@ def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(build, "_word", ends_early)
     tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
-    assert all("label groups" in text for _, text in tally.faults)
+    assert all("label segments" in text for _, text in tally.faults)
     assert len(tally.faults) > 3
 
 

@@ -296,7 +296,7 @@ def test_texts_of_users_stay_texts(report: Path, browser: Any, tmp_path: Path) -
     evil = "</script><script>throw new Error('run')</script><b>x</b>"
     flows = al.PromptFlows(
         tokens=[evil, " Yes", ":"],
-        groups=[1, 2, 5],
+        segments=[1, 2, 5],
         parts=[(0, 0, "text", evil), (1, 1, "label", "Yes"), (2, 2, "target", ":")],
         layers=[[al.report.prompt_flows.Strongest([0], [1], [1.0], 1.0)] * 2],
         start=0,
@@ -316,7 +316,7 @@ def test_an_arc_of_a_very_long_text_has_its_own_ends(browser: Any, tmp_path: Pat
     count = 12_001
     flows = al.PromptFlows(
         tokens=["x"] * count,
-        groups=[1] * count,
+        segments=[1] * count,
         parts=[(k, k, "text", f"t{k}") for k in range(count)],
         layers=[[al.report.prompt_flows.Strongest([3], [count - 1], [1.0], 1.0)] * 2],
         start=0,

@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.contexts import compression
 from anchorlens.errors import HookError, MetricError, ModelError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
-from anchorlens.prompts.groups import FORMAT, LABEL, OTHER, TEXT
+from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -41,17 +41,17 @@ def masked(model: Any, batch: al.PromptBatch, selected: Tensor) -> Tensor:
     return run_pass(model, right, hooks=hooks)
 
 
-def test_selections_have_the_groups_that_they_name(llama: Any) -> None:
+def test_selections_have_the_segments_that_they_name(llama: Any) -> None:
     demos = shared(llama)
-    assert demos.groups[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
-    for select, groups in (
+    assert demos.segments[0].unique().tolist() == [OTHER, TEXT, LABEL, FORMAT]
+    for select, segments in (
         (al.selection.everything, [OTHER, TEXT, LABEL, FORMAT]),
         (al.selection.anchors_and_format, [OTHER, LABEL, FORMAT]),
         (al.selection.label_words, [OTHER, LABEL]),
     ):
         selected = select(demos)
-        assert demos.groups[0][selected].unique().tolist() == groups
-        assert not torch.isin(demos.groups[0][~selected], torch.tensor(groups)).any()
+        assert demos.segments[0][selected].unique().tolist() == segments
+        assert not torch.isin(demos.segments[0][~selected], torch.tensor(segments)).any()
     # The demonstrations end with the newline before the query.
     assert (
         llama.tokenizer.decode(demos.tokens[0, -1:]) == "\n"
@@ -66,9 +66,9 @@ def test_random_selections_have_as_many_tokens_as_label_words(gpt2: Any) -> None
     draws = [al.selection.random_and_format(seed)(demos) for seed in range(8)]
     for selected in draws:
         assert selected.sum() == al.selection.anchors_and_format(demos).sum()
-        assert not selected[demos.groups[0] == LABEL].any()
-        assert selected[demos.groups[0] == FORMAT].all()
-        texts = (selected & (demos.groups[0] == TEXT)).nonzero().flatten()
+        assert not selected[demos.segments[0] == LABEL].any()
+        assert selected[demos.segments[0] == FORMAT].all()
+        texts = (selected & (demos.segments[0] == TEXT)).nonzero().flatten()
         for first, last, before in zip(
             demos.label_positions[0].tolist(), ends[1:], ends[:-1], strict=True
         ):
@@ -232,7 +232,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "these prompts have several; compress each",
     ),
     (
-        lambda m, b: al.compress(m, replace(b, groups=b.groups.clone().clamp(max=OTHER))),
+        lambda m, b: al.compress(m, replace(b, segments=b.segments.clone().clamp(max=OTHER))),
         PromptError,
         "not known which tokens of these prompts are texts",
     ),

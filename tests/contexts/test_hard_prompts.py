@@ -598,7 +598,7 @@ def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
     for field in ("tokens", "label_positions", "target_positions", "attention_mask"):
         assert torch.equal(getattr(longer, field), getattr(expected, field)), field
     assert torch.equal(longer.query_start, expected.query_start)
-    assert torch.equal(longer.groups[:, -5:], expected.groups[:, -5:])
+    assert torch.equal(longer.segments[:, -5:], expected.segments[:, -5:])
     assert torch.equal(longer.demonstrations_id, expected.demonstrations_id)
     assert torch.equal(run_pass(model, longer), run_pass(model, expected))
 

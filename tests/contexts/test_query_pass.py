@@ -30,8 +30,8 @@ def test_queries_stand_after_the_tokens(llama: Any, side: str) -> None:
         expected = [7, 8, *batch.tokens[row][inside].tolist()]
         assert queries.tokens[row][queries.attention_mask[row]].tolist() == expected
         assert int(queries.target_positions[row]) == len(expected) - 1
-        groups = queries.groups[row][queries.attention_mask[row]].tolist()
-        assert groups[2:] == batch.groups[row][inside].tolist()
+        segments = queries.segments[row][queries.attention_mask[row]].tolist()
+        assert segments[2:] == batch.segments[row][inside].tolist()
     assert queries.query_start.tolist() == [2] * 4 and queries.label_positions.shape == (4, 0)
     assert len({int(count) for count in queries.attention_mask.sum(1)}) > 1
 

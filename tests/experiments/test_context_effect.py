@@ -52,7 +52,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     )
     dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
     hooks = al.block_edges(gpt2, al.edges.between(al.edges.query(batch), dropped), range(3))
-    rows = effect_rows(gpt2, batch, metric.groups_of(batch), metric.rows_of(batch), hooks=hooks)
+    rows = effect_rows(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks)
     expected = effect_record(rows, ["context"])
     for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
         assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
@@ -61,14 +61,14 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     assert float((whole["prefix_effect"].stolen - effect.stolen).min()) > 0
 
 
-def test_the_keys_of_a_context_are_divided_into_groups(gpt2: Any) -> None:
+def test_the_keys_of_a_context_are_divided_into_segments(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
     keys = dict(al.PrefixEffect().keys)
     context = al.compress(gpt2, batches[0], keep=al.selection.everything)
     effect = al.prefix_effect(gpt2, batches, context, keys=keys, **QUIET)
     expected = al.run(gpt2, batches, [al.PrefixEffect()], **QUIET)["prefix_effect"]
-    assert effect.axis_names("group") == expected.axis_names("group")
-    assert effect.stolen_by_group.allclose(expected.stolen_by_group, atol=1e-6)
+    assert effect.axis_names("segment") == expected.axis_names("segment")
+    assert effect.stolen_by_segment.allclose(expected.stolen_by_segment, atol=1e-6)
     # Two of the label words are stored, at other columns than in the prompt.
     (batch,) = batches
     positions, ends = batch.label_positions[0, [1, 4]], batch.label_ends[0, [1, 4]]
@@ -88,9 +88,9 @@ def test_the_keys_of_a_context_are_divided_into_groups(gpt2: Any) -> None:
         al.prefix_effect(gpt2, batches, context, keys=given, **QUIET)
         for given in (keys, {"anchors": al.edges.anchors})
     )
-    of_text, of_labels = effect.stolen_by_group.unbind(-1)[:2]
+    of_text, of_labels = effect.stolen_by_segment.unbind(-1)[:2]
     assert (of_text > 1e-4).all() and (of_labels > 1e-4).all()
-    assert effect.stolen_by_group[..., 2:].sum() == 0
+    assert effect.stolen_by_segment[..., 2:].sum() == 0
     assert of_anchors.stolen.equal(of_labels)
 
 

@@ -25,7 +25,7 @@ def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(
 ) -> None:
     model = request.getfixturevalue(name)
     trace = al.trace_generation(model, PIECES, max_new_tokens=5, stop_at_eos=False)
-    length = int((trace.batch.groups[0] != 2).sum())
+    length = int((trace.batch.segments[0] != 2).sum())
     tokens = trace.batch.tokens
     assert tokens.shape[1] == length + 5
     with torch.no_grad():

@@ -139,7 +139,7 @@ def test_flows_equal_plain_transformers(
     record = al.integrated_flows(model, [batch], output=output, steps=3, **QUIET)
     totals, of_heads = [], []
     for row, mask in enumerate(batch.attention_mask):
-        tokens, part = batch.tokens[row][mask], batch.groups[row][mask]
+        tokens, part = batch.tokens[row][mask], batch.segments[row][mask]
         prompt = plain.Prompt(tokens[None], [], [], tokens, tokens)
         likeliest = plain.logits_of(weights, prompt).argmax()
 

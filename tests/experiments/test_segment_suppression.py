@@ -75,8 +75,8 @@ def test_it_equals_plain_transformers(
     weights: Any = tiny_gpt2(len(byte_level)).double()
     weights.set_attn_implementation("eager")
     expected = []
-    for tokens, groups, mask in zip(TOKENS, batch.groups, batch.attention_mask, strict=True):
-        expected.append(plain_kl(weights, tokens[mask], groups[mask].tolist()))
+    for tokens, segments, mask in zip(TOKENS, batch.segments, batch.attention_mask, strict=True):
+        expected.append(plain_kl(weights, tokens[mask], segments[mask].tolist()))
     stacked = torch.stack(expected)
     assert stacked[0].isfinite().tolist() == [[False] * 3, [False] * 3, [True, True, False]]
     assert stacked[1].isfinite().tolist() == [[False] * 3, [False] * 3, [True, False, False]]
@@ -126,9 +126,9 @@ def test_segments_are_names_or_functions(gpt2: Any) -> None:
     batches = questions(gpt2, 3, batch_size=2, padding_side="left")
     named = al.segment_suppression(gpt2, batches, ["label", "query"], **QUIET)
     functions: Any = {
-        "asked": lambda batch: batch.groups == al.GROUPS.index("query"),
+        "asked": lambda batch: batch.segments == al.SEGMENTS.index("query"),
         "label": partial(edges.group, name="label"),
-        "rest": lambda batch: batch.groups == -1,
+        "rest": lambda batch: batch.segments == -1,
     }
     record = al.segment_suppression(gpt2, batches, functions, **QUIET)
     assert record.axis_names("segment") == ("asked", "label", "rest")

@@ -147,7 +147,10 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     """Random positions are 4, 5 and 6, all that there are between the first and last label word."""
     batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
     batch = replace(batch, label_ends=batch.label_positions)
-    batch.groups[:, 2], batch.groups[:, 3] = al.GROUPS.index("label"), al.GROUPS.index("label")
+    batch.segments[:, 2], batch.segments[:, 3] = (
+        al.SEGMENTS.index("label"),
+        al.SEGMENTS.index("label"),
+    )
     metric = al.LabelHeads(times=1.2, draws=1)
     observation = metric.observe(gpt2, batch)
     pattern = torch.zeros(2, 2, 12, 12)
@@ -262,7 +265,7 @@ def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
         alone,
         tokens=torch.cat([alone.tokens, more], 1),
         attention_mask=torch.cat([alone.attention_mask, more > 0], 1),
-        groups=torch.cat([alone.groups, torch.full_like(more, al.GROUPS.index("query"))], 1),
+        segments=torch.cat([alone.segments, torch.full_like(more, al.SEGMENTS.index("query"))], 1),
     )
     assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
 

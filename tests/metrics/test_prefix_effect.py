@@ -83,8 +83,8 @@ def test_shares_of_attention_sum_to_one(llama: Any) -> None:
     """The prefix, BOS, and the query, which is everything else."""
     batches = questions(llama, 3)
     effect = effect_of(llama, batches)
-    assert effect.stolen_by_group.sum(-1).allclose(effect.stolen)
-    assert effect.axis_names("group") == ("text", "label", "format", "other")
+    assert effect.stolen_by_segment.sum(-1).allclose(effect.stolen)
+    assert effect.axis_names("segment") == ("text", "label", "format", "other")
     means: list[Tensor] = []
     for batch in batches:
         query = al.edges.query(batch)
@@ -107,11 +107,11 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
     batch = questions(gpt2, 5)[0]
     classes = {str(c): partial(of_class, number=c) for c in range(6)}
     metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
-    rows = effect_rows(gpt2, batch, metric.groups_of(batch), metric.rows_of(batch))
+    rows = effect_rows(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch))
     observation = al.AttentionAUCROC().observe(gpt2, batch)
     logits = run_pass(gpt2, batch, observers=observation.hooks)
     scores = observation.rows(logits, None)["attention"].sum(2)
-    assert rows["stolen_by_group"].sum(2).allclose(scores, atol=1e-6)
+    assert rows["stolen_by_segment"].sum(2).allclose(scores, atol=1e-6)
     assert scores.min() > 1e-4
 
 
@@ -185,10 +185,12 @@ def test_equal_values_move_a_head_along_one_line(hooked: Any, byte_level: Any) -
 def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
     batch = questions(llama, 4)[0]
     metric = al.PrefixEffect()
-    groups, rows = metric.groups_of(batch), metric.rows_of(batch)
-    cut = al.edges.between(al.edges.query(batch), groups.any(1))
+    segments, rows = metric.segments_of(batch), metric.rows_of(batch)
+    cut = al.edges.between(al.edges.query(batch), segments.any(1))
     hooks = al.block_edges(llama, cut, range(3))
-    effect = effect_record(effect_rows(llama, batch, groups, rows, hooks=hooks), list(metric.keys))
+    effect = effect_record(
+        effect_rows(llama, batch, segments, rows, hooks=hooks), list(metric.keys)
+    )
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
     for name in ("concentration", "effective_rank", "spread"):
@@ -230,13 +232,13 @@ def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
 
 
 def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> dict[str, Tensor]:
-    """Rows of one layer, one head and one group."""
+    """Rows of one layer, one head and one segment."""
     count = len(taken)
     ones, known = torch.ones(count, 1, 1), torch.ones(count, 1)
     weights = torch.full((count, 1, POSITIONS), torch.nan)
     weights[:, 0, : within.shape[1]] = within
     return {
-        "stolen_by_group": ones[..., None] / 2,
+        "stolen_by_segment": ones[..., None] / 2,
         "bos": ones * torch.nan,
         "direct": known,
         "indirect": known * torch.nan,
@@ -287,7 +289,7 @@ def test_of_a_long_prefix_some_positions_at_equal_distances_are_stored() -> None
 def test_a_maximum_and_ranks_have_no_interval(gpt2: Any) -> None:
     results = al.run(gpt2, questions(gpt2, 20), [al.PrefixEffect()], progress=False, resamples=30)
     effect = results["prefix_effect"]
-    assert set(effect.intervals) == {"stolen", "stolen_by_group", "bos", "direct", "indirect"}
+    assert set(effect.intervals) == {"stolen", "stolen_by_segment", "bos", "direct", "indirect"}
     low, high = effect.intervals["stolen"]
     assert (low < effect.stolen).all() and (effect.stolen < high).all()
 
@@ -352,7 +354,7 @@ def nothing(batch: al.PromptBatch) -> Tensor:
         ({"keys": {"query": al.edges.query}}, "lies in the query"),
         (
             {"keys": {"a": al.edges.anchors, "b": al.edges.demonstrations}},
-            "is in two groups; every token can be in one",
+            "is in two segments; every token can be in one",
         ),
         ({"keys": {"a": nothing}}, "hold no token of some prompt"),
         ({"keys": {"a": float_positions}}, "'a' of prefix_effect must give a tensor of True"),

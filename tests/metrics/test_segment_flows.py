@@ -43,7 +43,7 @@ def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment
     plain = MAKE[name](model.W_E.shape[0])
     plain.set_attn_implementation("eager")
     mask = batch.attention_mask[n]
-    tokens, segments = batch.tokens[n][mask], batch.groups[n][mask]
+    tokens, segments = batch.tokens[n][mask], batch.segments[n][mask]
     out = plain(tokens[None], output_attentions=True)
     for attention in out.attentions:
         attention.retain_grad()
@@ -82,7 +82,7 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
     heads = []
     for n in range(2):
         products = plain_products(name, model, batch, n, 2)
-        segments = batch.groups[n][batch.attention_mask[n]]
+        segments = batch.segments[n][batch.attention_mask[n]]
 
         def cells(edges: Tensor, segments: Tensor = segments) -> Tensor:
             rows = [[cell(edges, segments, a, b)[0] for b in range(3)] for a in range(3)]
@@ -98,7 +98,7 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
         counts = torch.tensor(
             [
                 [[cell(torch.ones(9, 9), row[m], a, b)[1] for b in range(3)] for a in range(3)]
-                for row, m in zip(batch.groups, batch.attention_mask, strict=True)
+                for row, m in zip(batch.segments, batch.attention_mask, strict=True)
             ]
         )
         assert torch.equal(record.edges, counts.double().mean(0))
@@ -220,8 +220,8 @@ def test_the_signed_total_of_a_cell_is_a_central_difference(
     for layer in range(3):
         for a, first in enumerate(NAMES):
             for b, second in enumerate(NAMES):
-                groups = (al.edges.group(prompt, name) for name in (first, second))
-                edges = al.edges.between(*groups)
+                segments = (al.edges.group(prompt, name) for name in (first, second))
+                edges = al.edges.between(*segments)
                 up, down = (loss_with(layer, edges, 1 + sign * step) for sign in (1, -1))
                 numeric[layer, a, b] = (up - down) / (2 * step)
     assert (numeric != 0).sum() >= 12
@@ -234,7 +234,7 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
     loss = al.span_cross_entropy("answer")
     prompt = batch.prompt(0)
 
-    def group(*names: str) -> Callable[[al.PromptBatch], Tensor]:
+    def segment(*names: str) -> Callable[[al.PromptBatch], Tensor]:
         return lambda batch: torch.stack([al.edges.group(batch, name) for name in names]).any(0)
 
     def total(segments: Any) -> Tensor:
@@ -242,7 +242,7 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
         return results["segment_flows"].total
 
     apart = total(None)
-    merged = total({"both": group("question", "step"), "answer": group("answer")})
+    merged = total({"both": segment("question", "step"), "answer": segment("answer")})
     assert difference(merged[:, 0, 0], apart[:, :2, :2].sum((1, 2))) <= 1e-12
     assert difference(merged[:, 1, 0], apart[:, 2, :2].sum(1)) <= 1e-12
     everything = total({"all": lambda batch: batch.attention_mask})
@@ -310,7 +310,7 @@ def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
     assert "answer ← step" in rows
     assert "question ← answer" not in rows
     own = al.run(gpt2, questions(gpt2, 2), [al.SegmentFlows()], **QUIET)["segment_flows"]
-    assert own.axis_names("segment") == al.GROUPS
+    assert own.axis_names("segment") == al.SEGMENTS
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_norms_equal_those_by_hand_in_plain_transformers(
     for row in range(2):
         mask = batch.attention_mask[row]
         norms, of_heads = plain_norms(name, model.W_E.shape[0], batch.tokens[row][mask], centred)
-        part = batch.groups[row][mask]
+        part = batch.segments[row][mask]
         earlier = torch.ones(len(part), len(part)).tril(-1).bool()
         cells = [
             [earlier & (part == a)[:, None] & (part == b)[None] for b in range(3)] for a in range(3)

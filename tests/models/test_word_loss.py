@@ -122,7 +122,7 @@ def test_words_follow_the_target_and_not_the_tokens_after_it(gpt2: Any) -> None:
         batch,
         tokens=torch.cat([batch.tokens, torch.tensor([[7, 8]])], dim=1),
         attention_mask=torch.ones(1, length + 2, dtype=torch.bool),
-        groups=torch.cat([batch.groups, batch.groups[:, -3:-1]], dim=1),
+        segments=torch.cat([batch.segments, batch.segments[:, -3:-1]], dim=1),
     )
     expected = al.saliency(gpt2, batch, loss=al.word_cross_entropy())
     ours = al.saliency(gpt2, longer, loss=al.word_cross_entropy())

@@ -109,7 +109,7 @@ def test_a_part_of_a_batch_has_its_prompts(gpt2: Any) -> None:
             for k in range(3):
                 ours, theirs = part.prompt(k), whole.prompt(2 + k)
                 assert torch.equal(ours.tokens, theirs.tokens)
-                for name in ("label_positions", "target_positions", "query_start", "groups"):
+                for name in ("label_positions", "target_positions", "query_start", "segments"):
                     assert torch.equal(getattr(ours, name), getattr(theirs, name))
             assert part.attention_mask.any(0).all()
 

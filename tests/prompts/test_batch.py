@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.prompts.groups import GROUPS, PADDING
+from anchorlens.prompts.segment_names import PADDING, SEGMENTS
 
 raises = partial(pytest.raises, PromptError)
 PROMPTS = [[11, 21, 12, 22, 13], [11, 21, 12, 22, 13, 14, 15]]
@@ -48,7 +48,7 @@ def test_arguments_that_are_not_given_are_filled_in() -> None:
     assert batch.gold is None
     assert rows(batch.target_positions) == [5]
     assert rows(batch.label_ends) == rows(batch.label_positions) == [[1, 3]]
-    assert [GROUPS[k] for k in batch.groups[0]] == [
+    assert [SEGMENTS[k] for k in batch.segments[0]] == [
         *("other", "label", "other", "label", "query", "target")
     ]
     assert rows(batch.query_start) == [4]
@@ -74,15 +74,15 @@ def test_padding_may_be_on_either_side(side: str) -> None:
     assert rows(batch.query_start) == [4 + shift, 4]
     short = [0, 2, 0, 2, 5]
     padded = [PADDING] * shift + short + [PADDING] * (2 - shift)
-    assert rows(batch.groups) == [padded, [0, 2, 0, 2, 4, 4, 5]]
+    assert rows(batch.segments) == [padded, [0, 2, 0, 2, 4, 4, 5]]
     assert batch.shared_prefix == 5
-    assert ((batch.groups == PADDING) == ~batch.attention_mask).all()
+    assert ((batch.segments == PADDING) == ~batch.attention_mask).all()
 
 
 def test_tokens_may_follow_a_given_target_position() -> None:
     batch = make_batch(target_positions=[4, 5], gold=[1, 0])
     assert rows(batch.target_positions) == [4, 5]
-    assert rows(batch.groups)[1] == [0, 2, 0, 2, 4, 5, 4]
+    assert rows(batch.segments)[1] == [0, 2, 0, 2, 4, 5, 4]
     assert batch.gold is not None
     assert rows(batch.gold) == [1, 0]
 

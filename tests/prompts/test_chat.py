@@ -81,24 +81,24 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
             assert label == demo.label
             word = tokenizer.decode(row.tokens[first : last + 1])
             assert word.strip() == turns[k]["content"]
-            assert set(row.groups[first : last + 1]) == {"label"}
+            assert set(row.segments[first : last + 1]) == {"label"}
             assert row.tokens[first] == int(batches[0].label_token_ids[label])
-        assert row.groups.count("label") == sum(last - first + 1 for first, last, _ in row.words)
+        assert row.segments.count("label") == sum(last - first + 1 for first, last, _ in row.words)
         assert row.query_start == len(ids_of(tokenizer, turns[:-1], ask=False))
-        assert set(row.groups[row.query_start : -1]) == {"query"}
-        assert "query" not in row.groups[: row.query_start]
-        assert (row.groups.count("target"), row.groups[-1]) == (1, "target")
+        assert set(row.segments[row.query_start : -1]) == {"query"}
+        assert "query" not in row.segments[: row.query_start]
+        assert (row.segments.count("target"), row.segments[-1]) == (1, "target")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_groups_are_those_of_the_characters(name: str) -> None:
-    """Texts, instructions and formats, read from the tokens of each group."""
+def test_segments_are_those_of_the_characters(name: str) -> None:
+    """Texts, instructions and formats, read from the tokens of each segment."""
     tokenizer = with_template(chat_tokenizer("byte-level"), name)
     task = replace(TASK, prefix="" if name == "Gemma 2" else "Classify.")
     (row,) = rows(al.build_prompts(tokenizer, task, DEMOS, ["so so"]))
     spelled: dict[str, str] = {}
-    for token, group in zip(row.tokens, row.groups, strict=True):
-        spelled[group] = spelled.get(group, "") + tokenizer.decode([token])
+    for token, segment in zip(row.tokens, row.segments, strict=True):
+        spelled[segment] = spelled.get(segment, "") + tokenizer.decode([token])
     texts = "".join(demo.text for demo in DEMOS).replace("😀é", "")
     decoded = spelled["text"].replace("\ufffd", "")
     assert decoded.replace(" ", "").replace("\n", "") == texts.replace(" ", "").replace("\n", "")
@@ -109,8 +109,8 @@ def test_groups_are_those_of_the_characters(name: str) -> None:
         assert "Classify." in spelled["other"]
     if name == "Qwen":
         (plain,) = rows(al.build_prompts(tokenizer, TASK, DEMOS, ["so so"]))
-        stop = plain.groups.index("format")
-        assert set(plain.groups[:stop]) == {"other"}
+        stop = plain.segments.index("format")
+        assert set(plain.segments[:stop]) == {"other"}
         assert tokenizer.decode(plain.tokens[:stop]).endswith("assistant.<|im_end|>\n")
 
 
@@ -159,7 +159,7 @@ def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> 
     # Llama 2 writes one before every question.
     count = {True: 3 if name == "Llama 2" else 1, False: 0}[name in WITH_BOS]
     assert row.tokens.count(tokenizer.bos_token_id) == count
-    assert (row.groups[0] == "other") == (name in (*WITH_BOS, "Qwen"))
+    assert (row.segments[0] == "other") == (name in (*WITH_BOS, "Qwen"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -190,7 +190,7 @@ def test_options_go_to_the_template() -> None:
     )
     assert row.tokens == expected["input_ids"]
     assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert set(row.groups[row.query_start : -1]) == {"query"}
+    assert set(row.segments[row.query_start : -1]) == {"query"}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_chat_tasks_are_tasks() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Llama 3")
     (bare,) = al.text_anchor_prompts(tokenizer, TASK, DEMOS, [QUERIES[0]])
     (row,) = rows([bare])
-    assert "text" not in row.groups
+    assert "text" not in row.segments
     assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
     assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import PromptError
 from anchorlens.prompts import edges
-from anchorlens.prompts.groups import GROUPS
+from anchorlens.prompts.segment_names import SEGMENTS
 
 # A rule tells for (batch, row, query, key), with the key before the query, if it is an edge.
 Rule = Callable[[al.PromptBatch, int, int, int], bool]
@@ -110,16 +110,18 @@ def test_no_set_contains_the_diagonal_or_padding(batch: al.PromptBatch) -> None:
     never = torch.eye(real.shape[1], dtype=torch.bool) | ~(real[:, :, None] & real[:, None, :])
     for edge_set in (edges.wp, edges.pq, edges.ww, edges.tq, edges.from_first, edges.every):
         assert not (edge_set(batch) & never).any()
-    for name in GROUPS:
+    for name in SEGMENTS:
         assert not (edges.group(batch, name) & ~real).any()
 
 
-def test_every_token_belongs_to_exactly_one_group(batch: al.PromptBatch) -> None:
-    members = torch.stack([edges.group(batch, name) for name in GROUPS])
+def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
+    members = torch.stack([edges.group(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
-    for number, name in enumerate(GROUPS):
+    for number, name in enumerate(SEGMENTS):
         for row in range(len(batch)):
-            positions = [k for k, group in enumerate(batch.groups[row].tolist()) if group == number]
+            positions = [
+                k for k, segment in enumerate(batch.segments[row].tolist()) if segment == number
+            ]
             assert edges.group(batch, name)[row].nonzero().flatten().tolist() == positions
 
 
@@ -147,7 +149,7 @@ def test_between_connects_queries_to_all_earlier_keys() -> None:
     assert torch.equal(keys, before[1])
 
 
-def test_a_group_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
+def test_a_segment_that_does_not_exist_raises_an_error(batch: al.PromptBatch) -> None:
     with pytest.raises(
         PromptError, match=r"no segment 'labels'; the segments are other, text, label"
     ):

@@ -120,7 +120,7 @@ def test_labels_that_become_part_of_an_unknown_word_raise_an_error() -> None:
 
 
 def test_accents_in_texts_belong_to_their_letters() -> None:
-    """Accents as separate characters give the same tokens, groups and positions."""
+    """Accents as separate characters give the same tokens, segments and positions."""
     texts = ["nai\u0308ve", "\u1112\u1161\u11ab", "e\u0301\u0323 x"]
     demos = [al.Example(text, k % 2) for k, text in enumerate(texts)]
     composed = [al.Example(normalize("NFC", demo.text), demo.label) for demo in demos]
@@ -129,7 +129,7 @@ def test_accents_in_texts_belong_to_their_letters() -> None:
         for given in (demos, composed)
     ]
     assert torch.equal(batches[0].tokens, batches[1].tokens)
-    assert torch.equal(batches[0].groups, batches[1].groups)
+    assert torch.equal(batches[0].segments, batches[1].segments)
     assert torch.equal(batches[0].label_positions, batches[1].label_positions)
 
 

@@ -1,4 +1,4 @@
-"""Prompts as HTML: every token in the colours of its group, escaped, and as people read it."""
+"""Prompts as HTML: every token in the colours of its segment, escaped, and as people read it."""
 
 import re
 from itertools import product
@@ -12,8 +12,17 @@ from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
 from anchorlens.errors import PromptError
-from anchorlens.prompts.groups import FORMAT, GROUPS, LABEL, OTHER, PADDING, QUERY, TARGET, TEXT
 from anchorlens.prompts.prompt_html import PROMPT_CSS, PromptView, prompt_legend, token_spans
+from anchorlens.prompts.segment_names import (
+    FORMAT,
+    LABEL,
+    OTHER,
+    PADDING,
+    QUERY,
+    SEGMENTS,
+    TARGET,
+    TEXT,
+)
 from anchorlens.prompts.token_texts import token_texts
 
 HOSTILE = '<script>alert("x")</script> & \' \x00'
@@ -31,15 +40,15 @@ def tokenizers(request: pytest.FixtureRequest) -> list[Any]:
     return [request.getfixturevalue(name) for name in ("byte_level", "sentencepiece_like")]
 
 
-def test_each_token_is_an_element_of_its_group() -> None:
+def test_each_token_is_an_element_of_its_segment() -> None:
     tokens = ["<s>", "dull", ":", " Bad", "!", ":"]
-    groups = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
-    parsed = Parsed(token_spans(tokens, groups))
+    segments = [OTHER, TEXT, FORMAT, LABEL, QUERY, TARGET]
+    parsed = Parsed(token_spans(tokens, segments))
     assert parsed.text == "".join(tokens)
     assert [tag for tag, _ in parsed.elements] == ["span", "span", "span", "strong", "span", "mark"]
     assert [attributes for _, attributes in parsed.elements] == [
-        {"class": f"al-{GROUPS[group]}", "data-token": str(position)}
-        for position, group in enumerate(groups)
+        {"class": f"al-{SEGMENTS[segment]}", "data-token": str(position)}
+        for position, segment in enumerate(segments)
     ]
 
 
@@ -55,7 +64,7 @@ def test_a_line_break_is_shown_and_breaks_the_line() -> None:
     assert ">a↵<br>␍↵<br>⇥\tb<" in token_spans(["a\n\r\n\tb"], [TEXT])
 
 
-def test_parts_of_a_character_are_joined_within_their_group() -> None:
+def test_parts_of_a_character_are_joined_within_their_segment() -> None:
     parsed = Parsed(token_spans(["a", "", "", "é", "", " x", ""], [1, 1, 1, 1, 2, 3, 3]))
     assert parsed.text == "aé\ufffd x\ufffd"
     positions = [attributes["data-token"] for _, attributes in parsed.elements]
@@ -68,17 +77,17 @@ def test_padding_is_left_out() -> None:
     assert parsed.elements[0][1]["data-token"] == "2"
 
 
-def test_wrong_groups_raise_an_error() -> None:
-    with pytest.raises(PromptError, match=r"each token has a group; got 2 and 1 groups"):
+def test_wrong_segments_raise_an_error() -> None:
+    with pytest.raises(PromptError, match=r"each token has a segment; got 2 and 1 segments"):
         token_spans(["a", "b"], [TEXT])
-    with pytest.raises(PromptError, match=r"groups are numbers from 0 to 5.*got 6"):
+    with pytest.raises(PromptError, match=r"segments are numbers from 0 to 5.*got 6"):
         token_spans(["a"], [6])
 
 
-def test_the_legend_names_the_groups_that_occur() -> None:
+def test_the_legend_names_the_segments_that_occur() -> None:
     assert Parsed(prompt_legend([TEXT, LABEL, TARGET, PADDING])).text == "text label word target"
-    assert len(Parsed(prompt_legend(range(len(GROUPS)))).elements) == len(GROUPS)
-    assert all(f".al-{name} {{" in PROMPT_CSS for name in GROUPS)
+    assert len(Parsed(prompt_legend(range(len(SEGMENTS)))).elements) == len(SEGMENTS)
+    assert all(f".al-{name} {{" in PROMPT_CSS for name in SEGMENTS)
 
 
 def relative_luminance(color: list[float]) -> float:
@@ -111,7 +120,7 @@ def test_texts_of_tokens_join_to_the_prompt(request: pytest.FixtureRequest) -> N
         view = batch.show(tokenizer, prompt)
         ids = batch.tokens[prompt][batch.attention_mask[prompt]].tolist()
         assert "".join(view.tokens) == tokenizer.decode(ids)
-        assert [*view.groups] == batch.groups[prompt][batch.attention_mask[prompt]].tolist()
+        assert [*view.segments] == batch.segments[prompt][batch.attention_mask[prompt]].tolist()
         demonstration = TASK.demonstration(DEMOS[1].text, 1)
         assert demonstration in "".join(view.tokens)
         assert view.heading == f"Prompt {prompt} of 2, {len(ids)} tokens"

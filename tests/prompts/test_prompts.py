@@ -60,8 +60,8 @@ def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.E
         sizes[0] = 0
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     assert ends[-1] == len(text.encode())
-    owner = [group for group, part, _ in parts for _ in part.encode()]
-    groups = [owner[end - 1] if end else "other" for end in ends]
+    owner = [segment for segment, part, _ in parts for _ in part.encode()]
+    segments = [owner[end - 1] if end else "other" for end in ends]
     words, start = [], 0
     for _, part, label in parts:
         stop = start + len(part.encode())
@@ -70,9 +70,9 @@ def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.E
         start = stop
     return Row(
         tokens=tokens,
-        groups=[*groups[:-1], "target"],
+        segments=[*segments[:-1], "target"],
         words=words,
-        query_start=[*groups, "query"].index("query"),
+        query_start=[*segments, "query"].index("query"),
         target=len(tokens) - 1,
         gold=query.label,
         demonstrations=0,
@@ -112,13 +112,13 @@ def test_tokens_at_the_positions_spell_the_prompt(tokenizer: Any, case: Prompts)
             assert tokenizer.decode(without_bos[: first - shift]) == written
             assert tokenizer.decode(row.tokens[first : last + 1]) == task.labels[label]
             assert row.tokens[first] == batches[0].label_token_ids[label]
-            assert set(row.groups[first : last + 1]) == {"label"}
+            assert set(row.segments[first : last + 1]) == {"label"}
             written += task.first_words[label] + after + task.separator
         assert tokenizer.decode(without_bos) == written + task.query(query.text)
         inside = sum(last - first + 1 for first, last, _ in row.words)
-        assert row.groups.count("label") == inside
-        assert row.groups.index("target") == row.target == len(row.tokens) - 1
-        assert row.groups.count("target") == 1
+        assert row.segments.count("label") == inside
+        assert row.segments.index("target") == row.target == len(row.tokens) - 1
+        assert row.segments.count("target") == 1
 
 
 @few_examples
@@ -156,7 +156,7 @@ def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
         assert batch.begins_with_bos == bool(count)
         for row in rows([batch]):
             assert row.tokens.count(tokenizer.bos_token_id) == count
-            assert row.groups[0] == ("other" if count else "format")
+            assert row.segments[0] == ("other" if count else "format")
 
 
 def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:

@@ -43,10 +43,10 @@ def test_each_token_is_in_the_segment_of_its_piece(
             decoded = tokenizer.decode(batch.tokens[row][inside].tolist())
             assert decoded.replace(" ", "") == written.replace(" ", "")
         assert int(batch.target_positions[row]) == int(mask.nonzero().max())
-    assert (batch.groups[~batch.attention_mask] == -1).all()
+    assert (batch.segments[~batch.attention_mask] == -1).all()
     if batch.begins_with_bos:
         first = batch.attention_mask.long().argmax(1, keepdim=True)
-        assert (batch.groups.gather(1, first) == -1).all()
+        assert (batch.segments.gather(1, first) == -1).all()
 
 
 def test_batches_are_as_large_as_asked(byte_level: Any) -> None:

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.without_jaxtyping
 
 EVIL = "</script><script>alert('a & b')</script>"
 TOKENS = torch.tensor([[5, 9, 11, 3, 40, 7, 21, 8, 30, 14]])
-GROUPS = [0, 0, 0, -1, 1, 1, 2, 2, 2, 2]
+SEGMENTS = [0, 0, 0, -1, 1, 1, 2, 2, 2, 2]
 NAMES = ["question", "step", "answer"]
 POSITIONS = [6, 7, 8, 9]
 
 
 def prompt() -> al.PromptBatch:
-    return al.PromptBatch.from_segments(TOKENS, [GROUPS], NAMES)
+    return al.PromptBatch.from_segments(TOKENS, [SEGMENTS], NAMES)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_numbers_are_the_saliency_of_the_loss_of_each_token(gpt2: Any) -> None:
         assert_rounded(read["sizes"], weights.sort(descending=True).values.tolist())
         assert read["share"] == 1
         in_order = [*range(3), -1]  # tokens without a segment come last
-        inside = [[k for k in range(row) if GROUPS[k] == part] for part in in_order]
+        inside = [[k for k in range(row) if SEGMENTS[k] == part] for part in in_order]
         assert_rounded(read["shares"], [float(weights[k].sum() / weights.sum()) for k in inside])
         for mean, keys in zip(read["means"], inside, strict=True):
             assert (mean is None) == (not keys)
@@ -118,8 +118,8 @@ def test_a_long_text_has_the_strongest_tokens_and_says_their_share(
 
 
 def test_the_second_token_of_a_text_reads_nothing(gpt2: Any) -> None:
-    groups = [[0, 1] + [-1] * 8]
-    alone = al.PromptBatch.from_segments(TOKENS, groups, ["first", "answer"])
+    segments = [[0, 1] + [-1] * 8]
+    alone = al.PromptBatch.from_segments(TOKENS, segments, ["first", "answer"])
     page = al.plot_answer(al.step_flows(gpt2, alone, "answer"))
     assert page.positions == [1]
     assert {read.share for layer in page.layers for read in layer} == {0.0}
@@ -138,11 +138,11 @@ def test_tokens_without_any_weight_are_not_among_the_strongest(flows: al.StepFlo
 def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) -> None:
     batch = questions(gpt2, 3)[0].prompt(1)
     whole = al.step_flows(gpt2, batch, "query")
-    assert al.plot_answer(whole).names == al.GROUPS
+    assert al.plot_answer(whole).names == al.SEGMENTS
     some = al.step_flows(gpt2, batch, "query", segments={"labels": al.edges.anchors})
     page = al.plot_answer(al.StepFlowsRecord.load(some.save(tmp_path / "flows.safetensors")))
     assert page.names == ("labels", "no segment")
-    marked = [position for position, group in enumerate(page.groups) if group == 0]
+    marked = [position for position, segment in enumerate(page.segments) if segment == 0]
     assert marked == batch.label_positions[0].tolist()
     assert "".join(page.tokens) == gpt2.tokenizer.decode(batch.tokens[0])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from anchorlens.prompts.groups import GROUPS
+from anchorlens.prompts import segment_names
 from anchorlens.prompts.prompt_html import PROMPT_CSS
 from anchorlens.results.figure_parts import PALETTE
 
@@ -115,7 +115,7 @@ SEGMENTS = [f"segment-{number}" for number in range(6)]
 @pytest.mark.parametrize("kind", ["all colours", *BLIND])
 @pytest.mark.parametrize("ground", GROUNDS)
 def test_groups_of_tokens_differ_for_every_reader(kind: str, ground: str) -> None:
-    for names in (GROUPS, [*SEGMENTS, "segment-none"]):
+    for names in (segment_names.SEGMENTS, [*SEGMENTS, "segment-none"]):
         seen = [lab(BLIND.get(kind, np.eye(3)) @ linear(tinted(name, ground))) for name in names]
         for (a, first), (b, second) in combinations(zip(names, seen, strict=True), 2):
             assert np.linalg.norm(first - second) >= 10, (a, b)

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 
 import anchorlens as al
-from anchorlens.prompts.groups import GROUPS, PADDING
+from anchorlens.prompts.segment_names import PADDING, SEGMENTS
 
 
 class Row(NamedTuple):
     """One prompt of a batch without its padding."""
 
     tokens: list[int]
-    groups: list[str]
+    segments: list[str]
     words: list[tuple[int, int, int]]  # first token, last token, class
     query_start: int
     target: int
@@ -29,10 +29,10 @@ def rows(batches: list[al.PromptBatch]) -> list[Row]:
             start = int(mask.long().argmax())
             words = torch.stack([batch.label_positions, batch.label_ends, batch.label_classes], -1)
             assert mask[start : start + int(mask.sum())].all()
-            assert ((batch.groups[row] == PADDING) == ~mask).all()
+            assert ((batch.segments[row] == PADDING) == ~mask).all()
             prompts[int(batch.index[row])] = Row(
                 tokens=batch.tokens[row, mask].tolist(),
-                groups=[GROUPS[group] for group in batch.groups[row, mask]],
+                segments=[SEGMENTS[segment] for segment in batch.segments[row, mask]],
                 words=[(p - start, end - start, k) for p, end, k in words[row].tolist()],
                 query_start=int(batch.query_start[row]) - start,
                 target=int(batch.target_positions[row]) - start,
