@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 from ..errors import AnchorlensError, StoreError
 from ..experiments.analysis import analyse, both_ends
-from ..models.hooked import device_of
 from ..passes.memory import is_out_of_memory
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_rows
-from ..system.process_state import is_main, process_count
-from .duration import in_words, seconds_of_analysis
+from ..system.process_state import is_main
 from .output import Output, say
 from .summary import Summary, summarised
 
@@ -110,16 +108,7 @@ def analysed(
     """
     folder, rows = out / task, rows_folder(out, task)
     sites = both_ends(model, batches, depth)
-    if not output.quiet:
-        seconds = seconds_of_analysis(
-            model,
-            batches,
-            len(sites),
-            draws,
-            gradient_checkpointing=gradient_checkpointing,
-            processes=process_count(),
-        )
-        output.note(_what_runs(model, task, batches, in_words(seconds), rows))
+    output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
     def save(name: str, record: Record) -> None:
         if is_main():
@@ -141,16 +130,6 @@ def analysed(
     output.tables(summary.tables)
     prompt = _one_prompt(model, batches[0], gradient_checkpointing)
     return Page({**prompt, **records, "isolation": isolations}, summary)
-
-
-def _what_runs(model: Any, task: str, batches: list[PromptBatch], duration: str, rows: Path) -> str:
-    """The prompts and the model, and how long it takes if that is not soon."""
-    count, name = sum(map(len, batches)), model.cfg.model_name
-    if not duration:
-        return f"{task}: {count} prompts, {name}"
-    prompts = f"{count} prompts of up to {longest_prompt(batches):,} tokens"
-    less = ", less what is stored" if any(rows.glob("*/rows-*")) else ""
-    return f"{task}: {prompts}, {name}; {duration} on {device_of(model).type}{less}"
 
 
 def _one_prompt(

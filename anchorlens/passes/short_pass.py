@@ -1,8 +1,5 @@
 """A pass over the first tokens of a prompt: what a long prompt takes follows from it."""
 
-import time
-from typing import NamedTuple
-
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,30 +10,6 @@ from .forward import run_pass
 from .fused_attention import fused_attention
 
 _SHORT = 64  # tokens; twice as many run too
-_TIMED = (256, 512, 1024, 2048)  # tokens; more where a device is quick
-_LONG_ENOUGH = 0.2  # seconds; below, the time is not that of the operations
-
-
-class TimedPass(NamedTuple):
-    """The tokens of a pass and the seconds that it took."""
-
-    tokens: int
-    seconds: float
-
-
-def timed_pass(model: HookedModel, batch: PromptBatch) -> TimedPass:
-    """A pass over the first tokens of the first prompt, as many as are needed for its time."""
-    device, length = device_of(model), int(batch.attention_mask[0].sum())
-    with frozen_in_eval_mode(model):
-        run_pass(model, first_tokens(batch, _SHORT).to(device))  # the first pass is slower
-        for count in _TIMED:
-            prompt = first_tokens(batch, count).to(device)
-            start = time.perf_counter()
-            run_pass(model, prompt)  # ends when its logits were read, on a GPU too
-            seconds = time.perf_counter() - start
-            if seconds >= _LONG_ENOUGH or count >= length:
-                break
-    return TimedPass(prompt.tokens.shape[1], seconds)
 
 
 def first_tokens(batch: PromptBatch, count: int) -> PromptBatch:
