@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from .metrics.segment_flows import SegmentFlowsRecord as SegmentFlowsRecord
     from .metrics.step_flows import StepFlowsRecord as StepFlowsRecord
     from .metrics.step_flows import step_flows as step_flows
+    from .models.kv_cache import KeyValues as KeyValues
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model

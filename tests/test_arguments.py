@@ -84,7 +84,7 @@ def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
     }
     if not issubclass(value, MADE_BY_THE_PACKAGE):
         methods |= {name: value.__init__}
-    if issubclass(value, al.Plan | al.EdgeSet):
+    if issubclass(value, al.Plan | al.EdgeSet | al.KeyValues):
         return {}
     return {key: each for key, each in methods.items() if _parameters(each)}
 

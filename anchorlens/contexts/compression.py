@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError
 from ..models.hooked import Hook, HookedModel, check_fits, device_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
@@ -128,7 +128,7 @@ def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, "
 
 def cache_of_tokens(
     model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
-) -> Prefix:
+) -> KeyValues:
     """Verified keys and values of tokens that stand before the query of the first prompt.
 
     Raises:
@@ -138,7 +138,7 @@ def cache_of_tokens(
     return verified_cache(model, prompt, prompt.before(len(tokens)))
 
 
-def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> Prefix:
+def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> KeyValues:
     """The keys and values of the first tokens of a prompt.
 
     Raises:
@@ -168,10 +168,10 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
 def _context_maker(
     model: HookedModel,
     prompt: PromptBatch,
-    whole: Prefix,
+    whole: KeyValues,
     selected: Bool[Tensor, " position"],
     positions: Placement,
-) -> Callable[[Prefix, Bool[Tensor, " position"]], CompressedContext]:
+) -> Callable[[KeyValues, Bool[Tensor, " position"]], CompressedContext]:
     """A function from the whole cache and selected positions to a context, tried on one prompt.
 
     Which function is right depends on how the model takes positions.
@@ -182,7 +182,9 @@ def _context_maker(
     info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
     segments = prompt.segments[0, :length]
 
-    def context(prefix: Prefix, selected: Bool[Tensor, " position"], placement: Placement) -> Any:
+    def context(
+        prefix: KeyValues, selected: Bool[Tensor, " position"], placement: Placement
+    ) -> Any:
         keys, query = placement(selected)
         next_position = torch.tensor([query], device=tokens.device)
         prefix = replace(prefix, next_position=next_position)
@@ -194,13 +196,13 @@ def _context_maker(
         on_cpu = tokens.cpu(), selected.cpu(), keys.cpu()
         return CompressedContext(prefix, *on_cpu, query, info | {"selected": by_segment})
 
-    def cut(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+    def cut(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole.columns(selected), selected, positions)
 
-    def masked(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+    def masked(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
         return context(whole, selected, as_in_prompt)
 
-    def moved(whole: Prefix, selected: Bool[Tensor, " position"]) -> CompressedContext:
+    def moved(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
         refuse_another_rotation(model, length, int(selected.sum()))
         prefix = _moved(model, prompt.before(length), selected)
         return context(prefix, selected, positions)
@@ -242,7 +244,7 @@ def _has_gap(selected: Bool[Tensor, " position"]) -> bool:
     return not bool(selected[int(selected.long().argmax()) :].all())
 
 
-def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: Prefix) -> bool:
+def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: KeyValues) -> bool:
     """Whether another position of the query gives other logits.
 
     In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
@@ -271,7 +273,9 @@ def _off(
         return inf
 
 
-def _moved(model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " position"]) -> Prefix:
+def _moved(
+    model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " position"]
+) -> KeyValues:
     """Keys and values of the selected positions, moved to the positions 0, 1, ...
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ModelError, PromptError, StoreError
 from ..hooks import block_edges
 from ..models.hooked import Hook, HookedModel, device_of, dtype_of, hooks_by_layer, scores_name
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode, without_user_hooks
@@ -45,7 +45,7 @@ class CompressedContext:
             how many tokens of each segment are selected.
     """
 
-    prefix: Prefix
+    prefix: KeyValues
     tokens: Int[Tensor, " position"]
     kept: Bool[Tensor, " position"]
     key_positions: Int[Tensor, " key"]
@@ -189,7 +189,7 @@ class CompressedContext:
         layers = range(len(stored) // 2 - 1)
         keys = tuple(stored[f"key.{n}"] for n in layers)
         in_prompt = torch.equal(stored["key_positions"], stored["kept"].nonzero().flatten())
-        prefix = Prefix(
+        prefix = KeyValues(
             keys=keys,
             values=tuple(stored[f"value.{n}"] for n in layers),
             attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool, device="cpu"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import Hook, HookedModel, device_of, vocabulary_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from .query_pass import queries_after
@@ -57,8 +57,8 @@ def prefix_of_tokens(
     *,
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
-    prefix: Prefix | None = None,
-) -> Prefix:
+    prefix: KeyValues | None = None,
+) -> KeyValues:
     """Keys and values of tokens at the positions 0, 1, ..., in the place of demonstrations.
 
     Those of the first tokens may be known: ``prefix`` holds them, and only the others are run.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
@@ -190,7 +190,7 @@ class _Adapter(NamedTuple):
         ours: What ``context_to_peft`` wrote of the context; None if peft wrote the folder.
     """
 
-    prefix: Prefix
+    prefix: KeyValues
     ours: dict[str, Any] | None
 
 
@@ -226,7 +226,7 @@ def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
     return context.tokens[context.kept]
 
 
-def _one_shape(model: HookedModel, prefix: Prefix) -> tuple[int, int]:
+def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     """The number of cached heads and their width, which peft takes to be those of all layers."""
     if getattr(model.original_model.config, "kv_lora_rank", None):  # type: ignore[attr-defined]
         raise ModelError(
@@ -307,7 +307,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _trained_in_peft(
-    prefix: Prefix,
+    prefix: KeyValues,
     model: HookedModel,
     batch: PromptBatch | None,
     tokens_after: Sequence[int] | None,
@@ -336,7 +336,7 @@ def _trained_in_peft(
     )
 
 
-def _as_cached(model: HookedModel, batch: PromptBatch, prefix: Prefix) -> Prefix:
+def _as_cached(model: HookedModel, batch: PromptBatch, prefix: KeyValues) -> KeyValues:
     """A prefix on the devices and in the types in which the model caches keys and values.
 
     Raises:

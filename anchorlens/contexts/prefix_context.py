@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import PromptError, StoreError
 from ..models.hooked import HookedModel, device_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..prompts.batch import PromptBatch
 from ..results.html_tables import table, titled
@@ -79,7 +79,7 @@ class PrefixContext:
             digests of the queries that were used in training.
     """
 
-    prefix: Prefix
+    prefix: KeyValues
     tokens: Int[Tensor, " position"]
     training: TrainingRecord | None = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -236,10 +236,10 @@ class PrefixContext:
 
 def prefix_at_start(
     keys: list[Float[Tensor, "1 _ position _"]], values: list[Float[Tensor, "1 _ position _"]]
-) -> Prefix:
+) -> KeyValues:
     """Keys and values of the positions 0, 1, ... as a prefix."""
     count, device = keys[0].shape[2], keys[0].device
-    return Prefix(
+    return KeyValues(
         keys=tuple(keys),
         values=tuple(values),
         attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
@@ -248,7 +248,7 @@ def prefix_at_start(
     )
 
 
-def _refuse_misfit(prefix: Prefix, tokens: Tensor, info: Mapping[str, Any]) -> None:
+def _refuse_misfit(prefix: KeyValues, tokens: Tensor, info: Mapping[str, Any]) -> None:
     """Raise a ValueError for states, tokens or a BOS that do not fit each other."""
     states = [*prefix.keys, *prefix.values]
     shapes = {(state.dtype, state.ndim, state.shape[0], state.shape[2]) for state in states}

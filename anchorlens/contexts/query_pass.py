@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import Hook, HookedModel, check_fits
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
@@ -34,7 +34,7 @@ class QueryPass:
     """
 
     batch: PromptBatch
-    prefix: Prefix | None
+    prefix: KeyValues | None
     hooks: Sequence[Hook] = ()
 
     def __repr__(self) -> str:

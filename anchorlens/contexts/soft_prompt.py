@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..models.hooked import Hook, HookedModel, device_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
@@ -178,7 +178,7 @@ class _TrainedEmbeddings:
         prefix = self.prefix(batch, self.embeddings.detach())
         return QueryPass(queries_after(batch, self.tokens).after(len(prefix)), prefix)
 
-    def prefix(self, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]) -> Prefix:
+    def prefix(self, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]) -> KeyValues:
         """Keys and values that the model makes of embeddings after the BOS."""
         return prefix_of_tokens(self.model, batch, self.tokens, hooks=[self._hook(embeddings)])
 

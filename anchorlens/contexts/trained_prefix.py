@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
@@ -144,7 +144,7 @@ def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
     return drawn.to(device_of(model))
 
 
-def random_prefix(model: HookedModel, batch: PromptBatch, length: int, seed: int) -> Prefix:
+def random_prefix(model: HookedModel, batch: PromptBatch, length: int, seed: int) -> KeyValues:
     """Keys and values of the BOS and of random tokens after it."""
     bos = bos_of(batch).to(device_of(model))
     tokens = torch.cat([bos, random_tokens(model, length, seed)])
@@ -197,7 +197,7 @@ class _TrainedKeys:
         return [torch.cat([fixed, learned.to(fixed)], dim=2) for fixed, learned in pairs]
 
 
-def _split(prefix: Prefix, count: int) -> tuple[list[Tensor], list[Tensor]]:
+def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
     """The keys and values of the first positions, and leaves of the others."""
     tensors = [*prefix.keys, *prefix.values]
     fixed = [tensor[:, :, :count].detach() for tensor in tensors]

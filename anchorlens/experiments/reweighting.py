@@ -22,7 +22,7 @@ from ..models.hooked import (
     dtype_of,
     refuse_folded_value_biases,
 )
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, check_loss, label_cross_entropy, refuse_several_targets
@@ -273,7 +273,7 @@ class _Training:
     optimizer: torch.optim.Optimizer
 
     def loss_of(
-        self, steps: Sequence[tuple[PromptBatch, Prefix | None]], beta: Float[Tensor, "_ _ _"]
+        self, steps: Sequence[tuple[PromptBatch, KeyValues | None]], beta: Float[Tensor, "_ _ _"]
     ) -> float:
         """Mean loss of all steps at this beta."""
         losses = []
@@ -288,7 +288,7 @@ class _Training:
         shape = (self.model.cfg.n_layers, self.model.cfg.n_heads, n_anchors)
         return reweight_anchors(self.model, batch, beta.expand(shape))
 
-    def step(self, batch: PromptBatch, prefix: Prefix | None) -> float:
+    def step(self, batch: PromptBatch, prefix: KeyValues | None) -> float:
         """Take an optimizer step; return the mean loss before it, NaN where logits overflow."""
         if not (self.parameter < torch.inf).all():  # the step before was too large
             return nan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, ModelError
 from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_biases
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Record, Rows
@@ -57,7 +57,7 @@ class Observation:
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
     use_rows: UseRows | None = None
-    use_prefix: Callable[[Prefix], None] | None = None
+    use_prefix: Callable[[KeyValues], None] | None = None
 
     def __repr__(self) -> str:
         """One line: the numbers of hooks."""

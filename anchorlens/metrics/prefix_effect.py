@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..models.hooked import Hook, HookedModel
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
@@ -209,7 +209,7 @@ class PrefixEffect:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing of the run; the rows come from passes of its own over the queries."""
-        shared: list[Prefix] = []
+        shared: list[KeyValues] = []
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             prefix = shared[0].before(int(batch.query_start.min())) if shared else None
@@ -268,7 +268,7 @@ def effect_rows(
     segments: Bool[Tensor, "batch segment key"],
     rows: edges.Positions,
     *,
-    prefix: Prefix | None = None,
+    prefix: KeyValues | None = None,
     hooks: Sequence[Hook] = (),
 ) -> dict[str, Tensor]:
     """What each prompt contributes to a ``PrefixEffectRecord``, on the CPU.

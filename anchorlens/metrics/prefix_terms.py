@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..hooks import block_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
-from ..models.kv_cache import Prefix, cached_heads
+from ..models.kv_cache import KeyValues, cached_heads
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between
@@ -122,7 +122,7 @@ def prefix_runs(
     in_prefix: Positions,
     queries: Positions,
     *,
-    prefix: Prefix | None = None,
+    prefix: KeyValues | None = None,
     hooks: Sequence[Hook] = (),
 ) -> PrefixRuns:
     """Run a batch with a prefix and without it.

@@ -53,7 +53,7 @@ class Graph:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix:
+class KeyValues:
     """Keys and values of the tokens before the first query row of a batch.
 
     The batch axis has one row for all prompts, or one row for each prompt.
@@ -79,14 +79,14 @@ class Prefix:
 
     def __repr__(self) -> str:
         """One line without tensors."""
-        return f"Prefix(layer {len(self.keys)}, position {len(self)}, bytes {self.size})"
+        return f"KeyValues(layer {len(self.keys)}, position {len(self)}, bytes {self.size})"
 
     @property
     def size(self) -> int:
         """Bytes of the keys and values."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
-    def for_each(self, size: int) -> "Prefix":
+    def for_each(self, size: int) -> "KeyValues":
         """One copy for each of ``size`` prompts, so that each collects its own gradient."""
 
         def copies(tensor: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ class Prefix:
             next_position=self.next_position.expand(size),
         )
 
-    def before(self, position: int) -> "Prefix":
+    def before(self, position: int) -> "KeyValues":
         """The columns before a position alone; all of them if there are fewer."""
         mask = self.attention_mask[:, :position]
-        return Prefix(
+        return KeyValues(
             keys=tuple(key[:, :, :position] for key in self.keys),
             values=tuple(value[:, :, :position] for value in self.values),
             attention_mask=mask,
@@ -111,7 +111,7 @@ class Prefix:
             text_length=self.text_length,
         )
 
-    def columns(self, selected: Bool[Tensor, " position"]) -> "Prefix":
+    def columns(self, selected: Bool[Tensor, " position"]) -> "KeyValues":
         """The selected columns alone, as computed with the other columns."""
         return replace(
             self,
@@ -120,14 +120,14 @@ class Prefix:
             attention_mask=self.attention_mask[:, selected.to(self.attention_mask.device)],
         )
 
-    def beside(self, model: Any) -> "Prefix":
+    def beside(self, model: Any) -> "KeyValues":
         """Each layer on its device in the model, as a stored one was on the CPU."""
         devices = devices_of_layers(model)
         if all(key.device == device for key, device in zip(self.keys, devices, strict=True)):
             return self
         keys, values = zip(self.keys, devices, strict=True), zip(self.values, devices, strict=True)
         first = device_of(model)
-        return Prefix(
+        return KeyValues(
             keys=tuple(key.to(device) for key, device in keys),
             values=tuple(value.to(device) for value, device in values),
             attention_mask=self.attention_mask.to(first),
@@ -152,7 +152,7 @@ def _takes(model: Any, name: str) -> bool:
     return forward is not None and name in inspect.signature(forward).parameters
 
 
-def cache_of(model: HookedModel, size: int, prefix: Prefix | None = None) -> Any:
+def cache_of(model: HookedModel, size: int, prefix: KeyValues | None = None) -> Any:
     """A key-value cache of the kind that the model takes, for ``size`` prompts.
 
     The cache of transformers is made without the model's settings, so that it stores all positions
@@ -190,7 +190,7 @@ def inputs_after(
     model: HookedModel,
     mask: Bool[Tensor, "batch query"],
     cache: Any,
-    prefix: Prefix | None = None,
+    prefix: KeyValues | None = None,
 ) -> dict[str, Any]:
     """Arguments of the model's forward other than the tokens.
 
@@ -220,8 +220,8 @@ def prefix_of(
     cache: Any,
     attention_mask: Bool[Tensor, "batch position"],
     points: Sequence[tuple[Tensor, HookFunction]] = (),
-    before: Prefix | None = None,
-) -> Prefix:
+    before: KeyValues | None = None,
+) -> KeyValues:
     """The prefix that a pass over prompts stored in its cache.
 
     Args:
@@ -240,7 +240,7 @@ def prefix_of(
         attention_mask = torch.cat([mask, attention_mask], dim=1)
         next_position = next_position + before.next_position.to(next_position.device)
     keys, values = keys_and_values(cache, attention_mask.shape[1])
-    return Prefix(
+    return KeyValues(
         keys=tuple(key.detach() for key in keys),
         values=tuple(value.detach() for value in values),
         attention_mask=attention_mask,
@@ -250,7 +250,7 @@ def prefix_of(
     )
 
 
-def _text_length(mask: Bool[Tensor, "batch query"], before: Prefix | None) -> int:
+def _text_length(mask: Bool[Tensor, "batch query"], before: KeyValues | None) -> int:
     """Tokens of the longest text of a pass, as the model counts positions."""
     start = 0 if before is None else before.next_position.to(mask.device)
     return int((mask.sum(1) + start).max())
@@ -290,7 +290,7 @@ def cached_heads(model: HookedModel, count: int) -> Int[Tensor, " head"]:
 
 
 def _hooked_transformer_cache(
-    model: HookedModel, size: int, rows: Sequence[tuple[Tensor, Tensor]], prefix: Prefix | None
+    model: HookedModel, size: int, rows: Sequence[tuple[Tensor, Tensor]], prefix: KeyValues | None
 ) -> Any:
     """A cache with the axis of positions before that of heads; the model counts the positions."""
     from transformer_lens import TransformerLensKeyValueCache

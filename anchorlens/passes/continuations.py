@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel
-from ..models.kv_cache import Prefix, cache_of, inputs_after, keys_and_values
+from ..models.kv_cache import KeyValues, cache_of, inputs_after, keys_and_values
 from ..prompts.batch import PromptBatch
 
 
@@ -18,7 +18,7 @@ def log_probs_after(
     texts: Int[Tensor, "class token"],
     logits: Float[Tensor, "batch vocab"],
     cache: Any,
-    prefix: Prefix | None,
+    prefix: KeyValues | None,
 ) -> Float[Tensor, "batch class token"]:
     """``log p(token | prompt, earlier tokens)`` of each text after the target of each prompt.
 
@@ -52,7 +52,9 @@ def log_probs_after(
     return log_probs.masked_fill(~is_token, 0.0)
 
 
-def _up_to_targets(batch: PromptBatch, cache: Any, prefix: Prefix | None, count: int) -> Prefix:
+def _up_to_targets(
+    batch: PromptBatch, cache: Any, prefix: KeyValues | None, count: int
+) -> KeyValues:
     """Keys and values up to the target of each prompt, ``count`` times.
 
     The last column is the target: where attention depends on distances that are counted in columns,
@@ -71,7 +73,7 @@ def _up_to_targets(batch: PromptBatch, cache: Any, prefix: Prefix | None, count:
         return moved.repeat_interleave(count, 0)
 
     keys, values = keys_and_values(cache, length)
-    return Prefix(
+    return KeyValues(
         keys=tuple(map(rows_of, keys)),
         values=tuple(map(rows_of, values)),
         attention_mask=up_to_target.gather(1, columns).repeat_interleave(count, 0),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import NotFiniteError
 from ..models.hooked import Hook, HookedModel
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..prompts.batch import PromptBatch
 from .forward import run_pass
 from .losses import Loss
@@ -20,7 +20,7 @@ def mean_loss_with_gradient(
     into: Sequence[Tensor],
     *,
     hooks: Sequence[Hook] = (),
-    prefix: Prefix | None = None,
+    prefix: KeyValues | None = None,
 ) -> float:
     """The mean loss over a batch; its gradient is added to ``grad`` of the tensors in ``into``.
 

@@ -25,7 +25,7 @@ from ..models.hooked import (
     scores_name,
 )
 from ..models.kv_cache import (
-    Prefix,
+    KeyValues,
     cache_of,
     inputs_after,
     inputs_without_cache,
@@ -62,7 +62,7 @@ class Pass:
     backward_hooks: Sequence[Hook] = ()
     loss: Loss | None = None
     into: Sequence[Tensor] = ()
-    prefix: Prefix | None = None
+    prefix: KeyValues | None = None
     gradient_checkpointing: bool = False
     runs_backward: bool = True  # from the losses, if there are any
 
@@ -117,7 +117,7 @@ def run_pass(
     backward_hooks: Sequence[Hook] = (),
     loss: Loss | None = None,
     into: Sequence[Tensor] = (),
-    prefix: Prefix | None = None,
+    prefix: KeyValues | None = None,
     gradient_checkpointing: bool = False,
 ) -> Float[Tensor, "batch vocab"]:
     """Run the model over a batch, and with a loss also backward from the sum of the losses.
@@ -252,8 +252,8 @@ def run_prefix(
     hooks: Sequence[Hook] = (),
     observers: Sequence[Hook] = (),
     backward_hooks: Sequence[Hook] = (),
-    prefix: Prefix | None = None,
-) -> Prefix:
+    prefix: KeyValues | None = None,
+) -> KeyValues:
     """Run the tokens of a batch once, so that any number of passes can continue from them.
 
     Args:
@@ -360,7 +360,7 @@ def _run(
 
 
 def _inputs(
-    model: HookedModel, batch: PromptBatch, prefix: Prefix | None, cache: Any
+    model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, cache: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """The tokens that are run, and the other arguments of the model's forward."""
     tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import AnchorlensError
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers, dtype_of
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.model_state import has_user_hooks
 from ..prompts.batch import LeadingTokens, PromptBatch
 from ..system.free_memory import free_for_layers
@@ -79,7 +79,7 @@ class Passes:
     is_fused: bool = False
     current: int | None = None
     stored: dict[str, Any] = field(default_factory=dict)
-    prefixes: dict[int, tuple[Any, Sequence[Hook], Prefix]] = field(default_factory=dict)
+    prefixes: dict[int, tuple[Any, Sequence[Hook], KeyValues]] = field(default_factory=dict)
 
     def after_prefix(self, batch: PromptBatch) -> PromptBatch:
         """The batch as it is run: after the tokens that its prompts share, if they share any."""
@@ -99,7 +99,7 @@ class Passes:
             self.stored[key] = compute()
         return cast(T, self.stored[key])
 
-    def prefix(self, batch: PromptBatch, hooks: HooksOfBatch) -> tuple[Sequence[Hook], Prefix]:
+    def prefix(self, batch: PromptBatch, hooks: HooksOfBatch) -> tuple[Sequence[Hook], KeyValues]:
         """The hooks that act in the tokens before a batch, and the keys and values there.
 
         They are stored for later batches if they fit, and otherwise computed again.
@@ -121,7 +121,7 @@ class Passes:
                 self.prefixes[id(hooks)] = ref(hooks), acting, prefix
         return acting, prefix
 
-    def _fits(self, prefix: Prefix) -> bool:
+    def _fits(self, prefix: KeyValues) -> bool:
         """Whether this prefix and the stored ones take no more than the memory that is still free.
 
         A sweep has a prefix for each site and each random control. Those of long prompts can take
@@ -179,7 +179,7 @@ def whole_passes(model: HookedModel, reason: str) -> Passes:
     return Passes(model, {}, f"off: {reason}")
 
 
-def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, Prefix | None]:
+def all_but_target(model: HookedModel, batch: PromptBatch) -> tuple[PromptBatch, KeyValues | None]:
     """A batch after the prefix of everything before its targets, for any number of passes.
 
     Returns:

@@ -13,7 +13,7 @@ from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
@@ -276,7 +276,7 @@ def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
     return ""
 
 
-def _widths(prefix: Prefix) -> list[tuple[int, int]]:
+def _widths(prefix: KeyValues) -> list[tuple[int, int]]:
     """Channels of the keys and values of each layer."""
     return [(k.shape[-1], v.shape[-1]) for k, v in zip(prefix.keys, prefix.values, strict=True)]
 

@@ -14,7 +14,7 @@ from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
 from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, read_only, unedited
-from ..models.kv_cache import Prefix
+from ..models.kv_cache import KeyValues
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import UseRows, fused_attention, outside_attention
 from ..passes.late_start import Start
@@ -199,12 +199,12 @@ class Plan:
 
     def _observed_prefix(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> tuple[Sequence[Observation], Prefix | None]:
+    ) -> tuple[Sequence[Observation], KeyValues | None]:
         """What metrics observe in the tokens before a batch, and the keys and values there."""
         if batch.is_whole:
             return [observes_nothing() for _ in metrics], None
 
-        def run() -> tuple[Sequence[Observation], Prefix]:
+        def run() -> tuple[Sequence[Observation], KeyValues]:
             shared = self.passes.shared_tokens(batch)
             observations = []
             for metric in metrics:
