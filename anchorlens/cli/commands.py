@@ -138,7 +138,7 @@ Labels = Annotated[
 Separator = Annotated[
     str | None, _task_option(help="What stands between demonstrations; a line break by default.")
 ]
-Prefix = Annotated[
+Instructions = Annotated[
     str | None,
     _task_option(help="Text before the first demonstration; in a chat, the turn of the system."),
 ]
@@ -248,7 +248,7 @@ def run(
     template: Template = None,
     labels: Labels = None,
     separator: Separator = None,
-    prefix: Prefix = None,
+    instructions: Instructions = None,
     chat: Chat = None,
     chat_option: ChatOption = None,
     data: Data = None,

@@ -1,7 +1,7 @@
 r"""The task of `anchorlens run`: a task of the package, a task file, or options.
 
-Each option replaces what the task or the file says. In a template, separator or prefix of an option
-the two characters ``\n`` are a line break, ``\t`` a tab and ``\\`` a backslash.
+Each option replaces what the task or the file says. In template, separator and instructions as
+options the two characters ``\n`` are a line break, ``\t`` a tab and ``\\`` a backslash.
 """
 
 import json
@@ -24,7 +24,7 @@ from .command_data import examples_of
 from .option_lists import is_given, words_of
 
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
-_PARTS = ("template", "labels", "separator", "prefix")
+_PARTS = ("template", "labels", "separator", "instructions")
 _COLUMNS = ("text_column", "label_column", "classes")
 _SPLITS = ("split", "query_split")
 KEYS = (*_PARTS, "chat", "chat_option", "data", "dataset", *_COLUMNS, *_SPLITS)
@@ -39,7 +39,7 @@ class TaskOptions:
     template: str | None = None
     labels: Sequence[str] | None = None
     separator: str | None = None
-    prefix: str | None = None
+    instructions: str | None = None
     chat: bool | None = None
     chat_option: Sequence[str] | None = None
     data: Path | None = None
@@ -95,7 +95,7 @@ def task_with_examples(options: TaskOptions) -> TaskWithExamples:
 def _fields(options: TaskOptions) -> dict[str, Any]:
     """The parts of the task and of its examples by name, as far as they are given."""
     given = {name: value for name, value in asdict(options).items() if is_given(value)}
-    for name in ("template", "separator", "prefix"):
+    for name in ("template", "separator", "instructions"):
         if name in given:
             given[name] = re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], given[name])
     if "labels" in given:  # the space before a word is a part of it
@@ -233,14 +233,16 @@ def _task(options: TaskOptions, fields: Mapping[str, Any]) -> Task:
 
 def _settings(fields: Mapping[str, Any], task: Task) -> dict[str, Any]:
     """The task and where its examples are, whoever said so, as options write them."""
-    texts = {name: _escaped(getattr(task, name)) for name in ("template", "separator", "prefix")}
+    texts = {
+        name: _escaped(getattr(task, name)) for name in ("template", "separator", "instructions")
+    }
     if isinstance(task, ChatTask):
         del texts["separator"]
     others = {name: fields[name] for name in KEYS if name in fields and name not in _PARTS}
     if "chat_option" in others:
         values = others["chat_option"].items()
         others["chat_option"] = [f"{name}={json.dumps(value)}" for name, value in values]
-    return {**texts, "prefix": texts["prefix"] or None, "labels": task.labels, **others}
+    return {**texts, "instructions": texts["instructions"] or None, "labels": task.labels, **others}
 
 
 def _escaped(text: str) -> str:

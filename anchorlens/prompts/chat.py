@@ -58,7 +58,7 @@ class ChatTask(Task):
         labels: As in ``Task``, but usually without a space before the word, because an answer
             begins with it. Many templates remove spaces around a turn; the label words are then
             those without spaces.
-        prefix: Instructions: the turn of the system, before all others. Without them there is no
+        instructions: The turn of the system, before all others. Without them there is no
             such turn, and templates may write one of their own.
         score: As in ``Task``.
         options: Passed to ``apply_chat_template``: variables of the template, such as
@@ -141,7 +141,7 @@ class ChatTask(Task):
     def _turns(self, demonstrations: Sequence[Example], query: str) -> "list[_Turn]":
         """The turns of a conversation that ends in a query."""
         before, between, after = self.pieces
-        turns = [_Turn("system", [Piece(self.prefix, OTHER)])] if self.prefix else []
+        turns = [_Turn("system", [Piece(self.instructions, OTHER)])] if self.instructions else []
         for demo in demonstrations:
             assert demo.label is not None
             user = [Piece(before, FORMAT), Piece(demo.text, TEXT), Piece(between, FORMAT)]
@@ -185,7 +185,7 @@ class ChatTask(Task):
             raise PromptError(
                 f"the chat template cannot write the turns of {roles}: {error}. If it knows no "
                 "turn of the system, write the instructions into the template of the task (before "
-                "{text}) instead of the prefix (--prefix, in Python prefix=)"
+                "{text}) instead of the instructions (--instructions, in Python instructions=)"
             ) from error
 
 

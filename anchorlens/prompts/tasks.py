@@ -35,7 +35,7 @@ class Task:
             have several words: ``[[" good", " great"], [" bad"]]``. The first stands in the
             demonstrations; all of them count for the prediction.
         separator: Characters between demonstrations.
-        prefix: Instructions before the first demonstration.
+        instructions: Text before the first demonstration.
         score: How the words of a class give its score, if it has several: a function of their log
             probabilities, Float[batch, word], and of the axis of the words. ``torch.mean`` (like
             the default), ``torch.sum`` and ``torch.amax`` are such functions, and
@@ -60,7 +60,7 @@ class Task:
     template: str
     labels: Sequence[str | Sequence[str]]
     separator: str = "\n"
-    prefix: str = ""
+    instructions: str = ""
     score: Score = mean
     adds_special_tokens: ClassVar[bool] = True
 
@@ -149,7 +149,7 @@ class Task:
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are its text. The last belongs to the query."""
         before, between, after = self.pieces
-        pieces = [Piece(self.prefix, OTHER)]
+        pieces = [Piece(self.instructions, OTHER)]
         for demo in demonstrations:
             assert demo.label is not None
             pieces += [

@@ -75,7 +75,12 @@ def calls() -> list[Call]:
         ),
         Call(
             al.Task,
-            {"template": "{text}{label}", "labels": [" a", " b"], "separator": "", "prefix": ""},
+            {
+                "template": "{text}{label}",
+                "labels": [" a", " b"],
+                "separator": "",
+                "instructions": "",
+            },
             {
                 "template": ["", "{text}", "{label}", "{label}{text}", "{text}{text}{label}"],
                 "labels": [[], [" a"], [" a", " a"], ["", " a"], [" ", " a"], "ab"],

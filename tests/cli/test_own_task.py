@@ -64,11 +64,11 @@ def test_one_command_analyses_a_csv_file(
 def test_the_settings_hold_the_task_as_it_was_read_from_a_file(
     monkeypatch: Any, shallow_folder: Path, folder: Path
 ) -> None:
-    arguments = ["--task-file", "film.toml", "--prefix", r"Films.\n", "--out", "out", *QUICK]
+    arguments = ["--task-file", "film.toml", "--instructions", r"Films.\n", "--out", "out", *QUICK]
     assert call(monkeypatch, "run", "--model", str(shallow_folder), *arguments) == 0
     settings = json.loads((folder / "out/settings.json").read_text())
     expected = {"task_file": "film.toml", "template": TEMPLATE, "labels": [" no", " yes"]}
-    expected |= {"separator": r"\n", "prefix": r"Films.\n", "data": "reviews.csv"}
+    expected |= {"separator": r"\n", "instructions": r"Films.\n", "data": "reviews.csv"}
     expected |= {"text_column": "review", "label_column": "verdict", "classes": ["neg", "pos"]}
     assert settings.items() >= expected.items()
     assert "Q: {text}\\nA:{label}" in (folder / "out/report.html").read_text()
@@ -76,10 +76,10 @@ def test_the_settings_hold_the_task_as_it_was_read_from_a_file(
 
 def test_the_settings_of_a_task_are_options_that_give_the_same_task(folder: Path) -> None:
     (folder / "raw.toml").write_text(
-        TASK_FILE + 'separator = "\\n\\t\\\\n"\nprefix = "a\\\\tb\\n"\n'
+        TASK_FILE + 'separator = "\\n\\t\\\\n"\ninstructions = "a\\\\tb\\n"\n'
     )
     first = chosen(task_file=folder / "raw.toml")
-    assert first.task.separator == "\n\t\\n" and first.task.prefix == "a\\tb\n"
+    assert first.task.separator == "\n\t\\n" and first.task.instructions == "a\\tb\n"
     again = chosen(**first.settings)
     assert (again.task, again.examples) == (first.task, first.examples)
     assert again.settings == first.settings
@@ -127,8 +127,10 @@ def test_the_space_before_a_label_word_is_a_part_of_it(folder: Path) -> None:
 
 
 def test_a_backslash_and_n_are_a_line_break_in_options_only(folder: Path) -> None:
-    task = chosen(task_file=folder / "film.toml", prefix=r"a\tb\\n", template=r"{text}\n{label}")
-    assert task.task.prefix == "a\tb\\n" and task.task.template == "{text}\n{label}"
+    task = chosen(
+        task_file=folder / "film.toml", instructions=r"a\tb\\n", template=r"{text}\n{label}"
+    )
+    assert task.task.instructions == "a\tb\\n" and task.task.template == "{text}\n{label}"
     (folder / "raw.toml").write_text(
         TASK_FILE.replace('"Q: {text}\\nA:{label}"', r"'{text}\n{label}'")
     )
@@ -159,7 +161,7 @@ def test_the_tokens_of_a_chat_are_those_of_the_chat_template(
         return analysed(model, task, batches, *options)
 
     monkeypatch.setattr("anchorlens.cli.work.analysed", store)
-    arguments = [*CHAT, "--prefix", "Judge films.", "--data", "reviews.csv", *COLUMNS]
+    arguments = [*CHAT, "--instructions", "Judge films.", "--data", "reviews.csv", *COLUMNS]
     arguments += ["--model", str(chat_model), "--batch-size", "1", "--out", "out"]
     arguments += ["--queries", "12", "--depth", "1", "--draws", "1"]
     assert call(monkeypatch, "run", *arguments) == 0
@@ -250,7 +252,7 @@ def test_what_is_no_chat_is_an_error_that_names_the_option_before_weights_are_lo
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("Gemma 2", "instead of the prefix (--prefix)"),
+        ("Gemma 2", "instead of the instructions (--instructions)"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}:", "another template"),
     ],
 )
@@ -263,7 +265,7 @@ def test_a_template_that_cannot_write_the_turns_is_an_error_without_python(
     tiny_gpt2(len(tokenizer), n_layer=2).config.save_pretrained(folder / "chat")
     tokenizer.save_pretrained(folder / "chat")
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    task = [*CHAT, "--prefix", "Judge.", "--data", "reviews.csv", *COLUMNS]
+    task = [*CHAT, "--instructions", "Judge.", "--data", "reviews.csv", *COLUMNS]
     assert call(monkeypatch, "run", "--model", "chat", *task, *QUICK) == 1
     error = error_of(capsys.readouterr())
     assert words in error and "Python" not in error

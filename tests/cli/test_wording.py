@@ -41,7 +41,7 @@ def test_python_is_left_out(message: str, told: str) -> None:
 
 # Options of programs that start several processes, and messages that still name both.
 OF_OTHERS = {"--multi_gpu", "--nproc-per-node"}
-NAMES_BOTH = {"chat.py": {"--chat", "--prefix"}, "training.py": {"--fresh"}}
+NAMES_BOTH = {"chat.py": {"--chat", "--instructions"}, "training.py": {"--fresh"}}
 
 
 def texts_of(path: Path) -> list[str]:

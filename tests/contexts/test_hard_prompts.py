@@ -593,7 +593,7 @@ def test_inserted_tokens_give_the_prompts_that_a_text_before_them_gives(
     longer = prompt.insert(batch)
     check_batch(longer)
     task = al.TASKS["trec"]
-    begun = al.Task(task.template, task.labels, prefix=words)
+    begun = al.Task(task.template, task.labels, instructions=words)
     expected = questions_of(model, begun, side)
     for field in ("tokens", "label_positions", "target_positions", "attention_mask"):
         assert torch.equal(getattr(longer, field), getattr(expected, field)), field

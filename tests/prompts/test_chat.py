@@ -46,7 +46,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def conversation(task: al.ChatTask, query: str) -> list[dict[str, str]]:
     """The turns of a prompt, written without the code under test."""
-    turns = [{"role": "system", "content": task.prefix}] if task.prefix else []
+    turns = [{"role": "system", "content": task.instructions}] if task.instructions else []
     words = [words[0] for words in task.words]
     for demo in DEMOS:
         turns.append({"role": "user", "content": f"Review: {demo.text}\nSentiment:"})
@@ -63,12 +63,12 @@ def text_of(tokenizer: Any, turns: list[dict[str, str]]) -> str:
     return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
 
 
-@pytest.mark.parametrize(("name", "prefix"), CASES)
+@pytest.mark.parametrize(("name", "instructions"), CASES)
 def test_tokens_and_positions_are_those_of_the_chat_template(
-    kind: str, name: str, prefix: str
+    kind: str, name: str, instructions: str
 ) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
-    task = replace(TASK, prefix=prefix)
+    task = replace(TASK, instructions=instructions)
     batches = al.build_prompts(tokenizer, task, DEMOS, QUERIES, batch_size=2)
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = conversation(task, query.text)
@@ -94,7 +94,7 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
 def test_segments_are_those_of_the_characters(name: str) -> None:
     """Texts, instructions and formats, read from the tokens of each segment."""
     tokenizer = with_template(chat_tokenizer("byte-level"), name)
-    task = replace(TASK, prefix="" if name == "Gemma 2" else "Classify.")
+    task = replace(TASK, instructions="" if name == "Gemma 2" else "Classify.")
     (row,) = rows(al.build_prompts(tokenizer, task, DEMOS, ["so so"]))
     spelled: dict[str, str] = {}
     for token, segment in zip(row.tokens, row.segments, strict=True):
@@ -105,7 +105,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
     assert spelled["format"].count("Review:") == spelled["format"].count("Sentiment:") == 4
     assert "Review: so so\nSentiment:" in spelled["query"]
     assert "Review" not in spelled["other"] if "other" in spelled else name in ("ChatML", "Zephyr")
-    if task.prefix:
+    if task.instructions:
         assert "Classify." in spelled["other"]
     if name == "Qwen":
         (plain,) = rows(al.build_prompts(tokenizer, TASK, DEMOS, ["so so"]))
@@ -285,7 +285,7 @@ def test_chat_tasks_are_tasks() -> None:
     assert isinstance(task, al.ChatTask)
     assert demos == DEMOS
     assert repr(TASK) == (
-        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), prefix='', "
+        f"ChatTask(template={TEMPLATE!r}, labels=('Negative', 'Positive'), instructions='', "
         "options={}, date='2024-07-26')"
     )
     assert hash(TASK) == hash(replace(TASK))
@@ -300,7 +300,7 @@ def test_chat_tasks_are_tasks() -> None:
 def test_the_tokenizer_stays_as_it_was() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 3")
     before = copy.deepcopy(vars(tokenizer)), tokenizer.backend_tokenizer.to_str()
-    al.build_prompts(tokenizer, replace(TASK, prefix="Classify."), DEMOS, QUERIES)
+    al.build_prompts(tokenizer, replace(TASK, instructions="Classify."), DEMOS, QUERIES)
     assert tokenizer.backend_tokenizer.to_str() == before[1]
     assert tokenizer.chat_template == before[0]["chat_template"]
 
@@ -358,8 +358,10 @@ def test_templates_that_hide_positions_raise_an_error(template: str, message: st
 
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
-    task = replace(TASK, prefix="Classify.")
-    message = r"turns of system and user.*: System role not supported. .*instead of the prefix"
+    task = replace(TASK, instructions="Classify.")
+    message = (
+        r"turns of system and user.*: System role not supported. .*instead of the instructions"
+    )
     with pytest.raises(PromptError, match=message):
         al.build_prompts(tokenizer, task, DEMOS, ["x"])
 

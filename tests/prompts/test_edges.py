@@ -21,7 +21,7 @@ Rule = Callable[[al.PromptBatch, int, int, int], bool]
 def batch(request: pytest.FixtureRequest, sentencepiece_like: Any) -> al.PromptBatch:
     """Prompts of three lengths, with label words of one and of several tokens, after a BOS."""
     task = al.Task(
-        "Review: {text}\nSentiment:{label}", [" Positive", " utterly wrong"], prefix="Do:\n"
+        "Review: {text}\nSentiment:{label}", [" Positive", " utterly wrong"], instructions="Do:\n"
     )
     demos = [
         al.Example("fine", 0),

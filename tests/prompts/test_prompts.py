@@ -18,9 +18,11 @@ SST2 = al.TASKS["sst2"]
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
 TASKS = [
     SST2,
-    al.Task(SST2.template, SST2.labels, prefix="Classify the reviews. Sentiment: Positive\n\n"),
+    al.Task(
+        SST2.template, SST2.labels, instructions="Classify the reviews. Sentiment: Positive\n\n"
+    ),
     al.Task("{text} ->{label}|", [" yes", " no way", " 不 😀"], separator="\n###\n"),
-    al.Task("({text})\n={label}", ["A b", "B"], separator="", prefix="\n "),
+    al.Task("({text})\n={label}", ["A b", "B"], separator="", instructions="\n "),
 ]
 
 PARTS = ["", " ", "\n", " Positive", "Negative\n", "Sentiment:", "{text}{label}", "😀é"]
@@ -104,7 +106,7 @@ def test_tokens_at_the_positions_spell_the_prompt(tokenizer: Any, case: Prompts)
     for row, query in zip(rows(batches), case.queries, strict=True):
         without_bos = [token for token in row.tokens if token != tokenizer.bos_token_id]
         shift = len(row.tokens) - len(without_bos)
-        written = task.prefix
+        written = task.instructions
         for demo, (first, last, label) in zip(case.demos, row.words, strict=True):
             before, between, after = task.pieces
             written += before + demo.text + between

@@ -35,7 +35,7 @@ def test_tasks_equal_those_of_the_paper(name: str) -> None:
     assert [task.demonstration("S", label) for label in range(len(words))] == [
         f"{written} {word}" for word in words
     ]
-    assert (task.separator, task.prefix, len(task.labels)) == ("\n", "", len(words))
+    assert (task.separator, task.instructions, len(task.labels)) == ("\n", "", len(words))
 
 
 def test_a_task_has_the_name_of_its_bundled_examples_too() -> None:

@@ -47,7 +47,7 @@ def pieces(task: al.Task, demos: list[al.Example], query: str) -> list[tuple[str
     before, between, after = re.fullmatch(  # type: ignore[union-attr]
         r"(.*)\{text\}(.*)\{label\}(.*)", task.template, re.DOTALL
     ).groups()
-    parts = [("other", task.prefix, -1)]
+    parts = [("other", task.instructions, -1)]
     for demo in demos:
         assert demo.label is not None
         parts += [("format", before, -1), ("text", demo.text, -1), ("format", between, -1)]
