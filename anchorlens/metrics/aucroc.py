@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
-from ..prompts.batch import PromptBatch, require_label_words
+from ..prompts.batch import PromptBatch, check_label_words
 from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
@@ -99,7 +99,7 @@ class AttentionAUCROC:
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's row of every pattern, at the label words."""
-        require_label_words([batch])
+        check_label_words([batch])
         at_anchors: dict[int, Tensor] = {}
         roundings, smallest = [_ROUNDING], [0.0]
         n_classes = len(batch.label_token_ids)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.arrays import holds_integers
-from ..prompts.batch import PromptBatch, require_label_words
+from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
 from ..results.record import Record, Rows
@@ -95,7 +95,7 @@ class Loyalty:
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""
-        require_label_words(batches)
+        check_label_words(batches)
         if not changed:
             raise MetricError(
                 "loyalty compares a changed run with the clean one, but nothing changes this run; "

@@ -14,7 +14,7 @@ def holds_integers(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def checked_mask(
+def as_mask(
     tokens: Int[Tensor, "batch position"], attention_mask: Tensor | None
 ) -> Bool[Tensor, "batch position"]:
     """The attention mask as True and False, all True by default; the tokens are checked too.
@@ -54,7 +54,7 @@ def checked_mask(
     return mask
 
 
-def checked_integers(
+def as_integers(
     name: str, values: Any, shape: tuple[int | None, ...], *, device: torch.device
 ) -> Int[Tensor, "..."]:
     """A table of whole numbers as a tensor.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.devices import sent
-from .arrays import checked_integers, checked_mask, holds_integers
+from .arrays import as_integers, as_mask, holds_integers
 from .prompt_html import NO_SEGMENT, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
 from .token_texts import token_texts
@@ -199,7 +199,7 @@ class PromptBatch:
             >>> logits = al.target_logits(model, batches, progress=False)
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
-        require_label_words([self])
+        check_label_words([self])
         return label_scores(logits, self.verbalizer or self.label_token_ids)
 
     @property
@@ -382,11 +382,11 @@ class PromptBatch:
             >>> batch.target_positions.tolist()
             [5]
         """
-        mask = checked_mask(tokens, attention_mask)
+        mask = as_mask(tokens, attention_mask)
         device, (size, length) = tokens.device, tokens.shape
         last = length - 1 - mask.flip(1).long().argmax(1)
 
-        integers = partial(checked_integers, device=device)
+        integers = partial(as_integers, device=device)
         anchors = integers("label_positions", label_positions, (size, None))
         classes = integers("label_classes", label_classes, (size, anchors.shape[1]))
         ids = integers("label_token_ids", label_token_ids, (None,))
@@ -463,13 +463,13 @@ class PromptBatch:
             >>> batch
             PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
         """
-        mask = checked_mask(tokens, attention_mask)
+        mask = as_mask(tokens, attention_mask)
         device, size = tokens.device, len(tokens)
-        segments = checked_integers("segments", segments, tuple(tokens.shape), device=device)
+        segments = as_integers("segments", segments, tuple(tokens.shape), device=device)
         if target_positions is None:
             target = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
         else:
-            target = checked_integers("target_positions", target_positions, (size,), device=device)
+            target = as_integers("target_positions", target_positions, (size,), device=device)
         none = torch.zeros(size, 0, dtype=torch.long, device=device)
         batch = cls(
             tokens=tokens,
@@ -540,7 +540,7 @@ def longest_prompt(batches: Sequence[PromptBatch]) -> int:
     return max(int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches)
 
 
-def require_label_words(batches: Sequence[PromptBatch]) -> None:
+def check_label_words(batches: Sequence[PromptBatch]) -> None:
     """Raise an error for batches of segments, which have no label words."""
     if not all(batch.has_label_words for batch in batches):
         raise PromptError(
@@ -556,7 +556,7 @@ def check_batch(batch: PromptBatch) -> None:
         PromptError: There are no label words, or ``check_prompts`` raises it.
     """
     check_prompts(batch)
-    require_label_words([batch])
+    check_label_words([batch])
 
 
 def check_prompts(batch: PromptBatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import takewhile
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
 from ..system.arguments import checked
@@ -135,7 +135,7 @@ class ChatTask(Task):
         contents = [answer.text.lstrip(), answer.text.strip()]
         content = next((text for text in contents if body.startswith(text)), None)
         if after == answered or content is None:
-            _refuse_answer(asked, answered, answer.text.strip())
+            raise _misplaced_answer(asked, answered, answer.text.strip())
         return after[: len(after) - len(body)] + content[: len(word.lstrip())]
 
     def _turns(self, demonstrations: Sequence[Example], query: str) -> "list[_Turn]":
@@ -238,7 +238,7 @@ class _Frame(NamedTuple):
                 space = before[len(asking) :] if before.startswith(asking) else ""
                 # Some templates leave out of earlier answers what they write before the last one.
                 if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
-                    _refuse_answer(asking, before + turn.text, turn.text)
+                    raise _misplaced_answer(asking, before + turn.text, turn.text)
                 result.append(Piece(before.removesuffix(space), FORMAT))
                 first, *rest = turn.pieces
                 result += [first._replace(text=space + first.text), *rest]
@@ -290,11 +290,11 @@ class _Frame(NamedTuple):
         return found
 
 
-def _refuse_answer(asked: str, answered: str, answer: str) -> NoReturn:
-    """Raise the error for an answer that does not stand where the template asks for it."""
+def _misplaced_answer(asked: str, answered: str, answer: str) -> PromptError:
+    """The error for an answer that does not stand where the template asks for it."""
     same = _common_start(asked, answered)
     asks, answers = asked[len(same) :], answered[len(same) :].partition(answer)[0]
-    raise PromptError(
+    return PromptError(
         f"after {same[-30:]!r} the chat template writes {answers!r} before the answer {answer!r}, "
         f"but {asks!r} where it asks for one, so that the label would be predicted where the model "
         "does not answer; switch this off if the template has an option for it (such as "

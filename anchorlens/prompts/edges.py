@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import HookError, PromptError
 from ..system.arguments import checked
 from ..system.row_pieces import row_slices
-from .batch import PromptBatch, check_inside, require_label_words
+from .batch import PromptBatch, check_inside, check_label_words
 from .edge_set import Edges, EdgeSet
 from .segment_names import SEGMENTS
 
@@ -83,7 +83,7 @@ def anchors(batch: PromptBatch) -> Positions:
     Raises:
         PromptError: A label position lies outside its prompt, or there are no label words.
     """
-    require_label_words([batch])
+    check_label_words([batch])
     check_inside(batch, "label_positions")
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 

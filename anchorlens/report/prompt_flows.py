@@ -18,7 +18,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
-from ..prompts.batch import PromptBatch, require_label_words
+from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
@@ -151,7 +151,7 @@ def plot_prompt(
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     tokens = token_texts(tokenizer, alone.tokens[0].tolist())
     require_prepared(model)
-    require_label_words([alone])
+    check_label_words([alone])
     check_fits(model, alone)
     for_head = FLOWS_OF_HEADS // (model.cfg.n_layers * model.cfg.n_heads)
     of_head = min(STRONGEST_OF_HEAD, for_head)

@@ -128,7 +128,7 @@ def task_of(rng: random.Random) -> al.Task:
         before + "{text}" + between + "{label}" + after,
         labels,
         separator=draw(["\n", "\n\n", "\n###\n"], ODD_FORMAT),
-        prefix=draw(["", "", "Classify.\n\n"], ODD_FORMAT),
+        instructions=draw(["", "", "Classify.\n\n"], ODD_FORMAT),
     )
 
 
