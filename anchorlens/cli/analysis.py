@@ -13,7 +13,7 @@ from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_rows
-from ..system.process_state import is_main
+from ..system.processes import is_main
 from .output import Output, say
 from .summary import Summary, summarised
 

@@ -17,7 +17,7 @@ import typer
 
 from ..errors import AnchorlensError
 from ..prompts.tasks import TASKS
-from ..system.process_state import was_launched
+from ..system.processes import was_launched
 from ..system.signals import ends_with_one_line
 from ..system.texts import printable
 from ..system.versions import installed_version

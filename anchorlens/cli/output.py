@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import typer
 
 from ..results.text_tables import TextTable, aligned
-from ..system.process_state import is_main
+from ..system.processes import is_main
 from ..system.texts import printable
 
 

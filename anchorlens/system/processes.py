@@ -1,40 +1,71 @@
 """Several processes that share one run: how the work is divided, exchanged and synchronized.
 
 The processes are those of accelerate. If the state of accelerate was not made, accelerate is not
-imported and the process runs alone.
+imported and the process runs alone. ``torch.distributed`` notices a process that died or does not
+come; what the others then do is ended by its errors. Without an import of PyTorch, which takes
+seconds, a process knows whether it is one of several.
 """
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
-
-import torch
-from torch import distributed
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ProcessError
-from .heartbeats import Heart
-from .process_state import is_main as is_main
-from .process_state import is_single_process as is_single_process
-from .process_state import process_state, was_launched
 from .warn import warn_user
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
-# The time limit of sending data. Waiting for the others is not part of it: all arrived before.
-MOVING = timedelta(minutes=10)
+# The longest wait for another process, if accelerate's own time-out is not longer. A process that
+# computes more than the others is waited for; one whose connection closes is noticed at once.
+TIME_OUT = timedelta(hours=2)
 
 
-def process_device() -> torch.device | None:
+def was_launched() -> bool:
+    """Whether `accelerate launch` or `torchrun` started this process."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
+
+
+def process_state() -> Any:
+    """The accelerate state of this process, or None if it was not made."""
+    module = sys.modules.get("accelerate.state")
+    if module is None:
+        return None
+    # PartialState() would make the state. An object made without __init__ only tells whether the
+    # state exists; tests/test_private_names.py verifies it.
+    made = module.PartialState.__new__(module.PartialState).initialized
+    return module.PartialState() if made else None
+
+
+def process_count() -> int:
+    """How many processes share a run."""
+    state = process_state()
+    return 1 if state is None else int(state.num_processes)
+
+
+def is_single_process() -> bool:
+    """Whether this process runs alone."""
+    return process_count() == 1
+
+
+def is_main() -> bool:
+    """Whether this is the process that prints and writes."""
+    state = process_state()
+    return state is None or bool(state.is_main_process)
+
+
+def process_device() -> "torch.device | None":
     """The device that accelerate gave this process; None without accelerate."""
     state = process_state()
-    if not is_single_process():
-        _connection()  # from now on the others see that this process lives
-    return None if state is None else torch.device(state.device)
+    return None if state is None else state.device
 
 
 def batches_of_process(costs: Sequence[int]) -> list[int]:
@@ -63,12 +94,12 @@ def gather_from_processes(what: str, value: T) -> list[T]:
     Raises:
         ProcessError: A process failed (see ``fails_together``), died, or made another call.
     """
-    return [value] if is_single_process() else _exchange(what, value, None)
+    return [value] if is_single_process() else _exchange(what, value)
 
 
 @contextmanager
 def fails_together() -> Iterator[None]:
-    """A block, or with ``@together()`` a function, that fails in all processes if it fails in one.
+    """A block, or as ``@fails_together()`` a function, that fails in all processes if in one.
 
     The process that fails raises its own error. The others raise a ProcessError at their next
     exchange, at the latest at the end of the block, so that no process waits for a failed one.
@@ -76,7 +107,6 @@ def fails_together() -> Iterator[None]:
     if is_single_process():
         yield
         return
-    _connection()  # from now on the others see that this process lives
     try:
         yield
     except ProcessError:
@@ -84,9 +114,10 @@ def fails_together() -> Iterator[None]:
     except Exception as error:
         if not hasattr(error, "_announced"):  # announced already by a block inside this block
             error._announced = True  # type: ignore[attr-defined]
-            connection = _connection()
-            connection.heart.fail(connection.exchanges)
-            _exchange("failure", None, error)
+            # The others may be gone; the caller raises its own error in any case.
+            with suppress(ProcessError), _lost_connection_reported():
+                _connection().announce_failure()
+                _exchange("failure", None, error)
         raise
     gather_from_processes("end of a block", None)
 
@@ -95,8 +126,8 @@ def failed_elsewhere() -> bool:
     """Whether another process failed since the last exchange, so that this one can stop."""
     if is_single_process():
         return False
-    connection = _connection()
-    return connection.heart.another_failed(connection.exchanges)
+    with _lost_connection_reported():
+        return _connection().is_failure_announced()
 
 
 def require_equal_settings(what: Mapping[str, str]) -> None:
@@ -141,6 +172,7 @@ def join_launched() -> None:
     """Make the accelerate state of a process that `accelerate launch` or `torchrun` started."""
     if not was_launched():
         return
+    import torch
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
@@ -165,67 +197,75 @@ def join_launched() -> None:
 
 def _leave() -> None:
     """Close the group of all processes, because that of GPUs warns if it is left open."""
+    from torch import distributed
+
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 @dataclass
 class _Connection:
-    """The signs of life and the data exchange of the processes of one accelerate state."""
+    """The store and the group of the processes of one accelerate state."""
 
-    heart: Heart
+    store: Any
     exchanges: int = 0
     group: Any = None
 
-    def gather(self, values: list[Any], value: Any) -> None:
-        """Fill the list with the values of all processes, which have arrived."""
+    def gather(self, value: Any, count: int) -> list[Any]:
+        """The values of all processes, when all of them have come."""
+        from torch import distributed
+
         # A separate group for the CPU, because that of GPUs would send rows through their memory.
-        self.group = self.group or distributed.new_group(backend="gloo", timeout=MOVING)
+        limit = max(TIME_OUT, self.store.timeout)
+        self.group = self.group or distributed.new_group(backend="gloo", timeout=limit)
+        values: list[Any] = [None] * count
         distributed.all_gather_object(values, value, group=self.group)
+        self.exchanges += 1
+        return values
+
+    def announce_failure(self) -> None:
+        """Tell the others before their next exchange that this process failed."""
+        self.store.set(self._failure(), "")
+
+    def is_failure_announced(self) -> bool:
+        """Whether a process failed before the next exchange."""
+        return bool(self.store.check([self._failure()]))
+
+    def _failure(self) -> str:
+        return f"anchorlens/failure/{self.exchanges}"
 
     def close(self) -> None:
         """Close the group, whose threads would otherwise abort the process when Python ends."""
-        self.heart.stop()
+        from torch import distributed
+
         group, self.group = self.group, None
         if group is not None and distributed.is_initialized():
             distributed.destroy_process_group(group)
 
 
 def _connection() -> _Connection:
+    from torch import distributed
+
     return _connection_of(distributed.group.WORLD)
 
 
 @cache
 def _connection_of(world: Any) -> _Connection:
-    state = process_state()
-    connection = _Connection(
-        Heart(world.get_group_store(), state.process_index, state.num_processes)
-    )
+    connection = _Connection(world.get_group_store())
     atexit.register(connection.close)
     return connection
 
 
-def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
-    connection, state = _connection(), process_state()
+def _exchange(what: str, value: T, error: Exception | None = None) -> list[T]:
     failure = None if error is None else f"{type(error).__name__}: {error}"
-    answers: list[Any] = [None] * state.num_processes
-    try:
-        connection.heart.arrive(connection.exchanges)
-        with _lost_connection_reported():
-            connection.heart.watch(lambda: connection.gather(answers, (what, value, failure)))
-    except ProcessError:
-        if error is None:
-            raise
-        return []  # the caller raises its own error
-    connection.exchanges += 1
-    failures = [
-        (number, reason) for number, (_, _, reason) in enumerate(answers) if reason is not None
-    ]
-    if error is None and failures:
-        number, reason = failures[0]
-        raise ProcessError(f"process {number} of {state.num_processes} failed: {reason}")
+    count = process_count()
+    with _lost_connection_reported():
+        answers = _connection().gather((what, value, failure), count)
+    for number, (_, _, reason) in enumerate(answers):
+        if reason is not None:
+            raise ProcessError(f"process {number} of {count} failed: {reason}")
     calls = [call for call, _, _ in answers]
-    if error is None and len(set(calls)) > 1:
+    if len(set(calls)) > 1:
         raise ProcessError(
             f"all processes must make the same calls in the same order; they are at {calls}"
         )
@@ -234,11 +274,11 @@ def _exchange(what: str, value: T, error: Exception | None) -> list[T]:
 
 @contextmanager
 def _lost_connection_reported() -> Iterator[None]:
-    """Raise a ProcessError in place of PyTorch's error for a closed connection."""
+    """Raise a ProcessError in place of PyTorch's error for a closed connection or a time-out."""
     try:
         yield
     except RuntimeError as closed:
         raise ProcessError(
-            "the connection to another process is lost; see its own output for the reason "
-            f"({closed})"
+            "the connection to another process is lost: it died, ended, or was not there in time; "
+            f"see its own output for the reason, and start all of them again ({closed})"
         ) from closed

@@ -206,9 +206,8 @@ def test_processes_get_contiguous_complete_and_even_parts(monkeypatch: Any) -> N
         divided = []
         for number in range(count):
             state = type("State", (), {"num_processes": count, "process_index": number})
-            for module in ("processes", "process_state"):
-                name = f"anchorlens.system.{module}.process_state"
-                monkeypatch.setattr(name, lambda state=state: state)
+            name = "anchorlens.system.processes.process_state"
+            monkeypatch.setattr(name, lambda state=state: state)
             divided.append(batches_of_process(costs))
         return divided
 

@@ -1,11 +1,10 @@
-"""If a process dies in any phase, the others soon raise an error and never wait forever."""
+"""If a process dies in any phase, the others raise an error within the time-out of their group."""
 
 import atexit
 import multiprocessing
 import os
 import pickle
 import random
-import re
 import signal
 import socket
 import time
@@ -21,16 +20,19 @@ import pytest
 from accelerate import PartialState
 from torch import distributed
 
-from anchorlens.errors import ProcessError
-from anchorlens.system import heartbeats, processes
-from anchorlens.system.processes import fails_together, gather_from_processes, process_device
+from anchorlens.system import processes
+from anchorlens.system.processes import (
+    fails_together,
+    gather_from_processes,
+    process_device,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.without_jaxtyping,
 ]
-# These are a minute and half an hour outside the tests.
-SILENCE, TIME_OUT = 4.0, 6.0
+TIME_OUT = timedelta(seconds=6)  # two hours outside the tests
+SLOW = 3.0  # seconds of work for which the other process waits
 
 
 def killed() -> None:
@@ -67,7 +69,7 @@ def while_working(die: Callable[[], None]) -> None:
     with fails_together():
         time.sleep(1)
         die()
-        time.sleep(2 * SILENCE)  # the other process waits while this one lives
+        time.sleep(SLOW)
 
 
 def between_exchanges(die: Callable[[], None]) -> None:
@@ -86,38 +88,29 @@ def exchanging(die: Callable[[], None]) -> None:
     gather_from_processes("last", 1)
 
 
-SILENT = "gave no sign of life"
-LOST = f"connection to another process is lost|process 0, does not answer|{SILENT}"
-NEVER_CALLED = "did not call anchorlens within"
-ENDED = "ended before it did what the others do"
+LOST = "the connection to another process is lost"
 Case = tuple[int, Callable[..., None], Callable[[], None], str]
 # The process that dies, its phase, how it dies, and the message of the other process.
 # Process 0 serves the store.
 CASES: list[Case] = [
-    (1, at_once, gone, NEVER_CALLED),
-    (1, at_once, stopped, NEVER_CALLED),
-    (1, at_once, raising, NEVER_CALLED),
-    (1, while_loading, killed, SILENT),
-    (1, while_loading, stopped, SILENT),
-    (1, while_loading, raising, ENDED),
-    (1, while_working, killed, SILENT),
+    (1, at_once, gone, LOST),
+    (1, at_once, raising, LOST),
+    (1, while_loading, stopped, LOST),
+    (1, while_working, killed, LOST),
     (1, while_working, raising, "process 1 of 2 failed: OSError: the disk is full"),
     (1, while_working, nothing, "nothing"),
-    (1, between_exchanges, killed, SILENT),
-    (1, between_exchanges, stopped, SILENT),
-    (1, between_exchanges, raising, ENDED),
+    (1, between_exchanges, killed, LOST),
+    (1, between_exchanges, stopped, LOST),
+    (1, between_exchanges, raising, LOST),
     (1, opening, killed, LOST),
-    (1, opening, stopped, SILENT),
     (1, exchanging, killed, LOST),
-    (1, exchanging, stopped, SILENT),
+    (1, exchanging, stopped, LOST),
     (0, at_once, killed, LOST),
-    (0, at_once, stopped, LOST),
-    (0, while_loading, stopped, LOST),
     (0, while_working, killed, LOST),
     (0, while_working, raising, "process 0 of 2 failed: OSError: the disk is full"),
     (0, between_exchanges, killed, LOST),
     (0, between_exchanges, stopped, LOST),
-    (0, between_exchanges, raising, f"{ENDED}|{LOST}"),
+    (0, between_exchanges, raising, LOST),
     (0, exchanging, killed, LOST),
     (0, exchanging, stopped, LOST),
 ]
@@ -131,14 +124,13 @@ def name_of(case: Case) -> str:
 
 def work(number: int, case: int, port: int, file: Path, connected: Sequence[Any]) -> None:
     """Run one of two processes: the victim, or the other one, which records its own error."""
-    heartbeats.SILENCE, heartbeats.PATIENCE, heartbeats.BEAT = SILENCE, TIME_OUT, 0.2
-    processes.MOVING = timedelta(seconds=TIME_OUT)
+    processes.TIME_OUT = TIME_OUT
     rank = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"ACCELERATE_USE_CPU": "yes", "OMP_NUM_THREADS": "1"}
     # PyTorch writes its messages to this file.
     os.dup2(os.open(file.with_suffix(f".{number}"), os.O_WRONLY | os.O_CREAT), 2)
-    PartialState(cpu=True)
+    PartialState(cpu=True, timeout=TIME_OUT)
     connected[1 - number].release()
     assert connected[number].acquire(timeout=60)
     victim, phase, die, _ = CASES[case]
@@ -247,35 +239,11 @@ def outcomes(tmp_path_factory: Any) -> list[Outcome]:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
 def test_the_other_process_raises_an_error_and_ends(outcomes: list[Outcome], case: int) -> None:
     outcome, expected = outcomes[case], CASES[case][3]
-    assert re.search(expected, outcome.message), outcome
+    assert expected in outcome.message, outcome
     assert outcome.ended, outcome
     if expected == "nothing":
-        assert outcome.seconds > SILENCE
+        assert outcome.seconds > SLOW
     else:
         assert outcome.message.startswith("ProcessError: ")
-        assert outcome.seconds < SILENCE + TIME_OUT + 30  # the machine may be busy
-
-
-def test_the_time_out_of_the_store_limits_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "BEAT", 0.05)
-    store = distributed.HashStore()
-    for seconds, expected in ((0.3, 0.3), (7200, 1800)):
-        store.set_timeout(timedelta(seconds=seconds))
-        heart = heartbeats.Heart(store, 0, 2)
-        assert heart.patience == expected
-        if seconds < 1:
-            with pytest.raises(ProcessError, match=r"process 1 of 2 did not call anchorlens"):
-                heart.arrive(0)
-        heart.stop()
-        assert not heart.thread.is_alive()
-
-
-def test_watched_work_returns_its_result_or_raises_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(heartbeats, "BEAT", 0.05)
-    heart = heartbeats.Heart(distributed.HashStore(), 0, 1)
-    assert heart.watch(lambda: 3) == 3
-    with pytest.raises(OSError, match="the disk is full"):
-        heart.watch(raising)
-    heart.stop()
+        # The group is made and used once each; the machine may be busy.
+        assert outcome.seconds < 2 * TIME_OUT.total_seconds() + 30
