@@ -155,7 +155,7 @@ if TYPE_CHECKING:
     from .runs.plan import Plan as Plan
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits
-    from .runs.store import forget_rows as forget_rows
+    from .runs.store import forget_run as forget_run
     from .runs.study import Study as Study
 
 __version__ = installed_version("anchorlens")

@@ -49,7 +49,7 @@ class ProcessError(AnchorlensError):
 
 
 class StoreError(AnchorlensError):
-    """A folder holds the rows of another run, or a file cannot be read or written."""
+    """A folder holds the contributions of another run, or a file cannot be read or written."""
 
 
 class MemoryLimitError(AnchorlensError):

@@ -12,7 +12,7 @@ from ..passes.memory import is_out_of_memory
 from ..prompts.batch import PromptBatch
 from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
-from ..runs.store import forget_rows
+from ..runs.store import forget_run
 from ..system.processes import is_main
 from .output import Output, say
 from .summary import Summary, summarised
@@ -68,7 +68,7 @@ def forget_analysis(folder: Path) -> None:
     A record of an earlier run would stand beside those of the new one, and be taken for one of it.
     """
     for rows in (folder / "rows").glob("*"):
-        forget_rows(rows)
+        forget_run(rows)
     forget_files(folder, _RECORDS)
 
 

@@ -26,7 +26,7 @@ from ..prompts.build import build_prompts
 from ..prompts.draw import Examples
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
-from ..runs.store import forget_rows
+from ..runs.store import forget_run
 from .analysis import forget_files
 from .output import Output
 
@@ -184,5 +184,5 @@ def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
     for path in (folder / "rows").glob("*/training.pt"):
         path.unlink(missing_ok=True)
-    forget_rows(folder / "rows" / "contexts")
+    forget_run(folder / "rows" / "contexts")
     forget_files(folder, _FILES)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 
 # A cure of the library names the option and what it is in Python: "(--fresh, in Python
-# al.forget_rows)". The brackets of a call may stand inside.
+# al.forget_run)". The brackets of a call may stand inside.
 _CALL = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 # What the library says, the option that does the same, what a command with this option says
 # instead, and what a command without it says.
@@ -26,7 +26,7 @@ _REPLACED = (
     ("the type (dtype)", "--dtype", "the type (--dtype)", "the type"),
     ("one prompt (batch_size=1)", "--batch-size", "one prompt (--batch-size 1)", "one prompt"),
     ("gradient_checkpointing=True", "--gradient-checkpointing", "--gradient-checkpointing", "it"),
-    (" (al.forget_rows)", "--fresh", " (--fresh)", ""),
+    (" (al.forget_run)", "--fresh", " (--fresh)", ""),
     (": delete the file", "--fresh", " (--fresh)", ": delete the file"),
     (
         "a local folder or a .gguf file",
@@ -75,7 +75,7 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
         options: The options of the command.
 
     Examples:
-        >>> in_words_of_the_command("start over (al.forget_rows)", ["--fresh"])
+        >>> in_words_of_the_command("start over (al.forget_run)", ["--fresh"])
         'start over (--fresh)'
     """
     for of_python, option, with_option, without in _REPLACED:

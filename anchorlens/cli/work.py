@@ -28,7 +28,7 @@ from ..replication.paper_parts import PAPER_APPENDIX, PAPER_PARTS
 from ..replication.paper_tables import paper_sections, paper_tables
 from ..report.page import write_report
 from ..runs.fingerprint import versions
-from ..runs.store import forget_rows
+from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
 from .analysis import Page, analysed, file_name, forget_analysis, make_folders, rows_folder
@@ -172,7 +172,7 @@ def paper(
     prompts(loaded.tokenizer)
     check_depth(depth, loaded.cfg.n_layers)
     if fresh:
-        forget_rows(out / "rows")
+        forget_run(out / "rows")
 
     def save(numbers: DataFrame) -> None:
         _save_settings(settings, out)

@@ -111,6 +111,8 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
         warn_user(f"no result for {name}: {reason}")
     try:
         return run(model, batches, metrics, **options)
-    except RunError as error:  # some metrics have no result for these rows; the others have
+    except (
+        RunError
+    ) as error:  # some metrics have no result for these contributions; the others have
         warn_user(str(error))
         return Results(error.results)

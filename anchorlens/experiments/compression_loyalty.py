@@ -24,7 +24,7 @@ from ..contexts.selection import (
 )
 from ..errors import HookError, MetricError
 from ..metrics.aucroc import predicted_class
-from ..metrics.loyalty import loyalty_rows, next_tokens
+from ..metrics.loyalty import loyalty_contributions, next_tokens
 from ..models.hooked import HookedModel, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.shared_prefix import only_set, whole_passes
@@ -33,7 +33,7 @@ from ..prompts.build import build_prompts
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..results import captions, figures
-from ..results.record import Record, Rows, require_gold, rows_by_set
+from ..results.record import Contributions, Record, require_gold, rows_by_set
 from ..runs.study import Study, checked_batches, describe
 from ..system.arguments import checked
 from ..system.names import name_of
@@ -210,15 +210,15 @@ def compression_loyalty(
         plan = study.plan()
         contexts_of_set: dict[int | None, list[CompressedContext]] = {}
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             name = only_set(batch)
             if name not in contexts_of_set:
                 contexts_of_set.clear()  # memory holds the caches of a single set
                 contexts_of_set[name] = contexts(model, batch, keeps, positions=positions)
             return _rows(batch, plan.logits(batch), contexts_of_set[name], model)
 
-        rows = study.collect(rows_of_batch)
-        return study.record(_record, rows, names | {"shared_prefix": plan.status})
+        contributions = study.collect(contributions_of)
+        return study.record(_record, contributions, names | {"shared_prefix": plan.status})
 
 
 def _rows(
@@ -233,15 +233,20 @@ def _rows(
 
     def answers_of(context: CompressedContext) -> dict[str, Tensor]:
         logits = context.logits_unchecked(model, batch)
-        rows = loyalty_rows(whole, next_tokens(logits, batch.label_scores(logits)))
-        return rows | {"correct": _correct(logits, batch)}
+        contributions = loyalty_contributions(
+            whole, next_tokens(logits, batch.label_scores(logits))
+        )
+        return contributions | {"correct": _correct(logits, batch)}
 
-    rows = answers_of(context)
+    contributions = answers_of(context)
     drawn = [answers_of(control) for control in controls]
     whole_size = len(context.kept) * (context.size / len(context.prefix))
     return {
-        **rows,
-        **{f"random_{name}": torch.stack([draw[name] for draw in drawn], 1) for name in rows},
+        **contributions,
+        **{
+            f"random_{name}": torch.stack([draw[name] for draw in drawn], 1)
+            for name in contributions
+        },
         "whole_correct": _correct(whole_logits, batch),
         "bytes_kept": torch.full(
             (len(batch),), float(context.size), dtype=torch.double, device="cpu"
@@ -364,32 +369,34 @@ def _seconds_a_query(
     return torch.tensor([median(times) for times in seconds], dtype=torch.double, device="cpu")
 
 
-def _record(rows: Rows) -> CompressionRecord:
-    label, word = rows["label_kept"], rows["word_overlap"]
+def _record(contributions: Contributions) -> CompressionRecord:
+    label, word = contributions["label_kept"], contributions["word_overlap"]
     row_of = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
     row_of |= {"accuracy": "correct", "kl": "kl"}
-    means: dict[str, Any] = {name: rows[row].mean(0) for name, row in row_of.items()}
-    means |= {f"random_{name}": rows[f"random_{row}"].mean(0) for name, row in row_of.items()}
-    top = torch.stack([_best_draw(set_rows) for set_rows in rows_by_set(rows)]).mean(0)
+    means: dict[str, Any] = {name: contributions[row].mean(0) for name, row in row_of.items()}
+    means |= {
+        f"random_{name}": contributions[f"random_{row}"].mean(0) for name, row in row_of.items()
+    }
+    top = torch.stack([_best_draw(of_set) for of_set in rows_by_set(contributions)]).mean(0)
     return CompressionRecord(
         **means,
-        whole_accuracy=rows["whole_correct"].mean(),
+        whole_accuracy=contributions["whole_correct"].mean(),
         top_label_loyalty=top[0],
         top_word_loyalty=top[1],
         top_accuracy=top[2],
-        label_gap=label.mean() - rows["random_label_kept"].mean(),
-        word_gap=word.mean() - rows["random_word_overlap"].mean(),
-        bytes_kept=rows["bytes_kept"].mean(),
-        bytes_whole=rows["bytes_whole"].mean(),
+        label_gap=label.mean() - contributions["random_label_kept"].mean(),
+        word_gap=word.mean() - contributions["random_word_overlap"].mean(),
+        bytes_kept=contributions["bytes_kept"].mean(),
+        bytes_whole=contributions["bytes_whole"].mean(),
         label_kept=label,
         word_overlap=word,
     )
 
 
-def _best_draw(rows: Rows) -> Float[Tensor, " quantity"]:
+def _best_draw(contributions: Contributions) -> Float[Tensor, " quantity"]:
     """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
     names = ("label_kept", "word_overlap", "correct")
-    of_draws = torch.stack([rows[f"random_{name}"].mean(0) for name in names])
+    of_draws = torch.stack([contributions[f"random_{name}"].mean(0) for name in names])
     best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal draws
     return of_draws[:, best]
 

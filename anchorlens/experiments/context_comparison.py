@@ -21,13 +21,13 @@ from ..contexts.query_pass import Context, QueryPass, bos_of, is_context
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.aucroc import predicted_class
-from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
+from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
 from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
-from ..results.record import Record, Rows, require_gold
+from ..results.record import Contributions, Record, require_gold
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
@@ -204,16 +204,16 @@ def compare_contexts(
                 contexts_of_set[name] = _made(model, batch, contexts, digests)
             return contexts_of_set[name]
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             return _rows(model, batch, plan.logits(batch), contexts_for(batch))
 
-        rows = study.collect(rows_of_batch)
+        contributions = study.collect(contributions_of)
         timed = _of_middle_length(study.batches).to(device_of(model))
         passes = [context.query_pass(model, timed) for context in contexts_for(timed)]
         seconds = gather_from_processes("times", _seconds_a_query(model, passes, repeats))[0]
         info = {"contexts": list(contexts), "timed_batch": len(timed), "repeats": repeats}
         info["shared_prefix"] = plan.status
-        record = study.record(partial(_record, seconds=seconds), rows, info)
+        record = study.record(partial(_record, seconds=seconds), contributions, info)
         for bounds in record.intervals.get("gain_over_first", ()):
             bounds[0] = 0  # the first context's gain over itself
         return record
@@ -310,7 +310,10 @@ def _rows(
     whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
     of_contexts = [_rows_of_context(model, batch, whole, context) for context in contexts]
     return {
-        **{name: torch.stack([rows[name] for rows in of_contexts], 1) for name in of_contexts[0]},
+        **{
+            name: torch.stack([values[name] for values in of_contexts], 1)
+            for name in of_contexts[0]
+        },
         "whole_correct": _correct(whole_logits, batch),
         "demonstrations_id": batch.on_cpu.demonstrations_id,
     }
@@ -337,7 +340,7 @@ def _rows_of_context(
         prefix=query_pass.prefix,
     )
     return {
-        **loyalty_rows(whole, next_tokens(logits, batch.label_scores(logits))),
+        **loyalty_contributions(whole, next_tokens(logits, batch.label_scores(logits))),
         "correct": _correct(logits, batch),
         "bytes_stored": torch.full(
             (len(batch),), float(context.size), dtype=torch.double, device="cpu"
@@ -380,20 +383,20 @@ def _seconds_a_query(
     return torch.tensor([median(times) for times in seconds], dtype=torch.double, device="cpu")
 
 
-def _record(rows: Rows, seconds: Float[Tensor, " context"]) -> ContextsRecord:
-    accuracy, whole = rows["correct"].mean(0), rows["whole_correct"].mean()
-    by_layer = rows["stolen"].mean(0)
+def _record(contributions: Contributions, seconds: Float[Tensor, " context"]) -> ContextsRecord:
+    accuracy, whole = contributions["correct"].mean(0), contributions["whole_correct"].mean()
+    by_layer = contributions["stolen"].mean(0)
     return ContextsRecord(
         accuracy=accuracy,
         whole_accuracy=whole,
         gain_over_first=accuracy - accuracy[0],
         gain_over_demonstrations=accuracy - whole,
-        label_loyalty=rows["label_kept"].mean(0),
-        word_loyalty=rows["word_overlap"].mean(0),
-        kl=rows["kl"].mean(0),
-        bytes_stored=rows["bytes_stored"].mean(0),
+        label_loyalty=contributions["label_kept"].mean(0),
+        word_loyalty=contributions["word_overlap"].mean(0),
+        kl=contributions["kl"].mean(0),
+        bytes_stored=contributions["bytes_stored"].mean(0),
         seconds=seconds,
         stolen=by_layer.mean(1),
         stolen_by_layer=by_layer,
-        correct=rows["correct"],
+        correct=contributions["correct"],
     )

@@ -12,8 +12,8 @@ from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PrefixEffect,
     PrefixEffectRecord,
+    effect_contributions,
     effect_record,
-    effect_rows,
 )
 from ..models.hooked import HookedModel
 from ..prompts import edges
@@ -95,10 +95,10 @@ def prefix_effect(
             if edges.demonstrations(queries).any():
                 effect.check(model, [queries], changed=False)
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             query_pass = pass_after(context, model, batch)
             queries = query_pass.batch
-            of_prompts = effect_rows(
+            of_prompts = effect_contributions(
                 model,
                 queries,
                 effect.segments_of(queries),
@@ -110,8 +110,8 @@ def prefix_effect(
             same = torch.zeros(len(queries), dtype=torch.long, device="cpu")
             return {**of_prompts, "prefix_id": same}
 
-        collected = study.collect(rows_of_batch)
-        return study.record(lambda rows: effect_record(rows, tuple(keys)), collected)
+        collected = study.collect(contributions_of)
+        return study.record(lambda values: effect_record(values, tuple(keys)), collected)
 
 
 def check_context(context: Context) -> None:

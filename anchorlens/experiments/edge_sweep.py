@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import HookError, MetricError
 from ..hooks import block_in_batch
-from ..metrics.loyalty import NextTokens, loyalty_rows, next_tokens
+from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
 from ..metrics.metric import Metric
 from ..models.batch_hooks import EdgeHook
 from ..models.hooked import Hook, HookedModel, indices_of, layer_numbers
@@ -25,7 +25,7 @@ from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..results import captions, figures
-from ..results.record import Record, Rows
+from ..results.record import Contributions, Record
 from ..results.results import Results
 from ..runs.plan import Plan
 from ..runs.study import Study
@@ -98,7 +98,8 @@ class CutEdgesRecord(Record):
     # The title of the figure, and the names of its bars.
     title: ClassVar[str] = "What stays as it was when edges are cut"
     bars: ClassVar[tuple[str, str]] = ("edges cut", "random edges cut (range of draws)")
-    # The name of the setting in stored rows, and what bars of progress and reports call the sweep.
+    # The name of the setting in stored contributions, and what bars of progress and reports call
+    # the sweep.
     setting: ClassVar[str] = "cut"
     heading: ClassVar[str] = "cut edges"
 
@@ -171,7 +172,8 @@ def edge_sweep(
         ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
             is False.
         MetricError: A metric needs a gradient, or the prompts do not fit it.
-        RunError: A metric has no result for these rows; its ``results`` has all other records.
+        RunError: A metric has no result for these contributions; its ``results`` has all other
+            records.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
     Examples:
@@ -281,28 +283,32 @@ def loyalty_sweep(
         first_changes = {each.first_layer: each.change for each in cuts}
         reasons = late_starts(plan.passes, study.batches, first_changes)
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
-                rows, clean_logits = plan.rows_and_logits(batch)
+                contributions, clean_logits = plan.contributions_and_logits(batch)
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, each in enumerate(cuts):
                 start = starts.get(each.first_layer)
-                site_rows = _loyalty_rows(plan, batch, clean, each, start)
-                rows |= {f"/{number}/{name}": values for name, values in site_rows.items()}
-            return rows
+                of_site = _loyalty_rows(plan, batch, clean, each, start)
+                contributions |= {f"/{number}/{name}": values for name, values in of_site.items()}
+            return contributions
 
-        rows = study.collect(rows_of_batch, needed=plan.needed)
+        contributions = study.collect(contributions_of, needed=plan.needed)
         info = {"seed": seed, "shared_prefix": plan.status, **options}
         info["n_layers"] = model.cfg.n_layers
         records: dict[str, Record] = {}
         for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
-            start = f"/{number}/"  # rows of a metric begin with its name
-            site_rows = {key[len(start) :]: rows[key] for key in rows if key.startswith(start)}
+            start = f"/{number}/"  # contributions of a metric begin with its name
+            of_site = {
+                key[len(start) :]: contributions[key]
+                for key in contributions
+                if key.startswith(start)
+            }
             skipped = reasons.get(each.first_layer, each.first_layer)
             records[name] = study.record(
-                partial(_record, kind), site_rows, info | each.acts_in | {"skipped_layers": skipped}
+                partial(_record, kind), of_site, info | each.acts_in | {"skipped_layers": skipped}
             )
-        return SweepResults(study.results(plan, rows, known=records))
+        return SweepResults(study.results(plan, contributions, known=records))
 
 
 @dataclass(frozen=True)
@@ -371,12 +377,13 @@ def _loyalty_rows(
 
     def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
         logits = plan.logits(batch, hooks, start)
-        return loyalty_rows(clean, next_tokens(logits, batch.label_scores(logits)))
+        return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
     of_cut = loyalty_with(cut.change)
     drawn = [loyalty_with(control) for control in cut.controls]
     random = {
-        f"random_{name}": torch.stack([rows[name] for rows in drawn], dim=1) for name in of_cut
+        f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
+        for name in of_cut
     }
     return of_cut | random
 
@@ -416,16 +423,19 @@ def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
     return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
 
 
-def _record(kind: type[CutEdgesRecord], rows: Rows) -> CutEdgesRecord:
-    label, word = rows["label_kept"], rows["word_overlap"]
-    random_label, random_word = rows["random_label_kept"], rows["random_word_overlap"]
+def _record(kind: type[CutEdgesRecord], contributions: Contributions) -> CutEdgesRecord:
+    label, word = contributions["label_kept"], contributions["word_overlap"]
+    random_label, random_word = (
+        contributions["random_label_kept"],
+        contributions["random_word_overlap"],
+    )
     return kind(
         label_loyalty=label.mean(),
         word_loyalty=word.mean(),
-        kl=rows["kl"].mean(),
+        kl=contributions["kl"].mean(),
         random_label_loyalty=random_label.mean(0),
         random_word_loyalty=random_word.mean(0),
-        random_kl=rows["random_kl"].mean(0),
+        random_kl=contributions["random_kl"].mean(0),
         control_label_loyalty=random_label.mean(),
         control_word_loyalty=random_word.mean(),
         label_gap=random_label.mean() - label.mean(),

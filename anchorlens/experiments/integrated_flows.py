@@ -28,7 +28,7 @@ from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results.record import Rows, rows_by_set
+from ..results.record import Contributions, rows_by_set
 from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.arguments import checked
@@ -162,7 +162,7 @@ def integrated_flows(
 
         # An inference_mode of the caller would make tensors that autograd rejects.
         @torch.inference_mode(False)
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             sums = SegmentSums(metric.segments_of(batch), weight, 0)
             patterns: dict[int, Tensor] = {}
             norms = FrozenNorms(model)
@@ -193,12 +193,12 @@ def integrated_flows(
             }
             return rows_of_sums(sums, batch) | totals | {"output": whole.cpu().double()}
 
-        rows = study.collect(rows_of_batch)
+        contributions = study.collect(contributions_of)
         info: dict[str, Any] = {"integrated gradient": name, "steps": steps}
         if reasons:
             info["whole passes"] = reasons
-        _warn_if_incomplete(rows, steps)
-        return study.record(partial(_record, metric), rows, info)
+        _warn_if_incomplete(contributions, steps)
+        return study.record(partial(_record, metric), contributions, info)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +240,9 @@ class ScaledPattern:
         return losses_of(self.model, self.batch, output, hooks=[replace, *self.hooks], into=into)
 
 
-def _record(metric: SegmentFlows, rows: Rows) -> IntegratedFlowsRecord:
+def _record(metric: SegmentFlows, contributions: Contributions) -> IntegratedFlowsRecord:
     """The flows, and the means of what their edges sum to and should sum to."""
-    flows, sets = metric.result(rows), rows_by_set(rows)
+    flows, sets = metric.result(contributions), rows_by_set(contributions)
     values: dict[str, Any] = {
         name: torch.stack([of_set[name].mean(0) for of_set in sets]).mean(0)
         for name in ("change", "attributed")
@@ -250,12 +250,12 @@ def _record(metric: SegmentFlows, rows: Rows) -> IntegratedFlowsRecord:
     return IntegratedFlowsRecord(**flows.tensors() | values, info=flows.info)
 
 
-def _warn_if_incomplete(rows: Rows, steps: int) -> None:
+def _warn_if_incomplete(contributions: Contributions, steps: int) -> None:
     """Warn of layers where the attributions of prompts do not sum to F(A) - F(0)."""
-    change, attributed = rows["change"], rows["attributed"]
+    change, attributed = contributions["change"], contributions["attributed"]
     error = (attributed - change).abs().mean(0)
     sizes = torch.maximum(change.abs().mean(0), attributed.abs().mean(0))
-    limit = INCOMPLETE * sizes + SMALL * rows["output"].abs().mean()
+    limit = INCOMPLETE * sizes + SMALL * contributions["output"].abs().mean()
     if wrong := (error > limit).nonzero().flatten().tolist():
         worst = max(wrong, key=lambda layer: float(error[layer] / sizes[layer]))
         warn_user(

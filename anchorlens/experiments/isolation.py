@@ -162,7 +162,8 @@ def isolation_sweep(
         HookError: As in ``isolation_loyalty``, or there is no site, or a site and a metric have
             the same name.
         MetricError: A metric needs a gradient, or the prompts do not fit it.
-        RunError: A metric has no result for these rows; its ``results`` has all other records.
+        RunError: A metric has no result for these contributions; its ``results`` has all other
+            records.
 
     Examples:
         >>> sites = al.sites.first_and_last(model, [1, 2]) | al.sites.single_heads(model, 0)

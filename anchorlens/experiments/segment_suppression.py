@@ -18,7 +18,7 @@ from ..models.hooked import HookedModel
 from ..passes.forward import logits_at
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results.record import Record, Rows, rows_by_set
+from ..results.record import Contributions, Record, rows_by_set
 from ..results.segment_figures import segment_by_segment
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -128,19 +128,21 @@ def segment_suppression(
                 "predicted after the end of a segment; give segments of which one comes later"
             )
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             kl = _kl_of_batch(model, batch, chosen.segments_of(batch))
             return {"kl": kl, "demonstrations_id": batch.on_cpu.demonstrations_id}
 
-        rows = study.collect(rows_of_batch)
+        contributions = study.collect(contributions_of)
         names = chosen.names_of(study.batches[0])
-        return study.record(record_of, rows, {"segment_names": names})
+        return study.record(record_of, contributions, {"segment_names": names})
 
 
-def record_of(rows: Rows) -> SegmentSuppressionRecord:
+def record_of(contributions: Contributions) -> SegmentSuppressionRecord:
     """Means over prompts, then over sets."""
-    sets = [of_set["kl"].nanmean(0) for of_set in rows_by_set(rows)]
-    return SegmentSuppressionRecord(kl=torch.stack(sets).nanmean(0), kl_of_prompts=rows["kl"])
+    sets = [of_set["kl"].nanmean(0) for of_set in rows_by_set(contributions)]
+    return SegmentSuppressionRecord(
+        kl=torch.stack(sets).nanmean(0), kl_of_prompts=contributions["kl"]
+    )
 
 
 def _kl_of_batch(
@@ -203,7 +205,7 @@ def divergence(
     """
 
     def of_rows(before: Tensor, after: Tensor) -> Tensor:
-        log_p, log_q = (in_float64(rows).log_softmax(-1) for rows in (before, after))
+        log_p, log_q = (in_float64(logits).log_softmax(-1) for logits in (before, after))
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         return kl.clamp(min=0).cpu()  # rounding makes equal distributions differ by -1e-17
 

@@ -14,7 +14,7 @@ from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
-from ..results.record import Record, Rows, require_gold
+from ..results.record import Contributions, Record, require_gold
 from ..system.arguments import checked
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing
@@ -123,25 +123,25 @@ class Accuracy:
         """Observe nothing but the logits."""
         gold = require_gold(batch.gold, "accuracy")
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             scores = batch.label_scores(logits)
             correct = (predicted_class(scores) == gold).cpu().double()
             # The class of each prompt as a row of zeros and a one.
             classes = torch.nn.functional.one_hot(gold.cpu(), scores.shape[1])
             return {"correct": correct, "classes": classes}
 
-        return Observation(rows)
+        return Observation(contributions)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing: only the target's logits count."""
         return observes_nothing()
 
-    def result(self, rows: Rows) -> AccuracyRecord:
+    def result(self, contributions: Contributions) -> AccuracyRecord:
         """The mean over prompts, and in ``info`` the number of queries of each class."""
         return AccuracyRecord(
-            accuracy=rows["correct"].mean(),
-            correct=rows["correct"],
-            info={"queries_per_class": rows["classes"].sum(0).tolist()},
+            accuracy=contributions["correct"].mean(),
+            correct=contributions["correct"],
+            info={"queries_per_class": contributions["classes"].sum(0).tolist()},
         )
 
 
@@ -190,20 +190,24 @@ def compare_accuracies(
             f"sets must name the set of each of the {count} prompts; got the shape "
             f"{tuple(sets.shape)}"
         )
-    rows = {"correct": torch.stack([values.double() for values in correct.values()], dim=1)}
+    contributions = {
+        "correct": torch.stack([values.double() for values in correct.values()], dim=1)
+    }
     described = {**(info or {}), "methods": list(correct)}
     if resamples:
         warn_if_few_units(
             torch.zeros(count, dtype=torch.long, device="cpu") if sets is None else sets
         )
-    record = with_intervals(comparison, rows, sets=sets, resamples=resamples, info=described)
+    record = with_intervals(
+        comparison, contributions, sets=sets, resamples=resamples, info=described
+    )
     for bounds in record.intervals.get("gain", ()):
         bounds[0] = 0  # the first method's gain over itself
     return record
 
 
-def comparison(rows: Rows) -> AccuracyComparisonRecord:
+def comparison(contributions: Contributions) -> AccuracyComparisonRecord:
     """Accuracies and gains of all methods, from the row ``correct`` of (prompt, method)."""
-    correct = rows["correct"]
+    correct = contributions["correct"]
     accuracy = correct.mean(0)
     return AccuracyComparisonRecord(accuracy=accuracy, gain=accuracy - accuracy[0], correct=correct)

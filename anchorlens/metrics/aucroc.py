@@ -16,7 +16,7 @@ from ..prompts.batch import PromptBatch, check_label_words
 from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.depth import shallow_and_deep
-from ..results.record import IntervalOfMean, Record, Rows, rows_by_set
+from ..results.record import Contributions, IntervalOfMean, Record, rows_by_set
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
@@ -116,7 +116,7 @@ class AttentionAUCROC:
             smallest.append(attention.shape[1] * numbers.tiny * numbers.eps)
             at_anchors[layer] = attention  # [batch, anchor, head]
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             of_layers = [at_anchors[layer] for layer in range(model.cfg.n_layers)]
             # One copy for all layers, because a GPU waits at each.
             attention = torch.stack(on_one_device(of_layers), dim=1).cpu().double()
@@ -129,22 +129,22 @@ class AttentionAUCROC:
                 "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
 
-        return Observation(rows, hooks_by_layer(model, pattern_name, store_scores))
+        return Observation(contributions, hooks_by_layer(model, pattern_name, store_scores))
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing: only the target's rows count."""
         return observes_nothing()
 
-    def result(self, rows: Rows) -> AttentionAUCROCRecord:
+    def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
         """AUCROC of each set, the mean over sets, then R_l."""
         of_sets = []
-        for set_rows in rows_by_set(rows):
-            attention = set_rows["attention"].double()  # [prompt, layer, head, class]
+        for of_set in rows_by_set(contributions):
+            attention = of_set["attention"].double()  # [prompt, layer, head, class]
             # The sum over heads is one more series beside the heads: all are sorted at once.
             series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)
             scores = rearrange(series, "prompt layer head label -> (layer head) prompt label")
-            rounding, smallest = set_rows["rounding"].amax(0).tolist()
-            values = aucroc(scores, set_rows["predicted"], rounding, smallest)
+            rounding, smallest = of_set["rounding"].amax(0).tolist()
+            values = aucroc(scores, of_set["predicted"], rounding, smallest)
             layers = attention.shape[1]
             of_sets.append(rearrange(values, "(layer head) -> layer head", layer=layers))
         empty = sum(bool(values.isnan().any()) for values in of_sets)

@@ -23,7 +23,7 @@ from ..models.hooked import (
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
-from ..results.record import IntervalOfMean, Record, Rows, require_gold, rows_by_set
+from ..results.record import Contributions, IntervalOfMean, Record, require_gold, rows_by_set
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
@@ -162,17 +162,17 @@ class AnchorDistances:
 
         keys = self.observe_prefix(model, batch) if batch.is_whole else None
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             values = {
                 "queries": _by_layer(queries),
                 "label_logits": batch.label_scores(logits).cpu().double(),
                 "gold": gold,
                 "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
-            return values if keys is None else values | keys.rows(logits, clean_logits)
+            return values if keys is None else values | keys.contributions(logits, clean_logits)
 
         hooks = hooks_by_layer(model, lambda layer: operands[layer].query, store_query)
-        return Observation(rows, [*hooks, *(() if keys is None else keys.hooks)])
+        return Observation(contributions, [*hooks, *(() if keys is None else keys.hooks)])
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the label words' keys of every layer."""
@@ -189,7 +189,7 @@ class AnchorDistances:
             by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
             keys[layer] = _at_least_float32(by_query_head.flatten(2))
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             on_cpu = batch.on_cpu
             starts = on_cpu.attention_mask.long().argmax(1, keepdim=True)
             positions = (on_cpu.label_positions - starts).double()
@@ -201,16 +201,16 @@ class AnchorDistances:
             }
 
         return Observation(
-            rows, hooks_by_layer(model, lambda layer: operands[layer].key, store_keys)
+            contributions, hooks_by_layer(model, lambda layer: operands[layer].key, store_keys)
         )
 
-    def result(self, rows: Rows) -> AnchorDistancesRecord:
+    def result(self, contributions: Contributions) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and its correlation with the confusions."""
-        sets = rows_by_set(rows)
+        sets = rows_by_set(contributions)
         distance = torch.stack(
             [
-                key_distances(set_rows["queries"], set_rows["keys"].mean(0), self.directions)
-                for set_rows in sets
+                key_distances(of_set["queries"], of_set["keys"].mean(0), self.directions)
+                for of_set in sets
             ]
         ).mean(0)
         flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
@@ -220,9 +220,9 @@ class AnchorDistances:
                 "layer where prompts are of one length or positions do not enter the query, so "
                 "that no distance is defined: NaN"
             )
-        gaps = torch.stack([set_rows["positions"].mean(0) for set_rows in sets])
+        gaps = torch.stack([of_set["positions"].mean(0) for of_set in sets])
         gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
-        confusion = pair_auc(rows["label_logits"], rows["gold"])
+        confusion = pair_auc(contributions["label_logits"], contributions["gold"])
         upper = torch.ones_like(confusion).triu(1).bool()
         if confusion[upper].isnan().any():
             warn_user(
@@ -234,8 +234,10 @@ class AnchorDistances:
             pair_auc=confusion,
             correlation=rank_correlation(distance[:, upper], confusion[upper]),
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
-            accuracy=(predicted_class(rows["label_logits"]) == rows["gold"]).double().mean(),
-            queries_per_class=rows["gold"].bincount(minlength=len(confusion)),
+            accuracy=(predicted_class(contributions["label_logits"]) == contributions["gold"])
+            .double()
+            .mean(),
+            queries_per_class=contributions["gold"].bincount(minlength=len(confusion)),
             default_layer=torch.tensor(2 * len(distance) // 3, device="cpu"),
         )
 

@@ -16,7 +16,7 @@ from ..hooks import random_positions
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
-from ..results.record import Record, Rows, require_gold
+from ..results.record import Contributions, Record, require_gold
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, sent
 from .aucroc import predicted_class
@@ -189,7 +189,7 @@ class LabelHeads:
 
         copied = self.observe_prefix(model, batch) if batch.is_whole else None
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             by_anchor = _by_layer(attention)  # [batch, choice, layer, head, anchor]
             predicted = predicted_class(batch.label_scores(logits))
             values = {
@@ -199,10 +199,10 @@ class LabelHeads:
                 "tokens": tokens.cpu(),
                 "classes": torch.full((len(batch),), len(batch.label_token_ids), device="cpu"),
             }
-            return values if copied is None else values | copied.rows(logits, clean_logits)
+            return values if copied is None else values | copied.contributions(logits, clean_logits)
 
         hooks = hooks_by_layer(model, pattern_name, store_read)
-        return Observation(rows, [*hooks, *(() if copied is None else copied.hooks)])
+        return Observation(contributions, [*hooks, *(() if copied is None else copied.hooks)])
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the rows of label words, at the tokens before them."""
@@ -215,21 +215,21 @@ class LabelHeads:
             of_queries = pattern.detach()[number, :, query, query - 1]
             attention[layer] = _by_choice(of_queries, len(positions[0]))
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             return _first_and_rest("copy", _by_layer(attention).mean(-1))
 
-        return Observation(rows, hooks_by_layer(model, pattern_name, store_copy))
+        return Observation(contributions, hooks_by_layer(model, pattern_name, store_copy))
 
-    def result(self, rows: Rows) -> LabelHeadsRecord:
+    def result(self, contributions: Contributions) -> LabelHeadsRecord:
         """Means over prompts of the scores, and of whether they are above their threshold."""
         means: dict[str, list[Tensor]] = {"": [], "random_": []}
         shares: dict[str, list[Tensor]] = {"": [], "random_": []}
         for name in SCORES:
-            classes = rows["classes"] if name in _OF_CLASSES else 1
-            threshold = self.times / (rows["tokens"].double() * classes)
+            classes = contributions["classes"] if name in _OF_CLASSES else 1
+            threshold = self.times / (contributions["tokens"].double() * classes)
             of_words = threshold[:, None, None]  # [prompt, layer, head]
             for kind, limit in (("", of_words), ("random_", of_words[:, None])):
-                values = rows[f"{kind}{name}"]
+                values = contributions[f"{kind}{name}"]
                 # The mean over prompts, and over draws where there are.
                 over = list(range(values.ndim - 2))
                 means[kind].append(values.double().mean(over))
@@ -304,5 +304,5 @@ def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "b
 def _first_and_rest(
     name: str, values: Float[Tensor, "batch choice layer head"]
 ) -> dict[str, Tensor]:
-    """The rows of label words, the first choice of positions, and those of the random draws."""
+    """The scores of label words, the first choice of positions, and those of the random draws."""
     return {name: values[:, 0], f"random_{name}": values[:, 1:]}

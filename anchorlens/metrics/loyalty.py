@@ -17,7 +17,7 @@ from ..prompts.arrays import holds_integers
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
-from ..results.record import Record, Rows
+from ..results.record import Contributions, Record
 from ..system.arguments import checked
 from ..system.devices import widest
 from .aucroc import predicted_class
@@ -105,21 +105,21 @@ class Loyalty:
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing but the logits of both runs."""
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             assert clean_logits is not None
             runs = (clean_logits, logits)
             tokens = [next_tokens(run, batch.label_scores(run), self.top) for run in runs]
-            return loyalty_rows(*tokens)
+            return loyalty_contributions(*tokens)
 
-        return Observation(rows)
+        return Observation(contributions)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing: only the target's logits count."""
         return observes_nothing()
 
-    def result(self, rows: Rows) -> LoyaltyRecord:
+    def result(self, contributions: Contributions) -> LoyaltyRecord:
         """Means over prompts."""
-        return _record(rows)
+        return _record(contributions)
 
 
 @checked
@@ -152,7 +152,7 @@ def loyalty(
     for run in runs:
         _check_run(run, label_token_ids)
     tokens = [next_tokens(run, label_scores(run, label_token_ids), top) for run in runs]
-    return _record(loyalty_rows(*tokens))
+    return _record(loyalty_contributions(*tokens))
 
 
 def _check_run(
@@ -212,7 +212,9 @@ def next_tokens(
     )
 
 
-def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[Tensor, " batch"]]:
+def loyalty_contributions(
+    reference: NextTokens, changed: NextTokens
+) -> dict[str, Float[Tensor, " batch"]]:
     """What each prompt contributes to loyalty, on the CPU."""
     if reference.logits.shape != changed.logits.shape:
         raise MetricError(
@@ -221,9 +223,9 @@ def loyalty_rows(reference: NextTokens, changed: NextTokens) -> dict[str, Float[
         )
     common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2))
     kl = _expected_difference(reference, changed) - reference.log_total + changed.log_total
-    rows = (reference.label == changed.label, common, kl)
+    values = (reference.label == changed.label, common, kl)
     # One copy to the CPU, because Python waits for a GPU at each.
-    together = torch.stack([row.to(kl.device).to(kl.dtype) for row in rows]).cpu()
+    together = torch.stack([of_prompts.to(kl.device).to(kl.dtype) for of_prompts in values]).cpu()
     label_kept, common, kl = together.unbind()
     return {
         "label_kept": label_kept,
@@ -241,12 +243,12 @@ def _expected_difference(reference: NextTokens, changed: NextTokens) -> Float[Te
     return torch.stack([p @ (before.double() - after.double()) for p, before, after in rows])
 
 
-def _record(rows: Mapping[str, Tensor]) -> LoyaltyRecord:
+def _record(contributions: Mapping[str, Tensor]) -> LoyaltyRecord:
     return LoyaltyRecord(
-        label_loyalty=rows["label_kept"].mean(),
-        word_loyalty=rows["word_overlap"].mean(),
-        kl=rows["kl"].mean(),
-        label_kept=rows["label_kept"],
-        word_overlap=rows["word_overlap"],
-        kl_per_prompt=rows["kl"],
+        label_loyalty=contributions["label_kept"].mean(),
+        word_loyalty=contributions["word_overlap"].mean(),
+        kl=contributions["kl"].mean(),
+        label_kept=contributions["label_kept"],
+        word_overlap=contributions["word_overlap"],
+        kl_per_prompt=contributions["kl"],
     )

@@ -1,4 +1,4 @@
-"""The protocol of a metric: what each prompt contributes, and a pure function of all rows.
+"""The protocol of a metric: what each prompt contributes, and a pure function of all contributions.
 
 A metric needs ``Metric``. It may also have the methods of ``ChecksBatches``, to raise
 errors before any model runs, and of ``ObservesPrefix``, so that the tokens that prompts share
@@ -17,11 +17,11 @@ from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_b
 from ..models.kv_cache import KeyValues
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
-from ..results.record import Record, Rows
+from ..results.record import Contributions, Record
 from ..system.arguments import checked
 from ..system.methods import has_methods
 
-RowsOfBatch = Callable[
+ContributionsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
 ]
 
@@ -32,10 +32,10 @@ class Observation:
     """What a metric observes in one batch. Each batch has a new one, so metrics have no state.
 
     Attributes:
-        rows: Called once after the pass with the logits at the target positions and, where hooks
-            changed the run, those of the clean run before it (None otherwise); both are copies for
-            this metric alone. Returns what each prompt contributed, Tensor["prompt ..."] each, on
-            the CPU.
+        contributions: Called once after the pass with the logits at the target positions and, where
+            hooks changed the run, those of the clean run before it (None otherwise); both are
+            copies for this metric alone. Returns what each prompt contributed, Tensor["prompt ..."]
+            each, on the CPU.
         hooks: Forward hooks that observe. They must return None and change nothing in place;
             otherwise an error names the metric. With ``gradient_checkpointing=True`` those inside
             blocks observe when a block runs again, and their tensors have no graph.
@@ -44,8 +44,9 @@ class Observation:
             with the number of a layer, some query rows, the keys that they see, and A and dL/dA of
             these rows and keys (Float["batch head query key"], float32 or wider; both are slices).
             Every row of every layer comes once.
-        use_prefix: For metrics with passes of their own: called before ``rows`` with the keys and
-            values of the tokens before ``batch.first_query``, if these were run once for all.
+        use_prefix: For metrics with passes of their own: called before ``contributions`` with the
+            keys and values of the tokens before ``batch.first_query``, if these were run once for
+            all.
 
     Examples:
         >>> nothing = al.Observation(lambda logits, clean_logits: {"sum": logits.sum(1).cpu()})
@@ -53,7 +54,7 @@ class Observation:
         ()
     """
 
-    rows: RowsOfBatch
+    contributions: ContributionsOfBatch
     hooks: Sequence[Hook] = ()
     backward_hooks: Sequence[Hook] = ()
     use_rows: UseRows | None = None
@@ -65,7 +66,7 @@ class Observation:
 
 
 def observes_nothing() -> Observation:
-    """An observation without hooks and rows."""
+    """An observation without hooks and contributions."""
     return Observation(lambda logits, clean_logits: {})
 
 
@@ -92,8 +93,8 @@ class Metric(Protocol):
         """
         ...
 
-    def result(self, rows: Rows) -> Record:
-        """The result of the rows of all prompts: pure, so that resampled rows give intervals."""
+    def result(self, contributions: Contributions) -> Record:
+        """The result of what all prompts contribute: pure, so that resamples give intervals."""
         ...
 
 
@@ -122,11 +123,11 @@ class ObservesPrefix(Metric, Protocol):
         """What to observe in the shared tokens, a batch of one prompt without its target.
 
         Its hooks are called once, and its ``backward_hooks`` after each batch, with the gradients
-        of that batch's prompts. Its ``rows`` are called after each batch, with the logits of zero
-        prompts, and have an entry for each prompt of that batch, or a single entry for all. Rows of
-        the same name from ``observe`` are added to these: the shared tokens contribute one part,
-        the tokens after them the other. For whole prompts ``observe`` alone gives all rows. Every
-        batch of a run must have the same row names.
+        of that batch's prompts. Its ``contributions`` are called after each batch, with the logits
+        of zero prompts, and have an entry for each prompt of that batch, or a single entry for all.
+        Contributions of the same name from ``observe`` are added to these: the shared tokens
+        contribute one part, the tokens after them the other. For whole prompts ``observe`` alone
+        gives all of them. Every batch of a run must have the same names.
 
         Raises:
             MetricError: It cannot observe shared tokens for a reason; whole prompts are run.

@@ -15,14 +15,14 @@ from ..models.kv_cache import KeyValues
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
-from ..results.record import Record, Rows, rows_by_set
+from ..results.record import Contributions, Record, rows_by_set
 from ..system.arguments import checked
 from ..system.names import name_of
 from .metric import Observation, observes_nothing
 from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs
 
-# The most positions of a prefix whose weights are stored, to bound the size of the rows.
+# The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
 
 
@@ -208,24 +208,24 @@ class PrefixEffect:
             self.rows_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe nothing of the run; the rows come from passes of its own over the queries."""
+        """Observe nothing of the run; the numbers come from passes of its own over the queries."""
         shared: list[KeyValues] = []
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             prefix = shared[0].before(int(batch.query_start.min())) if shared else None
             queries = batch.whole() if prefix is None else batch.after(len(prefix))
             segments, selected = self.segments_of(queries), self.rows_of(queries)
-            return effect_rows(model, queries, segments, selected, prefix=prefix)
+            return effect_contributions(model, queries, segments, selected, prefix=prefix)
 
-        return Observation(rows, use_prefix=shared.append)
+        return Observation(contributions, use_prefix=shared.append)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe nothing: the passes of its own begin after the shared tokens."""
         return observes_nothing()
 
-    def result(self, rows: Rows) -> PrefixEffectRecord:
+    def result(self, contributions: Contributions) -> PrefixEffectRecord:
         """Means over prompts, then over sets of demonstrations."""
-        return effect_record(rows, tuple(self.keys))
+        return effect_record(contributions, tuple(self.keys))
 
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
@@ -262,7 +262,7 @@ class PrefixEffect:
         return rows
 
 
-def effect_rows(
+def effect_contributions(
     model: HookedModel,
     batch: PromptBatch,
     segments: Bool[Tensor, "batch segment key"],
@@ -304,16 +304,18 @@ def effect_rows(
     return {**by_layer, "demonstrations_id": ids, "prefix_id": ids}
 
 
-def effect_record(rows: Rows, segments: Sequence[str]) -> PrefixEffectRecord:
-    """The record of the rows of all prompts."""
-    sets = rows_by_set(rows)
+def effect_record(contributions: Contributions, segments: Sequence[str]) -> PrefixEffectRecord:
+    """The record of the contributions of all prompts."""
+    sets = rows_by_set(contributions)
 
     def mean(name: str) -> Tensor:
         return torch.stack([of_set[name].double().nanmean(0) for of_set in sets]).nanmean(0)
 
     shares = torch.stack([_shares_of_directions(of_set["taken"].double()) for of_set in sets])
-    # Rows of pooled sets have one id, but a position is the same token only within a set.
-    prefixes = rows_by_set({"within": rows["within"], "demonstrations_id": rows["prefix_id"]})
+    # Contributions of pooled sets have one id, but a position is the same token only within a set.
+    prefixes = rows_by_set(
+        {"within": contributions["within"], "demonstrations_id": contributions["prefix_id"]}
+    )
     stolen_by_segment = mean("stolen_by_segment")
     return PrefixEffectRecord(
         stolen=stolen_by_segment.sum(-1),
@@ -324,7 +326,7 @@ def effect_record(rows: Rows, segments: Sequence[str]) -> PrefixEffectRecord:
         concentration=shares.amax(-1).mean(0),
         effective_rank=torch.special.entr(shares).sum(-1).exp().mean(0),
         spread=torch.stack([_spread(of_set["within"]) for of_set in prefixes]).nanmean(0),
-        invariance=_largest(rows["deviation"], 0),
+        invariance=_largest(contributions["deviation"], 0),
         info={"segments": tuple(segments)},
     )
 
@@ -392,7 +394,7 @@ def _largest(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 def _sampled(in_prefix: Bool[Tensor, "batch key"]) -> Int[Tensor, "batch sample"]:
     """Positions of the prefix, at most ``POSITIONS`` at equal distances; -1 where there are less.
 
-    The number does not depend on the prefix, so that rows of all prompts have one shape.
+    The number does not depend on the prefix, so that contributions have one shape.
     """
     sampled = torch.full((len(in_prefix), POSITIONS), -1, device="cpu")
     for row, inside in zip(sampled, in_prefix, strict=True):

@@ -150,13 +150,13 @@ class EdgeSums:
         sums = (flat @ inside)[:, 0]
         self.of_layers.setdefault(layer, []).append((sums, by_head @ inside))
 
-    def rows(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+    def contributions(self, logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
         """Sums of the saliency over edges, and of each head: [batch, layer, (head,) flow]."""
-        rows = _rows_of(self.of_layers)
+        sums = _rows_of(self.of_layers)
         # On the CPU, because a GPU would wait in each layer. Patterns and logits are finite here.
-        if not rows["sums"].isfinite().all():
+        if not sums["sums"].isfinite().all():
             raise gradient_is_not_finite()
-        return rows
+        return sums
 
 
 class SegmentSums:
@@ -217,7 +217,7 @@ class SegmentSums:
         require_finite(sums, self.weight, gradient)
         self.of_layers.setdefault(layer, []).append((sums, by_head))
 
-    def rows(self) -> dict[str, Tensor]:
+    def contributions(self) -> dict[str, Tensor]:
         """Sums over edges, and those of each head: [batch, layer, (head,) segment, segment]."""
         return _rows_of(self.of_layers)
 

@@ -20,7 +20,7 @@ from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..prompts.edges import as_edge_set, check_edges
 from ..results import captions, figures
 from ..results.depth import shallow_and_deep
-from ..results.record import Record, Rows, rows_by_set
+from ..results.record import Contributions, Record, rows_by_set
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from .metric import Observation
@@ -152,41 +152,41 @@ class SaliencyFlows:
         sums = EdgeSums(chosen, batch.first_query, self.absolute_per_head)
         counts = torch.stack([edges.counts() for edges in chosen], dim=1)
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             ids = batch.on_cpu.demonstrations_id
-            of_edges = sums.rows(logits, clean_logits)
+            of_edges = sums.contributions(logits, clean_logits)
             return {**of_edges, "counts": counts, "demonstrations_id": ids}
 
-        return Observation(rows, *product_hooks(model, sums.add), sums.add_rows)
+        return Observation(contributions, *product_hooks(model, sums.add), sums.add_rows)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the edges between shared tokens, with the gradient of each prompt."""
         check_fits(model, batch)
         sums = EdgeSums(self._edges_of(batch), 0, self.absolute_per_head)
-        return Observation(sums.rows, *product_hooks(model, sums.add, dict.__getitem__))
+        return Observation(sums.contributions, *product_hooks(model, sums.add, dict.__getitem__))
 
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that a batch of these has."""
         pairs = zip(self._edges_of(batch), self._edges_of(shared), strict=True)
         return all(edges.begins_as(leading) for edges, leading in pairs)
 
-    def result(self, rows: Rows) -> SaliencyFlowsRecord:
+    def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
 
         A prompt without an edge of a flow is left out of its mean, and a set without one of the
         mean over sets.
         """
-        counts = rows["counts"].double()[:, None]
+        counts = contributions["counts"].double()[:, None]
         means = {
-            "flows": rows["sums"].double() / counts,
-            "head_flows": rows["head_sums"].double() / counts[:, None],
-            "demonstrations_id": rows["demonstrations_id"],
+            "flows": contributions["sums"].double() / counts,
+            "head_flows": contributions["head_sums"].double() / counts[:, None],
+            "demonstrations_id": contributions["demonstrations_id"],
         }
         sets = rows_by_set(means)
         flows = torch.stack([of_set["flows"].nanmean(0) for of_set in sets])
         heads = torch.stack([of_set["head_flows"].nanmean(0) for of_set in sets])
         count, functions = len(self.edges), self._functions()
-        _warn_of_flows_without_edges(self.edges, rows["counts"])
+        _warn_of_flows_without_edges(self.edges, contributions["counts"])
         asked = flows[..., :count]
         pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
         share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)

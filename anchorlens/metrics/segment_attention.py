@@ -14,7 +14,7 @@ from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_nam
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import prefix_figures
-from ..results.record import Record, Rows, rows_by_set
+from ..results.record import Contributions, Record, rows_by_set
 from ..system.arguments import checked
 from ..system.devices import on_one_device
 from .metric import Observation
@@ -128,11 +128,11 @@ class SegmentAttention:
         counts = edge_counts(self._of_flows.segments_of(batch))
         sums = self._sums(model, batch, batch.first_query)
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             ids = batch.on_cpu.demonstrations_id
-            return {**sums.rows(logits, None), "counts": counts, "demonstrations_id": ids}
+            return {**sums.contributions(logits, None), "counts": counts, "demonstrations_id": ids}
 
-        return Observation(rows, sums.hooks)
+        return Observation(contributions, sums.hooks)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the attention between shared tokens."""
@@ -142,13 +142,15 @@ class SegmentAttention:
         """Whether the first tokens of every prompt are in the segments that these have alone."""
         return self._of_flows.begins_as(batch, shared)
 
-    def result(self, rows: Rows) -> SegmentAttentionRecord:
+    def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
-        of_prompts = rows["sums"].double() / rows["counts"].double()[:, None, None]
+        of_prompts = (
+            contributions["sums"].double() / contributions["counts"].double()[:, None, None]
+        )
         values = {
             "attention": of_prompts,
             "kurtosis": kurtosis_of_heads(vertical_scores(of_prompts, self.apart)),
-            "demonstrations_id": rows["demonstrations_id"],
+            "demonstrations_id": contributions["demonstrations_id"],
         }
         sets = rows_by_set(values)
         attention, kurtosis = (
@@ -181,11 +183,11 @@ class SegmentAttention:
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             of_layers[layer] = between(values, rows, keys, first_query).unflatten(0, (-1, heads))
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             by_layer = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
             return {"sums": torch.stack(by_layer, dim=1).cpu()}
 
-        return Observation(rows, hooks_by_layer(model, pattern_name, add))
+        return Observation(contributions, hooks_by_layer(model, pattern_name, add))
 
 
 def vertical_scores(

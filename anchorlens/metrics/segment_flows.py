@@ -17,7 +17,7 @@ from ..models.hooked import Hook, HookedModel, check_fits
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.segment_names import SEGMENTS
-from ..results.record import Record, Rows, rows_by_set
+from ..results.record import Contributions, Record, rows_by_set
 from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
 from ..system.names import name_of
@@ -158,11 +158,11 @@ class SegmentFlows:
         try_weight(self.weight, model.cfg.n_heads, batch)
         sums = SegmentSums(self.segments_of(batch), self.weight, batch.first_query)
 
-        def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
+        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             return rows_of_sums(sums, batch)
 
         use_rows = None if isinstance(self.weight, WithValues) else sums.add_rows
-        return Observation(rows, *self._hooks(model, sums), use_rows)
+        return Observation(contributions, *self._hooks(model, sums), use_rows)
 
     def _hooks(self, model: HookedModel, sums: SegmentSums) -> tuple[list[Hook], list[Hook]]:
         """Hooks that give what the weight needs."""
@@ -183,7 +183,7 @@ class SegmentFlows:
         check_fits(model, batch)
         sums = SegmentSums(self.segments_of(batch), self.weight, 0)
         return Observation(
-            lambda logits, clean_logits: sums.rows(),
+            lambda logits, clean_logits: sums.contributions(),
             *product_hooks(model, sums.add, dict.__getitem__),
         )
 
@@ -192,17 +192,17 @@ class SegmentFlows:
         leading = self.segments_of(shared)
         return bool((self.segments_of(batch)[..., : leading.shape[2]] == leading).all())
 
-    def result(self, rows: Rows) -> SegmentFlowsRecord:
+    def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        counts = rows["counts"].double()
-        totals, of_heads = rows["sums"].double(), rows["head_sums"].double()
+        counts = contributions["counts"].double()
+        totals, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
         of_prompts = totals / counts[:, None]  # 0 / 0 is NaN where there is no edge
         means = {
             "flow": of_prompts,
             "flow_of_heads": of_heads / counts[:, None, None],
             "total": totals,
             "edges": counts,
-            "demonstrations_id": rows["demonstrations_id"],
+            "demonstrations_id": contributions["demonstrations_id"],
         }
         sets = rows_by_set(means)
         mean = {
@@ -256,7 +256,11 @@ def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
 def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:
     """What each prompt of a batch contributes to a ``SegmentFlowsRecord``."""
     counts = edge_counts(sums.segments)
-    return {**sums.rows(), "counts": counts, "demonstrations_id": batch.on_cpu.demonstrations_id}
+    return {
+        **sums.contributions(),
+        "counts": counts,
+        "demonstrations_id": batch.on_cpu.demonstrations_id,
+    }
 
 
 def edge_counts(

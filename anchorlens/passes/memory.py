@@ -51,24 +51,24 @@ def _trim() -> Callable[[int], int]:
 
 @dataclass
 class PartsThatFit:
-    """Computes rows of batches in the largest parts that fit into memory.
+    """Computes contributions of batches in the largest parts that fit into memory.
 
     What a prompt contributes does not depend on its batch, so that smaller parts give the same
-    rows, up to the rounding that depends on the shape of a batch.
+    contributions, up to the rounding that depends on the shape of a batch.
 
     Attributes:
-        rows_of_batch: Function of a batch to its rows, in the order of its prompts.
+        contributions_of: Function of a batch to its contributions, in the order of its prompts.
         size: Largest number of prompts in a part; None for whole batches. It becomes smaller when
             memory runs out.
     """
 
-    rows_of_batch: Callable[[PromptBatch], Mapping[str, Tensor]]
+    contributions_of: Callable[[PromptBatch], Mapping[str, Tensor]]
     size: int | None = None
 
-    def rows(
+    def contributions(
         self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
     ) -> dict[str, Tensor]:
-        """The rows of all prompts of a batch.
+        """The contributions of all prompts of a batch.
 
         Args:
             batch: The batch.
@@ -82,11 +82,11 @@ class PartsThatFit:
         while done < count:
             size = count if self.size is None else self.size
             part = batch if size >= count else batch.prompts(done, done + size)
-            rows = unless_memory_runs_out(part, self.rows_of_batch)
-            if rows is None:
+            contributions = unless_memory_runs_out(part, self.contributions_of)
+            if contributions is None:
                 self.size = half_of(part)
             else:
-                parts.append(rows)
+                parts.append(contributions)
                 done += size
                 after_part(len(part))
         return joined(parts)
@@ -135,16 +135,16 @@ def half_of(batch: PromptBatch) -> int:
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows of all parts, without metrics whose names or shapes differ between parts."""
-    shapes = [{name: values.shape[1:] for name, values in rows.items()} for rows in parts]
-    names = dict.fromkeys(name for rows in parts for name in rows)
+    """What all parts contribute, without metrics whose names or shapes differ between parts."""
+    shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
+    names = dict.fromkeys(name for part in parts for name in part)
     different = {
         _metric(name)
         for name in names
         if any(shapes_of_part.get(name) != shapes[0].get(name) for shapes_of_part in shapes)
     }
     complete = [name for name in names if _metric(name) not in different]
-    return {name: torch.cat([rows[name] for rows in parts]) for name in complete}
+    return {name: torch.cat([part[name] for part in parts]) for name in complete}
 
 
 def _metric(name: str) -> str:

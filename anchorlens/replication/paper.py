@@ -24,7 +24,7 @@ from ..prompts.tasks import Task
 from ..runs.fingerprint import fingerprint, warn_of_unknown
 from ..runs.identity import identity_of
 from ..runs.run import target_logits
-from ..runs.store import Store, same_rows
+from ..runs.store import Store, same_contributions
 from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.warn import warn_user
@@ -150,11 +150,11 @@ def _check_logits(store: Store, number: int, setting: Setting) -> None:
             stored = store.read(number)
             if stored is None:
                 store.write(number, rows)
-            elif not same_rows(stored, rows):
+            elif not same_contributions(stored, rows):
                 raise StoreError(
                     f"the model gives other logits than when the numbers in {store.folder} were "
                     "computed: its hooks or its way of computing are not the same; use another "
-                    "folder, or start over in this one (al.forget_rows)"
+                    "folder, or start over in this one (al.forget_run)"
                 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..system.warn import warn_user
-from .record import Record, Rows
+from .record import Contributions, Record
 
 _R = TypeVar("_R", bound=Record)
 
@@ -131,15 +131,15 @@ def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
 
 
 def with_intervals(
-    result: Callable[[Rows], _R],
-    rows: Rows,
+    result: Callable[[Contributions], _R],
+    contributions: Contributions,
     *,
     resamples: int,
     info: Mapping[str, Any],
     sets: Int[Tensor, " prompt"] | None = None,
     seed: int = 0,
 ) -> _R:
-    """The result of all rows, with 95 % intervals of a bootstrap over prompts or sets.
+    """The result of all contributions, with 95 % intervals of a bootstrap over prompts or sets.
 
     If each set of demonstrations has at least ``MANY_PROMPTS`` prompts the sets are given: prompts
     are drawn with replacement within their set. Otherwise the sets are pooled, and whole sets are
@@ -152,8 +152,8 @@ def with_intervals(
     choice of random draws would change.
 
     Args:
-        result: Function from rows, Tensor["prompt ..."] each, to a record.
-        rows: The numbers that each prompt contributes.
+        result: Function from contributions, Tensor["prompt ..."] each, to a record.
+        contributions: The numbers that each prompt contributes.
         resamples: Number of resamples; 0 gives no intervals.
         info: Where the numbers come from; see ``Record``.
         sets: The set of demonstrations of each prompt; by default the row ``demonstrations_id``,
@@ -168,13 +168,15 @@ def with_intervals(
         single unit in all but ``proportions``, ``differences`` and ``ranges``, and for a mean over
         a single random draw.
     """
-    count = len(next(iter(rows.values())))
+    count = len(next(iter(contributions.values())))
     if sets is None:
-        sets = rows.get("demonstrations_id", torch.zeros(count, dtype=torch.long, device="cpu"))
+        sets = contributions.get(
+            "demonstrations_id", torch.zeros(count, dtype=torch.long, device="cpu")
+        )
     population = population_of(sets)
-    if "demonstrations_id" in rows:
-        rows = {**rows, "demonstrations_id": population.sets}
-    record = result(rows)
+    if "demonstrations_id" in contributions:
+        contributions = {**contributions, "demonstrations_id": population.sets}
+    record = result(contributions)
     drawn_info = {
         "drawn": population.name,
         "units": population.units,
@@ -192,20 +194,20 @@ def with_intervals(
     drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
     records_of_sets: list[_R] = []
     with warnings.catch_warnings():
-        # The result of all rows has already warned.
+        # The result of all contributions has already warned.
         warnings.simplefilter("ignore")
         for _ in range(resamples):
             chosen = population.draw(generator)
-            resampled = result({name: values[chosen] for name, values in rows.items()})
+            resampled = result({name: values[chosen] for name, values in contributions.items()})
             for name in averaged:
                 drawn[name].append(getattr(resampled, name))
         if len(population.strata) > 1 and (record.means_over_sets or record.stored_by_set):
             for prompts in population.strata:
-                rows_of_set = {name: values[prompts] for name, values in rows.items()}
+                rows_of_set = {name: values[prompts] for name, values in contributions.items()}
                 count = resamples if record.means_over_sets else 0  # else only the values count
                 options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
                 records_of_sets.append(with_intervals(result, rows_of_set, **options))
-        of_draws, count_of_draws = _errors_of_draws(result, record, rows)
+        of_draws, count_of_draws = _errors_of_draws(result, record, contributions)
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
     for name, count in record.proportions().items():
@@ -356,7 +358,7 @@ def _of_bounded_mean(
 
 
 def _errors_of_draws(
-    result: Callable[[Rows], _R], record: _R, rows: Rows
+    result: Callable[[Contributions], _R], record: _R, contributions: Contributions
 ) -> tuple[dict[str, Float[Tensor, "*axes"]], int]:
     """The variance of each mean over random draws, for another choice of draws; and their number.
 
@@ -365,12 +367,14 @@ def _errors_of_draws(
     """
     if not record.means_over_draws:
         return {}, 0
-    random = [name for name in rows if name.startswith("random_")]
-    count = rows[random[0]].shape[1]
+    random = [name for name in contributions if name.startswith("random_")]
+    count = contributions[random[0]].shape[1]
     without: list[_R] = []
     for draw in range(count if count > 1 else 0):
         others = [number for number in range(count) if number != draw]
-        without.append(result({**rows, **{name: rows[name][:, others] for name in random}}))
+        without.append(
+            result({**contributions, **{name: contributions[name][:, others] for name in random}})
+        )
     variances = {}
     for name in record.means_over_draws:
         value = getattr(record, name).double()

@@ -20,7 +20,7 @@ from ..system.texts import printable
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
-Rows = Mapping[str, Tensor]
+Contributions = Mapping[str, Tensor]
 IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
 _BOUNDS = "intervals."  # before the name of a field, in a file
@@ -51,7 +51,7 @@ class Record:
     # Fields such as "word_loyalty": means over prompts of numbers that lie in a range.
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     # Fields such as "word_gap" that are means over random draws. The draws are the second axis of
-    # the rows whose names begin with "random_".
+    # the contributions whose names begin with "random_".
     means_over_draws: ClassVar[Collection[str]] = ()
     # Fields whose numbers of each given set of demonstrations are stored in info["of_sets"].
     stored_by_set: ClassVar[Collection[str]] = ()
@@ -348,11 +348,11 @@ def has_plot(record: Record) -> bool:
     return type(record).plot is not Record.plot
 
 
-def rows_by_set(rows: Rows) -> list[dict[str, Tensor]]:
-    """The rows of each set of demonstrations."""
-    ids = rows["demonstrations_id"]
+def rows_by_set(contributions: Contributions) -> list[dict[str, Tensor]]:
+    """The contributions of each set of demonstrations."""
+    ids = contributions["demonstrations_id"]
     return [
-        {name: values[ids == set_id] for name, values in rows.items()}
+        {name: values[ids == set_id] for name, values in contributions.items()}
         for set_id in ids.unique().tolist()
     ]
 

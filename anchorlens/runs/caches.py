@@ -29,7 +29,7 @@ from ..models.hooked import (
 from ..passes.memory import joined
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
-from ..results.record import Rows
+from ..results.record import Contributions
 from ..results.results import Results
 from ..system.arguments import checked
 from .checks import require_metrics
@@ -75,7 +75,7 @@ def from_caches(
             there are more or fewer passes than batches.
         NotFiniteError: Logits or gradients are NaN or infinite.
         AnchorlensError: As ``run``, where prompts do not fit a metric or the model.
-        RunError: A metric has no result for these rows; all others are in its ``results``.
+        RunError: A metric has no result for these contributions; all others are in its ``results``.
 
     Examples:
         >>> attention = al.AttentionAUCROC()
@@ -108,13 +108,13 @@ def from_caches(
             _check(metrics, batches, observed)
         known = cache if model is None else _with_aliases(cache, model)
         collected.append(_rows(metrics, batch.to(logits.device), logits, known, observed, number))
-    rows = joined(collected)
+    contributions = joined(collected)
     order = order_of_queries(batches)
     of_model = {} if model is None else {"model": str(model.cfg.model_name)}
     source = {"source": "caches of passes that were given", "versions": versions()}
     info = of_model | describe_prompts(batches) | source
     record = partial(with_intervals, sets=sets_of(batches), resamples=resamples, info=info)
-    in_order = {name: values[order] for name, values in rows.items()}
+    in_order = {name: values[order] for name, values in contributions.items()}
     return results_of(metrics, in_order, record, {}, {})
 
 
@@ -224,15 +224,15 @@ def _rows(
     number: int,
 ) -> dict[str, Tensor]:
     """What each prompt contributes to each metric."""
-    rows: dict[str, Tensor] = {}
+    contributions: dict[str, Tensor] = {}
     for metric in metrics:
         observation = metric.observe(model, batch)
         with torch.no_grad():
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            of_metric: Rows = observation.rows(logits.clone(), None)
-        rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
-    return rows
+            of_metric: Contributions = observation.contributions(logits.clone(), None)
+        contributions |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+    return contributions
 
 
 def _with_aliases(cache: Mapping[str, Tensor], model: HookedModel) -> dict[str, Tensor]:

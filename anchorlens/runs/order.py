@@ -1,4 +1,4 @@
-"""The order of rows: the order of the queries, also if the batches have another order."""
+"""The order of contributions: the order of the queries, also if the batches have another order."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from ..prompts.batch import PromptBatch
 
 
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
-    """The order that sorts the rows of all batches by the index of their queries.
+    """The order that sorts the contributions of all batches by the index of their queries.
 
-    If lists of several calls are joined, an index occurs twice. Then rows are sorted by set of
-    demonstrations, in the order in which the sets appear, then by call, then by index. Another call
-    with the same set begins where one of its indices occurs again.
+    If lists of several calls are joined, an index occurs twice. Then contributions are sorted by
+    set of demonstrations, in the order in which the sets appear, then by call, then by index.
+    Another call with the same set begins where one of its indices occurs again.
     """
     indices = torch.cat([batch.index for batch in batches]).tolist()
     if len(set(indices)) == len(indices):
@@ -36,6 +36,6 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
 
 
 def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
-    """The set of demonstrations of each prompt, in the order of the rows."""
+    """The set of demonstrations of each prompt, in the order of the contributions."""
     ids = torch.cat([batch.on_cpu.demonstrations_id for batch in batches])
     return ids[order_of_queries(batches)]

@@ -21,7 +21,7 @@ from ..passes.late_start import Start
 from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch, Passes, no_hooks
 from ..prompts.batch import PromptBatch
-from ..results.record import Record, Rows
+from ..results.record import Contributions, Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
 from .checks import check_observation
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def needed(self) -> list[str]:
-        """Beginnings of the names of rows that every batch has, unless a metric failed there."""
+        """How the names begin that every batch has, unless a metric failed there."""
         return [f"{metric.name}/" for metric in self.metrics]
 
     def logits(
@@ -91,14 +91,14 @@ class Plan:
         """
         return self.passes.logits(batch, hooks, start)
 
-    def rows(self, batch: PromptBatch) -> dict[str, Tensor]:
-        """Rows of every metric for a batch."""
-        return self.rows_and_logits(batch)[0]
+    def contributions(self, batch: PromptBatch) -> dict[str, Tensor]:
+        """Contributions of every metric for a batch."""
+        return self.contributions_and_logits(batch)[0]
 
-    def rows_and_logits(
+    def contributions_and_logits(
         self, batch: PromptBatch
     ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
-        """Rows of every metric for a batch, and the logits of the pass that they observed."""
+        """Contributions of every metric, and the logits of the pass that they observed."""
         hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.passes.logits(batch)
         by_rows = [metric for metric in self.metrics if metric.needs_gradient]
@@ -109,9 +109,10 @@ class Plan:
         else:
             observed = [self._observe(batch, hooks, self.metrics)]
         logits = observed[-1].logits
-        # By these a resumed run recognises other hooks, which rows of metrics may not show.
+        # By these a resumed run recognises other hooks, which contributions of metrics may not
+        # show.
         seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
-        rows = {"/label_logits": seen.cpu()}
+        contributions = {"/label_logits": seen.cpu()}
         for one_pass in observed:
             for metric, before, after in one_pass.of_metrics:
                 try:
@@ -121,9 +122,11 @@ class Plan:
                 except AnchorlensError as error:
                     self.failures.setdefault(metric.name, error)
                     continue
-                rows |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
+                contributions |= {
+                    f"{metric.name}/{name}": values for name, values in of_metric.items()
+                }
         self.trusted.set()
-        return rows, logits
+        return contributions, logits
 
     def _observe(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
@@ -171,20 +174,20 @@ class Plan:
 
     def results(
         self,
-        rows: Rows,
-        record: Callable[[Callable[[Rows], Record], Rows], Record],
+        contributions: Contributions,
+        record: Callable[[Callable[[Contributions], Record], Contributions], Record],
         known: Mapping[str, Record],
     ) -> Results:
         """The record of every metric after the known records; see ``Study.results``.
 
         Args:
-            rows: The rows of all prompts.
-            record: Makes a record with its intervals from a result function and rows.
+            contributions: The contributions of all prompts.
+            record: Makes a record with its intervals from a result function and contributions.
             known: Records that come before those of the metrics.
         """
         failures = {name: str(error) for name, error in self.failures.items()}
         reasons = _first_failures(gather_from_processes("failures", failures))
-        return results_of(self.metrics, rows, record, known, reasons)
+        return results_of(self.metrics, contributions, record, known, reasons)
 
     def _hooks_of(
         self, metrics: Sequence[Metric], observations: Sequence[Observation], trusted: Event
@@ -250,8 +253,8 @@ def _use_rows(metrics: Sequence[Metric], observations: Sequence[Observation]) ->
 
 def results_of(
     metrics: Sequence[Metric],
-    rows: Rows,
-    record: Callable[[Callable[[Rows], Record], Rows], Record],
+    contributions: Contributions,
+    record: Callable[[Callable[[Contributions], Record], Contributions], Record],
     known: Mapping[str, Record],
     failures: Mapping[str, str],
 ) -> Results:
@@ -259,10 +262,10 @@ def results_of(
 
     Args:
         metrics: The metrics.
-        rows: The rows of all prompts, with the metric's name before a slash.
-        record: Makes a record with its intervals from a result function and rows.
+        contributions: The contributions of all prompts, with the metric's name before a slash.
+        record: Makes a record with its intervals from a result function and contributions.
         known: Records that come before those of the metrics.
-        failures: Reasons why metrics have no rows.
+        failures: Reasons why metrics have no contributions.
 
     Raises:
         RunError: A metric has no result; all others are in its ``results``.
@@ -271,10 +274,15 @@ def results_of(
     cause: Exception | None = None
     for metric in metrics:
         start = f"{metric.name}/"
-        of_metric = {name[len(start) :]: rows[name] for name in rows if name.startswith(start)}
+        of_metric = {
+            name[len(start) :]: contributions[name]
+            for name in contributions
+            if name.startswith(start)
+        }
         if not of_metric:
             reasons.setdefault(
-                metric.name, "its rows are missing in some batch, or not of one shape in all"
+                metric.name,
+                "its contributions are missing in some batch, or not of one shape in all",
             )
             continue
         try:
@@ -295,50 +303,55 @@ def _rows_of(
 ) -> dict[str, Tensor]:
     """What a metric observed in the shared tokens and after them, for each prompt of a batch."""
     # Copies, so that a metric that changes its logits does not change those of the next metric.
-    shared = _checked(before.rows(logits[:0], None), len(logits), alike=True)
-    rows = _checked(
-        after.rows(logits.clone(), None if clean is None else clean.clone()), len(logits)
+    shared = _checked(before.contributions(logits[:0], None), len(logits), alike=True)
+    contributions = _checked(
+        after.contributions(logits.clone(), None if clean is None else clean.clone()), len(logits)
     )
-    for name in shared.keys() & rows.keys():
-        if shared[name].shape != rows[name].shape:
+    for name in shared.keys() & contributions.keys():
+        if shared[name].shape != contributions[name].shape:
             raise MetricError(
-                f"row {name!r} must have one shape in observe_prefix and observe, whose sum it is; "
-                f"got {tuple(shared[name].shape)} and {tuple(rows[name].shape)}"
+                f"contribution {name!r} must have one shape in observe_prefix and "
+                f"observe, whose sum it is; "
+                f"got {tuple(shared[name].shape)} and {tuple(contributions[name].shape)}"
             )
-        rows[name] = shared[name].double() + rows[name].double()
-    return shared | rows
+        contributions[name] = shared[name].double() + contributions[name].double()
+    return shared | contributions
 
 
 def checking(
-    rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
+    contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
 ) -> Callable[[PromptBatch], dict[str, Tensor]]:
-    """The same function, which raises an error if its rows do not fit the prompts."""
-    return lambda batch: _checked(rows_of_batch(batch), len(batch.tokens))
+    """The same function, which raises an error if its contributions do not fit the prompts."""
+    return lambda batch: _checked(contributions_of(batch), len(batch.tokens))
 
 
-def _checked(rows: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
-    """Rows of ``count`` prompts; with ``alike`` also rows with one entry for all prompts."""
-    if not isinstance(rows, Mapping):
-        raise MetricError(f"rows must be a dict of tensors; got a {type(rows).__name__}")
-    for name, values in rows.items():
+def _checked(contributions: Any, count: int, alike: bool = False) -> dict[str, Tensor]:
+    """Contributions of ``count`` prompts; with ``alike`` also those with one entry for all."""
+    if not isinstance(contributions, Mapping):
+        raise MetricError(
+            f"contributions must be a dict of tensors; got a {type(contributions).__name__}"
+        )
+    for name, values in contributions.items():
         if not isinstance(values, Tensor) or values.ndim == 0:
             got = f"a {type(values).__name__}" + " of one number" * isinstance(values, Tensor)
-            raise MetricError(f"row {name!r} must be a tensor with an entry a prompt; got {got}")
+            raise MetricError(
+                f"contribution {name!r} must be a tensor with an entry a prompt; got {got}"
+            )
         if values.layout != torch.strided or values.is_meta:
             got = "on the device meta" if values.is_meta else f"of the layout {values.layout}"
             raise MetricError(
-                f"row {name!r} must be a dense tensor of numbers; got one {got}; give "
+                f"contribution {name!r} must be a dense tensor of numbers; got one {got}; give "
                 "values.to_dense(), on a device that holds numbers"
             )
         if len(values) != count and not (alike and len(values) == 1):
             raise MetricError(
-                f"row {name!r} must have one entry a prompt, {count}; got the shape "
+                f"contribution {name!r} must have one entry a prompt, {count}; got the shape "
                 f"{tuple(values.shape)}"
             )
     # Detached, because a metric that does not detach would store the graph of every batch.
     return {
         name: values.detach().cpu().expand(count, *values.shape[1:])
-        for name, values in rows.items()
+        for name, values in contributions.items()
     }
 
 

@@ -45,9 +45,9 @@ def run(
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
-        batches: Prompts from ``build_prompts``; batches of several calls may be joined. Rows of a
-            result are in the order of the queries; those of joined calls are sorted by set of
-            demonstrations first.
+        batches: Prompts from ``build_prompts``; batches of several calls may be joined.
+            Contributions of a result are in the order of the queries; those of joined calls are
+            sorted by set of demonstrations first.
         metrics: Metrics of the package, or your own.
         hooks: Function of the batch to hooks that change the run (``al.isolate_labels``, ...).
             They act before the metrics observe, and a clean pass runs first. The function gets the
@@ -65,7 +65,7 @@ def run(
             once for all of them.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed; the same call after an interruption continues
-            from there, and after ``forget_rows`` from the start.
+            from there, and after ``forget_run`` from the start.
         progress: Show a progress bar.
 
     Returns:
@@ -74,7 +74,7 @@ def run(
     Raises:
         AnchorlensError: The prompts do not fit the model or a metric, two metrics have one name,
             or the model's hooks do not act. It is raised before any pass over the prompts.
-        RunError: A metric has no result for these rows; all others are in its ``results``.
+        RunError: A metric has no result for these contributions; all others are in its ``results``.
         StoreError: ``folder`` holds another run, or cannot be written into.
         MemoryLimitError: A prompt alone does not fit into memory; batches are made smaller first.
 
@@ -108,8 +108,8 @@ def run(
             gradient_checkpointing=gradient_checkpointing,
             share_prefix=share_prefix,
         )
-        rows = study.collect(plan.rows, needed=plan.needed)
-        return study.results(plan, rows)
+        contributions = study.collect(plan.contributions, needed=plan.needed)
+        return study.results(plan, contributions)
 
 
 @checked
@@ -145,7 +145,7 @@ def target_logits(
     with study.entered():
         plan = study.plan(hooks=change)
 
-        def rows_of_batch(batch: PromptBatch) -> dict[str, Tensor]:
+        def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             return {"logits": plan.logits(batch, change).cpu()}
 
-        return study.collect(rows_of_batch)["logits"]
+        return study.collect(contributions_of)["logits"]

@@ -1,4 +1,4 @@
-"""Rows of batches on disk, so that an interrupted run continues where it was."""
+"""Contributions of batches on disk, so that an interrupted run continues where it was."""
 
 import hashlib
 import json
@@ -22,28 +22,28 @@ from ..system.warn import warn_user
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")
 
-_CURE = "use another folder, or start over in this one (al.forget_rows)"
+_CURE = "use another folder, or start over in this one (al.forget_run)"
 
 
-class _StoredRows(NamedTuple):
-    """The rows of a file, with their run, what computed them, and the number of their batch."""
+class _StoredBatch(NamedTuple):
+    """What a file holds: contributions, their run, what computed them, and their batch."""
 
     run: dict[str, str]
     function: str
     number: int
-    rows: dict[str, Tensor]
+    contributions: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Store:
     """A folder with one file a batch, each written whole or not at all.
 
-    Each file holds rows with their run and batch, and a digest of all of these. It is used only if
-    it is byte for byte what would be written now.
+    Each file holds contributions with their run and batch, and a digest of all of these. It is used
+    only if it is byte for byte what would be written now.
 
     Attributes:
         folder: The folder of the files.
-        run: The fingerprint of the run to which the rows belong.
+        run: The fingerprint of the run to which the contributions belong.
         function: The identity of the function that computes them.
         is_believed: False if what is stored may be of another run, so that it is not read.
     """
@@ -68,31 +68,31 @@ class Store:
         except (OSError, ValueError) as error:  # a name with a null character is a ValueError
             reason = getattr(error, "strerror", None) or error
             raise StoreError(
-                f"{folder} cannot be a folder of rows: {reason}; use another folder"
+                f"{folder} cannot be a folder of contributions: {reason}; use another folder"
             ) from error
         path = store.folder / "run.json"
         run = _run_of(path)
         if run is not None:
             store._require_same(run, store.folder)
             return store
-        # Without this file, the files of rows tell to which run they belong.
+        # Without this file, the files of contributions tell to which run they belong.
         for path_of_rows in sorted(store.folder.glob("rows-*.safetensors")):
             stored = _read(path_of_rows)
             if stored is not None:
                 store._require_same(stored.run, path_of_rows)
         if _is_foreign(path):
-            raise StoreError(f"{path} is not of anchorlens; use another folder for rows")
+            raise StoreError(f"{path} is not of anchorlens; use another folder for contributions")
         if os.path.exists(path):
             warn_user(f"{path} is damaged; it is written anew")
         write_atomically(path, _bytes_of_run(store.run))
         return store
 
     def has(self, number: int) -> bool:
-        """Whether there are rows of a batch, whole or not, that may be used."""
+        """Whether there are contributions of a batch, whole or not, that may be used."""
         return self.is_believed and self._path(number).exists()
 
     def read(self, number: int) -> dict[str, Tensor] | None:
-        """The rows of a batch, or None where there are none or the file is damaged, with a warning.
+        """The contributions of a batch; None if there are none, or the file is damaged (it warns).
 
         Raises:
             StoreError: The file is whole, but belongs to another run.
@@ -109,38 +109,40 @@ class Store:
                     f"a value that it uses, is not the same; {_CURE}"
                 )
             if stored.number == number:
-                return stored.rows
-        reason = "is damaged" if stored is None else f"holds the rows of batch {stored.number}"
+                return stored.contributions
+        reason = (
+            "is damaged" if stored is None else f"holds the contributions of batch {stored.number}"
+        )
         warn_user(f"{path} {reason}; batch {number} is computed again")
         return None
 
     def complete(self, number: int, needed: Sequence[str]) -> dict[str, Tensor] | None:
-        """The rows of a batch if each of ``needed`` begins the name of a row; otherwise None."""
-        rows = self.read(number)
-        is_complete = rows is not None and all(
-            any(name.startswith(start) for name in rows) for start in needed
+        """The contributions of a batch if each of ``needed`` begins one of their names, or None."""
+        contributions = self.read(number)
+        is_complete = contributions is not None and all(
+            any(name.startswith(start) for name in contributions) for start in needed
         )
-        return rows if is_complete else None
+        return contributions if is_complete else None
 
     def complete_of(
         self, numbers: Iterable[int], needed: Sequence[str]
     ) -> dict[int, dict[str, Tensor]]:
-        """The complete rows of those batches that have them, by number."""
-        rows_of = {number: self.complete(number, needed) for number in numbers}
-        return {number: rows for number, rows in rows_of.items() if rows is not None}
+        """The complete contributions of those batches that have them, by number."""
+        found = {number: self.complete(number, needed) for number in numbers}
+        return {number: values for number, values in found.items() if values is not None}
 
-    def write(self, number: int, rows: Mapping[str, Tensor]) -> None:
-        """Write the rows of a batch.
+    def write(self, number: int, contributions: Mapping[str, Tensor]) -> None:
+        """Write the contributions of a batch.
 
         Raises:
-            StoreError: They cannot be written; the rows of other batches are still there.
+            StoreError: They cannot be written; the contributions of other batches are still there.
         """
         path = self._path(number)
         if path.is_dir():
             with suppress(OSError):  # if it is not empty, the error below names it
                 path.rmdir()
         header = {"run": dict(self.run), "function": self.function, "batch": number}
-        write_atomically(path, to_bytes_with_digest(header, rows))
+        write_atomically(path, to_bytes_with_digest(header, contributions))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"rows-{number:05d}.safetensors"
@@ -153,13 +155,13 @@ class Store:
         ]
         if different:
             raise StoreError(
-                f"{path} holds the rows of another run; {_CURE}. " + "; ".join(different)
+                f"{path} holds the contributions of another run; {_CURE}. " + "; ".join(different)
             )
 
 
 @checked
-def forget_rows(folder: str | Path) -> None:
-    """Delete the rows that ``run`` stored in a folder, so that it starts over; other files stay.
+def forget_run(folder: str | Path) -> None:
+    """Delete what ``run`` stored in a folder, so that it starts over; other files stay.
 
     Args:
         folder: A folder that was given to ``run`` or an experiment, or that does not exist yet. A
@@ -169,9 +171,9 @@ def forget_rows(folder: str | Path) -> None:
         StoreError: A file cannot be deleted.
 
     Examples:
-        >>> rows = folder / "rows"
-        >>> al.forget_rows(rows)
-        >>> results = al.run(model, batches, [al.Accuracy()], folder=rows, progress=False)
+        >>> stored = folder / "stored"
+        >>> al.forget_run(stored)
+        >>> results = al.run(model, batches, [al.Accuracy()], folder=stored, progress=False)
     """
     for path in Path(folder).glob("*"):
         if not _FILES.fullmatch(path.name) or not path.is_file():
@@ -185,8 +187,8 @@ def forget_rows(folder: str | Path) -> None:
                 ) from error
 
 
-def same_rows(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> bool:
-    """Whether two computations of the same rows agree to 1e-4 of the largest value."""
+def same_contributions(stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> bool:
+    """Whether two computations of the same contributions agree to 1e-4 of the largest value."""
     if stored.keys() != computed.keys():
         return False
     pairs = [(stored[name].double(), computed[name].double()) for name in stored]
@@ -201,11 +203,13 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _read(path: Path) -> _StoredRows | None:
-    """What a file of rows holds; None if it is not byte for byte what was written."""
+def _read(path: Path) -> _StoredBatch | None:
+    """What a file of contributions holds; None if it is not byte for byte what was written."""
     try:
-        header, rows = read_with_digest(path)
-        return _StoredRows(dict(header["run"]), header["function"], int(header["batch"]), rows)
+        header, contributions = read_with_digest(path)
+        return _StoredBatch(
+            dict(header["run"]), header["function"], int(header["batch"]), contributions
+        )
     except (StoreError, KeyError, TypeError, ValueError):
         return None
 

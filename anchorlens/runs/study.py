@@ -1,4 +1,4 @@
-"""A study checks a model and its prompts, plans passes, collects rows, and makes results.
+"""A study checks a model and its prompts, plans passes, collects contributions, and makes results.
 
 ``run`` and the experiments of the package use it, and so can your own experiment.
 """
@@ -27,7 +27,7 @@ from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
-from ..results.record import Record, Rows
+from ..results.record import Contributions, Record
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.processes import (
@@ -50,7 +50,7 @@ from .fused_trial import fused_passes, patterns_are_large
 from .identity import identity_of
 from .order import order_of_queries, sets_of
 from .plan import Plan, checking
-from .store import Store, same_rows
+from .store import Store, same_contributions
 from .trial import shared_passes
 
 R = TypeVar("R", bound=Record)
@@ -67,9 +67,9 @@ class Study:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``; batches of several calls may be joined.
         settings: What distinguishes this experiment from others on the same model and prompts, by
-            name. Stored rows of other settings are an error.
+            name. Stored contributions of other settings are an error.
         folder: Stores what each batch contributed; the same call after an interruption continues
-            from there, and after ``forget_rows`` from the start.
+            from there, and after ``forget_run`` from the start.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
         title: The name of the progress bar.
@@ -85,15 +85,15 @@ class Study:
 
         >>> with al.Study(model, batches, {"experiment": "depths"}, progress=False) as study:
         ...     plan = study.plan()
-        ...     def rows_of(batch):
+        ...     def contributions_of(batch):
         ...         clean = plan.logits(batch).log_softmax(-1)
         ...         def isolated(depth):
         ...             hooks = lambda batch: al.isolate_labels(model, batch, range(depth))
         ...             return plan.logits(batch, hooks).log_softmax(-1)
         ...         kl = [(clean.exp() * (clean - isolated(depth))).sum(-1) for depth in (1, 2)]
         ...         return {"kl": torch.stack(kl, dim=1).cpu()}
-        ...     rows = study.collect(rows_of)
-        >>> rows["kl"].shape == (sum(map(len, batches)), 2)
+        ...     contributions = study.collect(contributions_of)
+        >>> contributions["kl"].shape == (sum(map(len, batches)), 2)
         True
     """
 
@@ -226,39 +226,43 @@ class Study:
     @checked
     def collect(
         self,
-        rows_of_batch: Callable[[PromptBatch], dict[str, Tensor]],
+        contributions_of: Callable[[PromptBatch], dict[str, Tensor]],
         *,
         needed: Sequence[str] = (),
     ) -> dict[str, Tensor]:
-        """The rows of all prompts in the order of their queries, whatever the order of batches is.
+        """The contributions of all prompts in the order of their queries, whatever that of batches.
 
         A batch that does not fit into memory is run in smaller parts, and so are the next batches.
         Where the patterns of a prompt would take more than 2 GiB, each prompt is a batch by
-        itself. Each of several processes computes a part of the batches, and all return all rows.
+        itself. Each of several processes computes a part of the batches, and all return all
+        contributions.
 
         Args:
-            rows_of_batch: Function of a batch to what each of its prompts contributes: tensors
+            contributions_of: Function of a batch to what each of its prompts contributes: tensors
                 [prompt, ...] by name, on the CPU.
-            needed: Beginnings of names. Stored rows are computed again if one of these has no name.
+            needed: Beginnings of names. Stored contributions are computed again if one of these has
+                no name.
 
         Raises:
-            MetricError: The rows of a batch do not have one entry for each of its prompts, or are
-                not the same in all batches.
-            StoreError: The folder holds another run, cannot be written into, or holds the rows of
-                this study already: one with a folder collects once.
+            MetricError: The contributions of a batch do not have one entry for each of its prompts,
+                or are not the same in all batches.
+            StoreError: The folder holds another run, cannot be written into, or holds the
+                contributions of this study already: one with a folder collects once.
             MemoryLimitError: A prompt alone does not fit into memory.
         """
-        store, device = self._store_of(rows_of_batch), device_of(self.model)
+        store, device = self._store_of(contributions_of), device_of(self.model)
         if store is not None and self._has_collected:
             raise StoreError(
-                f"{store.folder} holds the rows that this study has collected already; collect all "
-                "rows in one call, or open another study with another folder"
+                f"{store.folder} holds the contributions that this study has collected already; "
+                "collect all in one call, or open another study with another folder"
             )
         self._has_collected = True
-        fitting = PartsThatFit(checking(rows_of_batch))
+        fitting = PartsThatFit(checking(contributions_of))
         if store is not None:
             if is_main():
-                self._check_stored(store, needed, lambda batch: fitting.rows(batch.to(device)))
+                self._check_stored(
+                    store, needed, lambda batch: fitting.contributions(batch.to(device))
+                )
             gather_from_processes("what is stored", None)
         numbers, is_single = self._numbers(store), is_single_process()
         collected = {} if store is None else store.complete_of(numbers, needed)
@@ -268,56 +272,65 @@ class Study:
                     continue
                 if not is_single and failed_elsewhere():
                     break
-                rows = fitting.rows(self._parts[number].to(device), bar.update)
+                contributions = fitting.contributions(self._parts[number].to(device), bar.update)
                 if store is not None:
-                    store.write(number, rows)
-                collected[number] = rows
+                    store.write(number, contributions)
+                collected[number] = contributions
         ordered = [collected[number] for number in numbers if number in collected]
         parts = _of_all_processes(ordered)
-        rows = joined(parts)
+        contributions = joined(parts)
         # Those of a metric are missing where it failed, which its plan reports.
         names = {name for part in parts for name in part if not name.startswith(tuple(needed))}
-        if unlike := names - rows.keys():
+        if unlike := names - contributions.keys():
             raise MetricError(
-                f"the rows {', '.join(sorted(unlike))} must be in every batch, with the same shape "
-                "but for the prompts"
+                f"the contributions {', '.join(sorted(unlike))} must be in every batch, with "
+                "the same shape but for the prompts"
             )
         order = order_of_queries(self.batches)
-        return {name: values[order] for name, values in rows.items()}
+        return {name: values[order] for name, values in contributions.items()}
 
     @checked
     def record(
-        self, result: Callable[[Rows], R], rows: Rows, info: Mapping[str, Any] | None = None
+        self,
+        result: Callable[[Contributions], R],
+        contributions: Contributions,
+        info: Mapping[str, Any] | None = None,
     ) -> R:
-        """The record of all rows, with its intervals.
+        """The record of all contributions, with its intervals.
 
         Args:
-            result: Pure function from the rows of all prompts to a record.
-            rows: From ``collect``.
+            result: Pure function from the contributions of all prompts to a record.
+            contributions: From ``collect``.
             info: What the numbers describe, apart from the model and the prompts.
         """
         return with_intervals(
             result,
-            rows,
+            contributions,
             sets=sets_of(self.batches),
             resamples=self.resamples,
             info=self.describe() | dict(info or {}),
         )
 
     @checked
-    def results(self, plan: Plan, rows: Rows, known: Mapping[str, Record] | None = None) -> Results:
+    def results(
+        self, plan: Plan, contributions: Contributions, known: Mapping[str, Record] | None = None
+    ) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
         Raises:
             RunError: A metric has no result; all others are in its ``results``.
         """
 
-        def record(result: Callable[[Rows], Record], rows: Rows) -> Record:
+        def record(
+            result: Callable[[Contributions], Record], contributions: Contributions
+        ) -> Record:
             attention = plan.passes.attention
             of_attention = {"attention": attention} if attention else {}
-            return self.record(result, rows, {"shared_prefix": plan.status, **of_attention})
+            return self.record(
+                result, contributions, {"shared_prefix": plan.status, **of_attention}
+            )
 
-        return plan.results(rows, record, known or {})
+        return plan.results(contributions, record, known or {})
 
     def describe(self) -> dict[str, Any]:
         """The model, the prompts and the versions to which the numbers belong."""
@@ -333,13 +346,13 @@ class Study:
             return self.batches
         return [batch.prompt(number) for batch in self.batches for number in range(len(batch))]
 
-    def _store_of(self, rows_of_batch: Callable[..., Any]) -> Store | None:
-        """The folder of the rows that this function computes."""
+    def _store_of(self, contributions_of: Callable[..., Any]) -> Store | None:
+        """The folder of the contributions that this function computes."""
         if self._store is None and is_single_process():
             return None
         known = {id(self): "the study", id(self.model): "the model"}
         known |= {id(plan): f"plan {number}" for number, (plan, _) in enumerate(self._plans)}
-        computed = identity_of([rows_of_batch, *(made_of for _, made_of in self._plans)], known)
+        computed = identity_of([contributions_of, *(made_of for _, made_of in self._plans)], known)
         require_equal_settings({"what the function of each batch does": computed.digest})
         if self._store is None:
             return None
@@ -353,7 +366,7 @@ class Study:
 
     @cached_property
     def _store(self) -> Store | None:
-        """The folder of rows, which is opened after the arguments were checked."""
+        """The folder of contributions, which is opened after the arguments were checked."""
         if self.folder is None:
             return None
         folder, expected = self.folder, self._fingerprint.facts
@@ -395,11 +408,11 @@ class Study:
                 stored = store.complete(number, needed)
             if stored is None:
                 continue
-            if not same_rows(stored, compute(batch)):
+            if not same_contributions(stored, compute(batch)):
                 raise StoreError(
                     f"batch {number} gives other numbers than those stored in {store.folder}, so "
                     "hooks, loss or weights are not those of the stored run; use another folder, "
-                    "or start over in this one (al.forget_rows)"
+                    "or start over in this one (al.forget_run)"
                 )
             return
 
@@ -475,9 +488,9 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
 
 
 def _of_all_processes(collected: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The rows of all batches; the parts are contiguous, so that they only need to be joined."""
+    """The contributions of all batches; the parts are contiguous and only need to be joined."""
     if is_single_process():
         return collected
     # Copies, because a view would be sent with its whole storage.
-    rows_of_part = [{name: values.clone() for name, values in rows.items()} for rows in collected]
-    return [rows for part in gather_from_processes("rows", rows_of_part) for rows in part]
+    copies = [{name: values.clone() for name, values in part.items()} for part in collected]
+    return [part for parts in gather_from_processes("contributions", copies) for part in parts]

@@ -106,7 +106,7 @@ def test_a_different_run_in_the_same_folder_needs_fresh(
     assert call(monkeypatch, "run", *arguments, "--seed", "7") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(
-        f"error: {users_file.parent / 'metrics'} holds the rows of another run; use"
+        f"error: {users_file.parent / 'metrics'} holds the contributions of another run; use"
     )
     assert "--fresh" in error and "prompts: stored" in error
     # A command that fails deletes nothing.

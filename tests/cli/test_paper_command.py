@@ -149,7 +149,7 @@ def test_an_interrupted_command_resumes(
     assert call(monkeypatch, "paper", *arguments, "--draws", "2") == 1
     assert (tmp_path / "settings.json").read_text() == settings
     error = capsys.readouterr().err
-    assert "rows of another run" in error and "'1 layers, 2 draws'" in error
+    assert "contributions of another run" in error and "'1 layers, 2 draws'" in error
     with pytest.warns(UserWarning, match="First: mind this"):
         assert call(monkeypatch, "paper", *arguments, "--draws", "2", "--fresh") == 0
     assert calls.count("first") == 2

@@ -16,7 +16,7 @@ from anchorlens.cli.wording import in_words_of_the_command
     ("message", "told"),
     [
         ("try float32 (dtype=torch.float32), and check", "try --dtype float32, and check"),
-        ("start over in this one (al.forget_rows). prompts", "in this one (--fresh). prompts"),
+        ("start over in this one (al.forget_run). prompts", "in this one (--fresh). prompts"),
         ("leave the type (dtype) of quantised", "leave the type of quantised"),
         (
             "batches of one prompt (batch_size=1), or shorter prompts (in Python "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, ModelError
-from anchorlens.metrics.prefix_effect import effect_record, effect_rows
+from anchorlens.metrics.prefix_effect import effect_contributions, effect_record
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -52,7 +52,9 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     )
     dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
     hooks = al.block_edges(gpt2, al.edges.between(al.edges.query(batch), dropped), range(3))
-    rows = effect_rows(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks)
+    rows = effect_contributions(
+        gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks
+    )
     expected = effect_record(rows, ["context"])
     for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
         assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name

@@ -142,7 +142,7 @@ def test_observed_keys_and_queries_equal_those_of_attention(
     model = request.getfixturevalue(name)
     batch = questions(model, 3, padding_side=side)[0]
     observation = al.AnchorDistances().observe(model, batch)
-    rows = observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+    rows = observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
     for n, mask in enumerate(batch.attention_mask):
         tokens = batch.tokens[n][mask][None]
         query, key = keys_and_queries(name, model, tokens, monkeypatch)
@@ -244,7 +244,9 @@ def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
     demos = al.sample_demonstrations(examples, shots=2)
     batch = al.build_prompts(gpt2.tokenizer, al.TASKS["sst2"], demos, examples[:2])[0]
     observation = al.AnchorDistances().observe(gpt2, batch)
-    keys = observation.rows(run_pass(gpt2, batch, observers=observation.hooks), None)["keys"]
+    keys = observation.contributions(run_pass(gpt2, batch, observers=observation.hooks), None)[
+        "keys"
+    ]
     singles = []
     for anchor in range(4):
         column = slice(anchor, anchor + 1)
@@ -257,7 +259,7 @@ def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
         )
         single_observation = al.AnchorDistances().observe(gpt2, single)
         logits = run_pass(gpt2, single, observers=single_observation.hooks)
-        singles.append(single_observation.rows(logits, None)["keys"][:, :, 0])
+        singles.append(single_observation.contributions(logits, None)["keys"][:, :, 0])
     for label in range(2):
         of_class = [
             singles[anchor] for anchor in range(4) if int(batch.label_classes[0, anchor]) == label

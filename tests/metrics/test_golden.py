@@ -39,7 +39,7 @@ def assert_equal(golden: GoldenCase, ours: Tensor, name: str) -> None:
 
 def observed(model: Any, batch: al.PromptBatch, metric: al.Metric) -> dict[str, Tensor]:
     observation = metric.observe(model, batch)
-    return observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+    return observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
 
 
 def test_the_batch_is_padded_on_the_given_side(golden: GoldenCase, side: str) -> None:

@@ -163,7 +163,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
         act(pattern, hook=None)
     logits = torch.zeros(2, gpt2.cfg.d_vocab)
     logits[:, 30] = 1.0  # class 0 is predicted for both
-    rows = observation.rows(logits, None)
+    rows = observation.contributions(logits, None)
     assert rows["tokens"].tolist() == [12, 10] and rows["classes"].tolist() == [2, 2]
     record = metric.result(rows)
     first = record.scores[0] * 2  # sums over the two prompts
@@ -192,7 +192,7 @@ def test_attention_is_summed_in_a_wide_type(
     length = batch.tokens.shape[1]
     for _, act in observation.hooks:
         act(torch.full((2, 2, length, length), 1.0078125, dtype=dtype), hook=None)
-    rows = observation.rows(torch.zeros(2, gpt2.cfg.d_vocab), None)
+    rows = observation.contributions(torch.zeros(2, gpt2.cfg.d_vocab), None)
     assert {rows[name].dtype for name in SCORES} == {expected}
     assert (rows["read"] == 6 * 1.0078125).all()
 
@@ -222,7 +222,7 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     pattern /= pattern.sum(1, keepdim=True)
     for _, act in observation.hooks:
         act(pattern.expand(len(batch), 2, -1, -1), hook=None)
-    record = metric.result(observation.rows(torch.zeros(4, gpt2.cfg.d_vocab), None))
+    record = metric.result(observation.contributions(torch.zeros(4, gpt2.cfg.d_vocab), None))
     tokens = batch.attention_mask.sum(1).double()
     expected = (6 / tokens).mean()
     for values in (record.scores, record.random_scores):

@@ -13,7 +13,12 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError
-from anchorlens.metrics.prefix_effect import POSITIONS, _sampled, effect_record, effect_rows
+from anchorlens.metrics.prefix_effect import (
+    POSITIONS,
+    _sampled,
+    effect_contributions,
+    effect_record,
+)
 from anchorlens.metrics.prefix_terms import LayerTerms, prefix_runs, terms_of_layer
 from anchorlens.passes.forward import run_pass, run_prefix
 
@@ -107,10 +112,10 @@ def test_stolen_by_label_words_is_the_score_of_aucroc(gpt2: Any) -> None:
     batch = questions(gpt2, 5)[0]
     classes = {str(c): partial(of_class, number=c) for c in range(6)}
     metric = al.PrefixEffect(keys=classes, rows=al.edges.target)
-    rows = effect_rows(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch))
+    rows = effect_contributions(gpt2, batch, metric.segments_of(batch), metric.rows_of(batch))
     observation = al.AttentionAUCROC().observe(gpt2, batch)
     logits = run_pass(gpt2, batch, observers=observation.hooks)
-    scores = observation.rows(logits, None)["attention"].sum(2)
+    scores = observation.contributions(logits, None)["attention"].sum(2)
     assert rows["stolen_by_segment"].sum(2).allclose(scores, atol=1e-6)
     assert scores.min() > 1e-4
 
@@ -189,7 +194,7 @@ def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
     cut = al.edges.between(al.edges.query(batch), segments.any(1))
     hooks = al.block_edges(llama, cut, range(3))
     effect = effect_record(
-        effect_rows(llama, batch, segments, rows, hooks=hooks), list(metric.keys)
+        effect_contributions(llama, batch, segments, rows, hooks=hooks), list(metric.keys)
     )
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
@@ -232,7 +237,7 @@ def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
 
 
 def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> dict[str, Tensor]:
-    """Rows of one layer, one head and one segment."""
+    """Contributions of one layer, one head and one segment."""
     count = len(taken)
     ones, known = torch.ones(count, 1, 1), torch.ones(count, 1)
     weights = torch.full((count, 1, POSITIONS), torch.nan)

@@ -26,7 +26,7 @@ def edge_sums(
     """The sums of one layer, and those of each head."""
     sums = EdgeSums([EdgeSet.of(edges[:, k]) for k in range(4)], 0, absolute_per_head)
     sums.add(0, pattern, gradient)
-    rows = sums.rows(pattern, None)
+    rows = sums.contributions(pattern, None)
     return rows["sums"][:, 0], rows["head_sums"][:, 0]
 
 

@@ -32,7 +32,7 @@ class Limited(Logits):
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             if self.dies_in is not None and len(batch) > self.dies_in:
                 raise torch.OutOfMemoryError(CUDA)
-            return inner.rows(logits, clean_logits)
+            return inner.contributions(logits, clean_logits)
 
         return al.Observation(rows)
 
@@ -87,14 +87,14 @@ def test_every_prompt_runs_once_and_in_order(gpt2: Any) -> None:
         fitting = PartsThatFit(rows)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            result = fitting.rows(batch)
+            result = fitting.contributions(batch)
         assert any("do not fit into memory" in str(warning.message) for warning in warned) == (
             count > size
         )
         assert torch.equal(result["index"], batch.index)
         assert sum(seen) == count and max(seen) <= size
         first = seen.copy()
-        fitting.rows(batch)  # starts with the size that fitted, without a warning
+        fitting.contributions(batch)  # starts with the size that fitted, without a warning
         assert seen == first * 2
 
 
@@ -168,7 +168,7 @@ def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
         raise RuntimeError("size mismatch")
 
     with pytest.raises(RuntimeError, match="size mismatch"):
-        PartsThatFit(rows).rows(questions(gpt2, count=4, batch_size=4)[0])
+        PartsThatFit(rows).contributions(questions(gpt2, count=4, batch_size=4)[0])
 
 
 def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:

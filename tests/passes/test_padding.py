@@ -150,5 +150,5 @@ def test_distances_of_a_float64_model_are_computed_in_float64(byte_level: Any, h
     assert observation.hooks
     with torch.no_grad():
         model.run_with_hooks(batch.tokens, fwd_hooks=list(observation.hooks))
-    rows = observation.rows(torch.zeros(3, model.cfg.d_vocab), None)
+    rows = observation.contributions(torch.zeros(3, model.cfg.d_vocab), None)
     assert rows["queries"].dtype == rows["keys"].dtype == torch.float64

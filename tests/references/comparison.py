@@ -182,7 +182,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
         ],
         loss=al.label_cross_entropy,
     )
-    flows, attention, segments = (o.rows(logits, None) for o in observations)
+    flows, attention, segments = (o.contributions(logits, None) for o in observations)
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
     positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
     cuts = [
@@ -235,7 +235,7 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
     """
     metric = al.AnchorDistances(directions=DIRECTIONS)
     observation = metric.observe(model, batch)
-    rows = observation.rows(run_pass(model, batch, observers=observation.hooks), None)
+    rows = observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
     distances = metric.result(rows).anchor_distance
     products = torch.einsum("plx,plcx->lpc", rows["queries"].double(), rows["keys"].double())
     worst = 0.0

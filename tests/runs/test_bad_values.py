@@ -104,7 +104,7 @@ def test_counts_are_not_below_1() -> None:
 def test_impossible_paths_are_refused(gpt2: Any) -> None:
     refused = partial(pytest.raises, StoreError)
     record = al.compare_accuracies({"one": torch.ones(2)}, resamples=0)
-    with refused(match="cannot be a folder of rows: .*embedded null"):
+    with refused(match="cannot be a folder of contributions: .*embedded null"):
         al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], folder="\0", progress=False, resamples=0)
     for write in (partial(al.write_report, {"one": record}), record.save):
         with refused(match="cannot be written: .*embedded null"):

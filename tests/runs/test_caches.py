@@ -211,7 +211,7 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
         al.from_caches([], batches, passes)
     with pytest.raises(MetricError, match="need different names"):
         al.from_caches(metrics * 2, batches, passes)
-    with pytest.raises(RunError, match="no result for saliency_flows: its rows"):
+    with pytest.raises(RunError, match="no result for saliency_flows: its contributions"):
         other = {name: values for name, values in passes[1][1].items() if "blocks.2" not in name}
         al.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
     with pytest.raises(MetricError, match="loyalty"):

@@ -307,7 +307,7 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
             def edit(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Any) -> None:
                 pattern.mul_(2)
 
-            return al.Observation(super().observe(model, batch).rows, use_rows=edit)
+            return al.Observation(super().observe(model, batch).contributions, use_rows=edit)
 
     with pytest.raises(HookError, match="metric 'edits' changed A or dL/dA in place"):
         al.run(gpt2, [batch], [Edits(name="edits")], **QUIET)
@@ -378,7 +378,7 @@ def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -
                 self.runs.append(len(batch))
                 if len(self.runs) == 3:
                     raise KeyboardInterrupt
-                return observation.rows(logits, clean)
+                return observation.contributions(logits, clean)
 
             return al.Observation(rows, use_rows=observation.use_rows)
 
@@ -407,7 +407,7 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
     with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
         plan = study.plan([Plain()])
         assert plan.passes.is_fused
-        rows = [plan.rows(batch)["plain/largest"] for batch in study.batches]
+        rows = [plan.contributions(batch)["plain/largest"] for batch in study.batches]
     logits = al.target_logits(gpt2, batches, progress=False)
     assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
 

@@ -153,8 +153,14 @@ def fails(error: Exception, batch: int = 1) -> Any:
             "missing in some batch",
         ),
         (UserMetric(lambda batch, size: {}), "missing in some batch"),
-        (UserMetric(lambda batch, size: None), "rows must be a dict of tensors; got a NoneType"),
-        (UserMetric(lambda batch, size: {"v": [1.0]}), "row 'v' must be a tensor .*; got a list"),
+        (
+            UserMetric(lambda batch, size: None),
+            "contributions must be a dict of tensors; got a None",
+        ),
+        (
+            UserMetric(lambda batch, size: {"v": [1.0]}),
+            "'v' must be a tensor .*; got a list",
+        ),
         (UserMetric(lambda batch, size: {"v": torch.tensor(1.0)}), "got a Tensor of one number"),
         (UserMetric(fails(PromptError("too odd"))), "too odd"),
         (UserMetric(sevens, mean=lambda rows: rows["w"]), "KeyError: 'w'"),

@@ -164,9 +164,9 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
     before = hooks_on(gpt2)
     with al.Study(gpt2, batches, {}, **QUIET) as study:
         for rows, message in (
-            (None, "rows must be a dict of tensors"),
-            ({"x": 1.0}, "row 'x' must be a tensor with an entry a prompt"),
-            ({"x": torch.zeros(3)}, "row 'x' must have one entry a prompt, 2"),
+            (None, "contributions must be a dict of tensors"),
+            ({"x": 1.0}, "contribution 'x' must be a tensor with an entry a prompt"),
+            ({"x": torch.zeros(3)}, "contribution 'x' must have one entry a prompt, 2"),
         ):
             returned: Any = rows
             with pytest.raises(MetricError, match=message):
@@ -248,7 +248,7 @@ def test_rows_that_differ_between_batches_are_an_error(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     widths = iter((2, 3))
     study = al.Study(gpt2, batches, {}, **QUIET)
-    with study, pytest.raises(MetricError, match="the rows x must be in every batch"):
+    with study, pytest.raises(MetricError, match="the contributions x must be in every batch"):
         study.collect(lambda batch: {"x": torch.zeros(len(batch), next(widths))})
 
 

@@ -259,9 +259,9 @@ def test_clean_logits_are_given_only_with_hooks(gpt2: Any) -> None:
 
             def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
                 seen.append((logits, clean_logits))
-                return observation.rows(logits, clean_logits)
+                return observation.contributions(logits, clean_logits)
 
-            return replace(observation, rows=rows)
+            return replace(observation, contributions=rows)
 
     batches = questions(gpt2, 3)
     run(gpt2, batches, [Spy()])
@@ -283,7 +283,7 @@ def test_a_failing_metric_leaves_the_results_of_the_others(gpt2: Any) -> None:
 
 
 def test_rows_must_have_one_entry_for_each_prompt(gpt2: Any) -> None:
-    message = r"wrong_rows: row 'short' must have one entry a prompt, 2; got the shape \(1,\)"
+    message = r"wrong_rows: contribution 'short' must have one entry a prompt, 2; .* shape \(1,\)"
     with pytest.raises(RunError, match=message) as caught:
         run(gpt2, questions(gpt2, 3, batch_size=2), [WrongRows(), al.SaliencyFlows()])
     assert set(caught.value.results) == {"saliency_flows"}

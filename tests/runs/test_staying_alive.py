@@ -18,7 +18,7 @@ from stored_runs import Logits, run, same, stored_run
 
 import anchorlens as al
 from anchorlens.errors import StoreError
-from anchorlens.runs.store import Store, forget_rows
+from anchorlens.runs.store import Store, forget_run
 from anchorlens.system import files
 from anchorlens.system.signals import Stopped, signals_raise
 
@@ -42,7 +42,9 @@ def stored(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
     return shutil.copytree(whole[0], tmp_path / "stored")
 
 
-@pytest.mark.filterwarnings("ignore:.*rows-00003.* holds the rows of batch 1; batch 3 is computed")
+@pytest.mark.filterwarnings(
+    "ignore:.*rows-00003.* holds the contributions of batch 1; batch 3 is computed"
+)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_rows_are_named_and_computed_again(
     gpt2: Any, whole: tuple[Path, dict[str, Any]], stored: Path, name: str
@@ -101,7 +103,9 @@ def test_rows_of_another_run_are_never_overwritten(gpt2: Any, stored: Path) -> N
     another = stored_run(stored, weights="others")
     another.write(1, {"logits/logits": torch.ones(1, 6)})
     foreign = path.read_bytes()
-    differs = r"rows-00001.* holds the rows of another run; .* weights: stored 'others', now '"
+    differs = (
+        r"rows-00001.* holds the contributions of another run; .* weights: stored 'others', now '"
+    )
     with pytest.raises(StoreError, match=differs):
         run(gpt2, Logits(), stored, metrics=[Logits()])
     for damage in (rewritten(lambda data: b""), Path.unlink):
@@ -123,14 +127,14 @@ def test_a_folder_with_the_name_of_a_row_file_is_not_removed(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", file.parent.name}
 
 
-def test_forget_rows_deletes_only_files_of_the_library(gpt2: Any, stored: Path) -> None:
-    forget_rows(stored / "nowhere")
+def test_forget_run_deletes_only_files_of_the_library(gpt2: Any, stored: Path) -> None:
+    forget_run(stored / "nowhere")
     names = {path.name for path in stored.iterdir()}
     (stored / "rows-00007.safetensors.machine.12.tmp").touch()
     others = {"rows-mine.safetensors", "saliency_flows.safetensors", "run.json.bak"}
     for name in others:
         (stored / name).touch()
-    forget_rows(stored)
+    forget_run(stored)
     assert {path.name for path in stored.iterdir()} == others
     metric = Logits(scale=2.0)  # another run in the same folder
     run(gpt2, metric, stored, metrics=[metric])
@@ -199,7 +203,7 @@ def test_a_folder_that_is_removed_during_a_run_is_an_error(gpt2: Any, tmp_path: 
 def test_a_file_instead_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match=r"cannot be a folder of rows: .*; use another"):
+        with pytest.raises(StoreError, match=r"folder of contributions: .*; use another"):
             Store.open(folder, {"model": "x"})
 
 

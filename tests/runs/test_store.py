@@ -19,7 +19,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import StoreError
 from anchorlens.runs.fingerprint import versions
-from anchorlens.runs.store import Store, forget_rows, same_rows
+from anchorlens.runs.store import Store, forget_run, same_contributions
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -96,7 +96,7 @@ def test_a_folder_with_a_run_file_of_another_program_is_refused(gpt2: Any, tmp_p
     path.write_text('{"my": "experiment"}')
     with pytest.raises(StoreError, match="not of anchorlens; use another folder"):
         run(gpt2, Logits(), tmp_path)
-    al.forget_rows(tmp_path)
+    al.forget_run(tmp_path)
     assert path.read_text() == '{"my": "experiment"}'
 
 
@@ -113,7 +113,7 @@ def test_a_run_file_with_too_many_brackets_is_damaged(
         run(gpt2, Logits(), tmp_path)
     assert json.loads(path.read_text())["digest"]
     path.write_text(content)
-    al.forget_rows(tmp_path)
+    al.forget_run(tmp_path)
     assert not any(tmp_path.iterdir())
 
 
@@ -183,7 +183,7 @@ def test_another_run_is_refused_and_the_difference_is_named(
     before = {path.name: path.read_bytes() for path in stored.iterdir()}
     options = {"metrics": [Logits()]} | change(gpt2)
     with pytest.raises(
-        StoreError, match="holds the rows of another run; use another folder"
+        StoreError, match="holds the contributions of another run; use another folder"
     ) as caught:
         run(options.pop("model", gpt2), Logits(), stored, **options)
     assert re.search(differs, str(caught.value))
@@ -214,7 +214,7 @@ def test_another_type_of_weights_is_refused(gpt2: Any, stored: Path) -> None:
     """Both types hold these weights exactly, so that only the computation differs."""
     rounded = {name: value.bfloat16().float() for name, value in gpt2.state_dict().items()}
     gpt2.load_state_dict(rounded)
-    forget_rows(stored)
+    forget_run(stored)
     run(gpt2, Logits(), stored, metrics=[Logits()])
     with pytest.raises(StoreError, match=r"dtype: stored 'torch.float32', now 'torch.bfloat16'"):
         run(gpt2.to(torch.bfloat16), Logits(), stored, metrics=[Logits()])
@@ -281,11 +281,11 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_same_rows_allows_only_rounding_errors() -> None:
     rows = {"a": torch.tensor([1.0, 1e-3]), "b": torch.tensor([torch.nan])}
-    assert same_rows(rows, rows | {"a": rows["a"] + 5e-5})
-    assert not same_rows(rows, rows | {"a": rows["a"] + 2e-4})
-    assert not same_rows(rows, rows | {"a": rows["a"][:1]})
-    assert not same_rows(rows, rows | {"b": torch.zeros(1)})
-    assert not same_rows(rows, {"a": rows["a"]})
+    assert same_contributions(rows, rows | {"a": rows["a"] + 5e-5})
+    assert not same_contributions(rows, rows | {"a": rows["a"] + 2e-4})
+    assert not same_contributions(rows, rows | {"a": rows["a"][:1]})
+    assert not same_contributions(rows, rows | {"b": torch.zeros(1)})
+    assert not same_contributions(rows, {"a": rows["a"]})
 
 
 def test_equal_batches_are_the_same_run(gpt2: Any, stored: Path) -> None:

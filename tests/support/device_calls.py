@@ -21,7 +21,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("AnchorlensError", "ChatTask", "ChecksBatches", "Context", "EdgeSet", "Example", "SEGMENTS"),
     *("Metric", "NoContext", "ObservesPrefix", "PAPER_APPENDIX", "PAPER_PARTS", "Plan", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
-    *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_rows"),
+    *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_run"),
     # they compute by the other calls, for whole papers and tables of numbers
     *("paper", "paper_figures"),
 }

@@ -54,9 +54,9 @@ class Failing(Logits):
                 end = time.monotonic() + 20
                 while not failed_elsewhere() and time.monotonic() < end:
                     time.sleep(0.01)
-            return dict(inner.rows(logits, clean_logits))
+            return dict(inner.contributions(logits, clean_logits))
 
-        return replace(inner, rows=rows)
+        return replace(inner, contributions=rows)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Picky(Logits):
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             if (batch.index > 3).any():
                 raise MetricError(f"not prompt {int(batch.index.max())}")
-            return dict(inner.rows(logits, clean_logits))
+            return dict(inner.contributions(logits, clean_logits))
 
-        return replace(inner, rows=rows)
+        return replace(inner, contributions=rows)
 
 
 def two_sets(model: Any) -> list[al.PromptBatch]:
