@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from attack_scene import QUICK, scene
-from attempts import Ending, Fault
 from damages import DAMAGES
 from stored_runs import same
 
@@ -133,7 +132,7 @@ def whole() -> tuple[Path, dict[str, Any]]:
     )
 
 
-def damaged_rows(rng: random.Random) -> Ending:
+def damaged_rows(rng: random.Random) -> None:
     """Damage a file in a folder of ``al.run``, and run again in that folder."""
     stored, expected = whole()
     run_folder = shutil.copytree(stored, folder() / "rows")
@@ -146,16 +145,17 @@ def damaged_rows(rng: random.Random) -> Ending:
         damage.__name__ = name
     description = apply_damage(path, damage, rng)
     if description is None:
-        return "refused"
+        return
     try:
         results = al.run(scene().model, scene().batches, rows_metrics(), folder=run_folder, **QUICK)
     except StoreError:
-        return "refused"
+        return
     except Exception as error:
-        raise Fault(f"{description}: {type(error).__name__}: {str(error)[:200]}") from error
+        raise AssertionError(
+            f"{description}: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
     if not same(results, expected):
-        raise Fault(f"{description}: other numbers")
-    return "right"
+        raise AssertionError(f"{description}: other numbers")
 
 
 def apply_damage(path: Path, damage: Damage, rng: random.Random) -> str | None:
@@ -167,7 +167,7 @@ def apply_damage(path: Path, damage: Damage, rng: random.Random) -> str | None:
     return f"{path.name}: {damage.__name__}"
 
 
-def damaged_record(rng: random.Random) -> Ending:
+def damaged_record(rng: random.Random) -> None:
     setup = scene()
     record = rng.choice([*setup.results.values(), setup.beta, setup.isolation])
     path = record.save(folder() / "record.safetensors")
@@ -177,17 +177,16 @@ def damaged_record(rng: random.Random) -> Ending:
         equal = same({"": loaded}, {"": record}) and loaded.info == record.info
         loaded.to_frame()
     except StoreError:
-        return "refused"
+        return
     except Exception as error:
-        raise Fault(
+        raise AssertionError(
             f"{type(record).__name__}, {description}: {type(error).__name__}: {error}"
         ) from error
     if not equal:
-        raise Fault(f"{type(record).__name__}, {description}: loads, with other numbers")
-    return "right"
+        raise AssertionError(f"{type(record).__name__}, {description}: loads, with other numbers")
 
 
-def damaged_context(rng: random.Random) -> Ending:
+def damaged_context(rng: random.Random) -> None:
     setup = scene()
     path = setup.context.save(folder() / "context.safetensors")
     description = apply_damage(path, rng.choice(GENERAL), rng)
@@ -195,14 +194,13 @@ def damaged_context(rng: random.Random) -> Ending:
         loaded = al.CompressedContext.load(path)
         logits = loaded.logits(setup.model, setup.batch)
     except AnchorlensError:
-        return "refused"
+        return
     except Exception as error:
-        raise Fault(
+        raise AssertionError(
             f"context, {description}: {type(error).__name__}: {str(error)[:200]}"
         ) from error
     if not torch.equal(logits, setup.context.logits(setup.model, setup.batch)):
-        raise Fault(f"context, {description}: loads, with other numbers")
-    return "right"
+        raise AssertionError(f"context, {description}: loads, with other numbers")
 
 
 def forged(value: Any, rng: random.Random) -> Any:
@@ -227,7 +225,7 @@ def forged_tensors(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict
     return changed
 
 
-def forged_files(rng: random.Random) -> Ending:
+def forged_files(rng: random.Random) -> None:
     """A file of another content with a right digest: an error with its name, or it can be used."""
     setup = scene()
     kind = rng.choice(["record", "context", "prefix", "prompt", "adapter"])
@@ -261,13 +259,14 @@ def forged_files(rng: random.Random) -> Ending:
             repr(loaded)
             loaded.logits(setup.model, setup.batch)
     except AnchorlensError:
-        return "refused"
+        return
     except Exception as error:
-        raise Fault(f"{kind}, {header}: {type(error).__name__}: {str(error)[:200]}") from error
-    return "right"
+        raise AssertionError(
+            f"{kind}, {header}: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
-def odd_settings(rng: random.Random) -> Ending:
+def odd_settings(rng: random.Random) -> None:
     """A settings file of another program, damaged: the task of a command, a peft adapter."""
     setup = scene()
     kind = rng.choice(["toml", "adapter"])
@@ -286,11 +285,12 @@ def odd_settings(rng: random.Random) -> Ending:
             al.context_from_peft(path.parent, setup.model)
     except AnchorlensError as error:
         if path.parent.name not in str(error):
-            raise Fault(f"{description}: no file is named: {error}") from error
-        return "refused"
+            raise AssertionError(f"{description}: no file is named: {error}") from error
+        return
     except Exception as error:
-        raise Fault(f"{description}: {type(error).__name__}: {str(error)[:200]}") from error
-    return "right"
+        raise AssertionError(
+            f"{description}: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def written(kind: str) -> Path:
@@ -309,17 +309,16 @@ def written(kind: str) -> Path:
     return path
 
 
-def damaged_data(rng: random.Random) -> Ending:
+def damaged_data(rng: random.Random) -> None:
     """A changed text cannot be detected. The result must be examples with classes, or an error."""
     path = written(rng.choice(["jsonl", "json", "csv", "parquet"]))
     description = apply_damage(path, rng.choice(GENERAL), rng)
     # In a separate process, because the library that reads the file may end the whole process.
     status, ending = end_of(forked(lambda: examples_of(path)))
     if status != 0:
-        raise Fault(f"{description}: the process ended with the status {status}")
+        raise AssertionError(f"{description}: the process ended with the status {status}")
     if ending not in ("right", "refused"):
-        raise Fault(f"{description}: {ending}")
-    return "right" if ending == "right" else "refused"
+        raise AssertionError(f"{description}: {ending}")
 
 
 def examples_of(path: Path) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from attack_scene import QUIET, scene
-from attempts import Ending, Fault
 from chat_tokenizers import chat_tokenizer
 from measures import difference
 from plain_prompts import rows
@@ -66,7 +65,7 @@ def alone(plain: Any, batches: list[al.PromptBatch]) -> Tensor:
     return torch.stack(found)
 
 
-def odd_lengths(rng: random.Random) -> Ending:
+def odd_lengths(rng: random.Random) -> None:
     kind, switch = rng.choice(["longrope"] * 2 + ["dynamic", "yarn"]), rng.choice(SWITCHES)
     model, plain = rotating(kind, switch)
     batches = built(rng, model.tokenizer, most=rng.choice([3, 8, 14]))
@@ -74,24 +73,21 @@ def odd_lengths(rng: random.Random) -> Ending:
     try:
         logits = al.target_logits(model, batches, **QUIET)
     except AnchorlensError:
-        return "refused"
+        return
     expected = alone(plain, batches)
     if not difference(logits, expected) <= 1e-5:
-        raise Fault(f"{case}: other logits than alone")
-    ending: Ending = "right"
+        raise AssertionError(f"{case}: other logits than alone")
     for batch in batches:
         try:
             context = al.compress(model, batch, al.selection.everything)
             answers = context.logits(model, batch)
         except AnchorlensError:
-            ending = "refused"
             continue
         if not difference(answers, expected[batch.index]) <= 1e-5:
-            raise Fault(f"{case}: a context has other logits than the whole prompts")
-    return ending
+            raise AssertionError(f"{case}: a context has other logits than the whole prompts")
 
 
-def odd_edges(rng: random.Random) -> Ending:
+def odd_edges(rng: random.Random) -> None:
     """Edges of only some prompts, as flows and as cuts, against each prompt alone."""
     setup = scene()
     batches = built(rng, setup.tokenizer, most=8)
@@ -115,8 +111,10 @@ def odd_edges(rng: random.Random) -> Ending:
         logits = al.target_logits(setup.model, batches, hooks=cut, **QUIET)
     except AnchorlensError as error:
         if not chosen.any():
-            return "refused"
-        raise Fault(f"{count} prompts, edges in {chosen.tolist()}: refused: {error}") from error
+            return
+        raise AssertionError(
+            f"{count} prompts, edges in {chosen.tolist()}: refused: {error}"
+        ) from error
     each = [
         al.run(setup.model, [one], [al.SaliencyFlows(edges={"all": kind})], **RUN)
         for one in singles
@@ -124,17 +122,16 @@ def odd_edges(rng: random.Random) -> Ending:
     expected = torch.stack([one["saliency_flows"].flows[:, 0] for one in each])
     case = f"{kind.__name__} in prompts {chosen.nonzero().flatten().tolist()} of {count}"
     if not difference(flows.flows[:, 1], expected.mean(0)) <= 1e-5:
-        raise Fault(f"{case}: other flows of all")
+        raise AssertionError(f"{case}: other flows of all")
     if not difference(flows.flows[:, 0], expected[chosen].mean(0)) <= 1e-5:
-        raise Fault(f"{case}: other flows of some")
+        raise AssertionError(f"{case}: other flows of some")
     for one, is_cut, ours in zip(singles, chosen, logits, strict=True):
         hooks = (
             (lambda batch: al.block_edges(setup.model, kind(batch), range(2))) if is_cut else None
         )
         theirs = al.target_logits(setup.model, [one], hooks=hooks, **QUIET)[0]
         if not difference(ours, theirs) <= 1e-5:
-            raise Fault(f"{case}: other logits with cut edges")
-    return "right"
+            raise AssertionError(f"{case}: other logits with cut edges")
 
 
 WHEN = ["true", "loop.last", "loop.index0 == 1", "'film' in message.content", "loop.length > 5"]
@@ -158,7 +155,7 @@ def random_template(rng: random.Random) -> str:
     )
 
 
-def odd_turns(rng: random.Random) -> Ending:
+def odd_turns(rng: random.Random) -> None:
     """The tokens of each prompt, then those of each answer, are those of the chat template."""
     tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
     tokenizer.chat_template = random_template(rng)
@@ -169,7 +166,7 @@ def odd_turns(rng: random.Random) -> Ending:
     try:
         batches = al.build_prompts(tokenizer, task, demos, queries, batch_size=2)
     except PromptError:
-        return "refused"
+        return
     firsts = batches[0].label_token_ids.tolist()
 
     def ids(turns: list[tuple[str, str]], ask: bool) -> list[int]:
@@ -188,9 +185,10 @@ def odd_turns(rng: random.Random) -> Ending:
     for row, query in zip(rows(batches), queries, strict=True):
         turns = [*before, ("user", f"Review: {query.text}\nSentiment:")]
         if row.tokens != ids(turns, ask=True):
-            raise Fault(f"{tokenizer.chat_template}: other tokens than the template's")
+            raise AssertionError(f"{tokenizer.chat_template}: other tokens than the template's")
         for word, first in zip(labels, firsts, strict=True):
             answered = ids([*turns, ("assistant", word)], ask=False)
             if answered[: len(row.tokens) + 1] != [*row.tokens, first]:
-                raise Fault(f"{tokenizer.chat_template}: {word!r} does not follow the prompt")
-    return "right"
+                raise AssertionError(
+                    f"{tokenizer.chat_template}: {word!r} does not follow the prompt"
+                )

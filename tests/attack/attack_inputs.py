@@ -6,26 +6,26 @@ error is a fault, and so is a result. The model, its hooks and the random state 
 """
 
 import inspect
-import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from attack_calls import Call, calls
 from attack_scene import scene
-from attempts import Ending, Fault
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
 
 
-def bad_values(rng: random.Random) -> Ending:
-    call = rng.choice([call for call in calls() if call.wrong])
-    name = rng.choice([*call.wrong])
-    return refused(call, name, rng.choice(call.wrong[name]))
+def wrong_values() -> Iterator[tuple[Call, str, Any]]:
+    for call in calls():
+        for name, values in call.wrong.items():
+            for value in values:
+                yield call, name, value
 
 
-def refused(call: Call, name: str, value: Any) -> Ending:
+def check_refused(call: Call, name: str, value: Any) -> None:
     setup = scene()
     before = setup.state()
     attempt = f"{call.function.__qualname__}({name}={described(value)})"
@@ -38,14 +38,13 @@ def refused(call: Call, name: str, value: Any) -> Ending:
             frame = inspect.trace()[-1]
             line = f"{Path(frame.filename).name}:{frame.lineno}"
             text = str(error).partition("\n")[0][:160]
-            raise Fault(f"{attempt}: {type(error).__name__}: {text} ({line})") from error
+            raise AssertionError(f"{attempt}: {type(error).__name__}: {text} ({line})") from error
     else:
         if not fits(call, name, value):
-            raise Fault(f"{attempt}: no error, but a {type(result).__name__}")
-        return "right"
+            raise AssertionError(f"{attempt}: no error, but a {type(result).__name__}")
+        return
     if setup.state() != before:
-        raise Fault(f"{attempt}: refused, but the model is not as before")
-    return "refused"
+        raise AssertionError(f"{attempt}: refused, but the model is not as before")
 
 
 USER_FUNCTIONS = ("hooks", "loss", "keep", "positions")

@@ -1,31 +1,21 @@
 """Interrupts calls of the package at random moments, and counts what they leave on the model.
 
-    python tests/attack/attack_interrupts.py [--count 2000] [--seed 0]
-
 Every attempt starts a timer whose signal raises KeyboardInterrupt, as Ctrl-C does; two of five
 attempts are interrupted twice. Then hooks, modes, forwards, patterns and global state must be those
-of before, and the logits equal bit for bit. Prints a line for each kind of call. Exit status 1 if
-anything was left.
+of before, and the logits equal bit for bit.
 """
 
-import argparse
-import logging
 import random
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import questions
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from unchanged import global_state
 
 import anchorlens as al
@@ -159,25 +149,3 @@ def random_interrupts(model: Any, count: int, seed: int) -> Interrupts:
         except KeyboardInterrupt:
             attempts.check(name)
     return attempts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    tokenizer = byte_level_tokenizer()
-    model = al.load_model(tiny_gpt2(len(tokenizer), n_layer=2), tokenizer=tokenizer)
-    attempts = random_interrupts(model, options.count, options.seed)
-    for name, number in sorted(attempts.counts.items()):
-        print(f"{name}: interrupted {number} times")
-    print(f"left something: {len(attempts.left)} of {sum(attempts.counts.values())}")
-    print("\n".join(attempts.left))
-    sys.exit(bool(attempts.left))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,13 @@
-"""A small seeded part of the attack (benchmarks/attack.py) must find no fault."""
+"""Random and wrong inputs: each gives the right numbers, or an error with a reason.
 
+Hypothesis draws the inputs, and makes one that fails smaller. For other and more inputs:
+
+    pytest tests/attack -m '' --hypothesis-profile=attack --hypothesis-seed=1
+"""
+
+import random
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +21,14 @@ from attack_damages import (
     odd_settings,
 )
 from attack_every_prompt import odd_edges, odd_lengths, odd_turns
-from attack_inputs import bad_values
+from attack_inputs import check_refused, wrong_values
 from attack_interrupts import random_interrupts
-from attack_metrics import odd_metrics
+from attack_metrics import ODD, check_with_odd_metric
 from attack_prompts import fuzzed_prompts
 from attack_report import payloads
 from attack_stale import stale_results
-from attempts import Section, attack, listing
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from tiny_models import tiny_gpt2
 from torch import Tensor
 
@@ -30,12 +38,13 @@ from anchorlens.prompts import build
 from anchorlens.runs import fingerprint, study, trial
 from anchorlens.runs.identity import Identity
 
-pytestmark = pytest.mark.without_jaxtyping
+pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.filterwarnings("ignore")]
 
+Section = Callable[[random.Random], None]
+
+settings.register_profile("attack", max_examples=3000, derandomize=False)
 SMALL: list[tuple[Section, int]] = [
     (fuzzed_prompts, 60),
-    (bad_values, 25),
-    (odd_metrics, 12),
     (damaged_rows, 10),
     (damaged_record, 10),
     (damaged_context, 10),
@@ -51,36 +60,37 @@ SMALL: list[tuple[Section, int]] = [
 ]
 
 
+def is_long() -> bool:
+    return settings().max_examples == 3000
+
+
+def attack(section: Section, count: int, phases: Any = tuple(Phase)) -> None:
+    """Give the section random numbers ``count`` times, or 50 times as often."""
+    drawn = settings(
+        max_examples=count * 50 if is_long() else count,
+        derandomize=not is_long(),
+        deadline=None,
+        database=None,
+        phases=phases,
+    )
+    drawn(given(st.randoms(use_true_random=False))(section))()
+
+
 @pytest.mark.parametrize(
     ("section", "count"), SMALL, ids=[section.__name__ for section, _ in SMALL]
 )
 def test_a_section_finds_no_fault(section: Section, count: int) -> None:
-    tally = attack(section.__name__, section, range(count), seed=0)
-    assert tally.tried == count
-    assert not tally.faults, listing(tally, seed=0)
-
-
-def test_the_attack_finds_label_words_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This fault is put into the package, and the section must find it."""
-    original = build._word
-
-    def ends_early(*arguments: Any) -> tuple[int, int]:
-        first, last = original(*arguments)
-        return first, max(first, last - 1)
-
-    monkeypatch.setattr(build, "_word", ends_early)
-    tally = attack("fuzzed_prompts", fuzzed_prompts, range(20), seed=0)
-    assert all("label segments" in text for _, text in tally.faults)
-    assert len(tally.faults) > 3
+    attack(section, count)
 
 
 @pytest.mark.parametrize(
     ("section", "count", "owners", "name", "instead"),
     [
         (stale_results, 20, [fingerprint, study], "identity_of", lambda *_: Identity("same", ())),
-        (odd_lengths, 20, [rotary, trial], "rotate_alike", lambda *_: True),
+        (odd_lengths, 50, [rotary, trial], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),
+        (fuzzed_prompts, 20, [build], "_word", lambda *given: ends_early(*given)),
     ],
 )
 def test_the_attack_finds_each_kind(
@@ -94,14 +104,30 @@ def test_the_attack_finds_each_kind(
     """A check of the package is switched off, and its section must find it."""
     for owner in owners:
         monkeypatch.setattr(owner, name, instead)
-    tally = attack(section.__name__, section, range(count), seed=0)
-    assert tally.faults and not any("Traceback" in text for _, text in tally.faults)
+    with pytest.raises(AssertionError):
+        attack(section, count, phases=[Phase.generate])
+
+
+def ends_early(*given: Any, find: Any = build._word) -> tuple[int, int]:
+    first, last = find(*given)
+    return first, max(first, last - 1)
+
+
+def test_every_wrong_value_is_refused() -> None:
+    for call, name, value in wrong_values():
+        check_refused(call, name, value)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_odd_metric_changes_no_other(first: bool) -> None:
+    for odd in ODD:
+        check_with_odd_metric(odd, first)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
-@pytest.mark.filterwarnings("ignore")
 def test_interrupts_leave_nothing(byte_level: Any) -> None:
     model = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
-    attempts = random_interrupts(model, count=20, seed=0)
-    assert sum(attempts.counts.values()) == 20
+    count = 2000 if is_long() else 20
+    attempts = random_interrupts(model, count, seed=0)
+    assert sum(attempts.counts.values()) == count
     assert not attempts.left
