@@ -324,7 +324,6 @@ USES = [
         "transformers",
         ("_attn_implementation",),
         (
-            "models/implementations.py",
             "models/native_attention.py",
             "models/weights.py",
             "runs/fingerprint.py",
@@ -335,7 +334,7 @@ USES = [
     Use(
         "transformers",
         ("_global_mapping",),
-        ("models/handed_attention.py",),
+        ("models/replaced_attention.py",),
         "the attention interfaces hold what was registered in _global_mapping",
         registrations_can_be_undone,
     ),

@@ -16,6 +16,7 @@ from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
 from ..metrics.saliency import SaliencyFlows
 from ..models.hooked import has_sinks
+from ..models.kinds import original_of
 from ..models.load import load_model
 from ..models.native_attention import is_native
 from ..models.quiet import quiet_libraries
@@ -78,7 +79,7 @@ def facts_of(model: Any) -> dict[str, Any]:
     parameters = list(model.parameters())
     wrapped = sum(is_native(block.attn) for block in model.blocks)
     return {
-        "architecture": type(getattr(model, "original_model", model)).__name__,
+        "architecture": type(original_of(model) or model).__name__,
         "parameters": sum(weights.numel() for weights in parameters),
         "layers": model.cfg.n_layers,
         "heads": model.cfg.n_heads,

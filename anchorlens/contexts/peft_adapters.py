@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
+from ..models.kinds import config_of, is_bridge
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -209,7 +210,7 @@ def _peft() -> tuple[Any, Any]:
 def _check_model(model: HookedModel) -> None:
     """Raise an error for a model that caches other keys and values than transformers."""
     ensure_prepared(model)
-    if not hasattr(model, "original_model"):
+    if not is_bridge(model):
         raise ModelError(
             f"{model.cfg.model_name} is a HookedTransformer: it caches keys before their rotation, "
             "and its weights are processed, so that its keys and values are not those of the "
@@ -228,7 +229,7 @@ def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
 
 def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     """The number of cached heads and their width, which peft takes to be those of all layers."""
-    if getattr(model.original_model.config, "kv_lora_rank", None):  # type: ignore[attr-defined]
+    if getattr(config_of(model), "kv_lora_rank", None):
         raise ModelError(
             f"{model.cfg.model_name} has latent attention, which computes keys and values from "
             "what it caches, so that peft has no place for them; the save of a context stores any "
@@ -248,7 +249,7 @@ def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
 
 def _name_or_path(model: Any) -> str | None:
     """Where transformers read the weights, which tells peft the base model; None if unknown."""
-    return model.original_model.config.name_or_path or None
+    return config_of(model).name_or_path or None
 
 
 def _read(folder: Path) -> _Adapter:

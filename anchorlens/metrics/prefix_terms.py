@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..hooks import block_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
-from ..models.kv_cache import KeyValues, cached_heads
+from ..models.kinds import cached_heads
+from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, between

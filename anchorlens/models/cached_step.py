@@ -9,11 +9,11 @@ from ..errors import ModelError
 from ..system.put_back import put_back
 from .acting_hooks import acting_hooks
 from .hooked import HookedModel, device_of, dtype_of, vocabulary_of
+from .kinds import name_of_cache
 from .kv_cache import (
     cache_of,
     inputs_after,
     keys_and_values,
-    name_of_cache,
     prefix_of,
     without_cache,
 )

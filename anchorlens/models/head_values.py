@@ -18,7 +18,8 @@ from .hooked import (
     values_name,
     vocabulary_of,
 )
-from .kv_cache import cached_heads, inputs_without_cache
+from .kinds import cached_heads
+from .kv_cache import inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .verify import n_tokens_of
 

@@ -87,13 +87,6 @@ class Operands:
 verified_operands: WeakKeyDictionary[Any, tuple[Operands | None, ...]] = WeakKeyDictionary()
 
 
-def modules_of(model: Any) -> list[torch.nn.Module]:
-    """Every module once, also those of the wrapped model that a bridge does not register."""
-    wrapped = getattr(model, "original_model", None)  # none in a HookedTransformer
-    modules = [*model.modules(), *(() if wrapped is None else wrapped.modules())]
-    return list(dict.fromkeys(modules))
-
-
 def device_of(model: Any) -> torch.device:
     """The device of the parameters, on which tokens must be."""
     return torch.device(next(iter(model.parameters())).device)

@@ -1,6 +1,5 @@
 """Cached keys and values of the tokens that prompts begin with, in every layer."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
+from .kinds import inputs_with_cache, new_cache, pairs_in, without_cache_inputs
 from .rotary import refuse_another_rotation, rotates_by_length
 
 # Models in which prepare_model found that a step after a cache fails, and why.
@@ -136,43 +136,21 @@ class KeyValues:
         )
 
 
-def takes_positions(model: Any) -> bool:
-    """Whether the model's forward takes the position of each token."""
-    return _takes(model, "position_ids")
-
-
-def name_of_cache(model: Any) -> str:
-    """The argument by which the transformers model in a bridge takes its key-value cache."""
-    return "cache" if _takes(model, "cache") else "past_key_values"  # until transformers 5.23
-
-
-def _takes(model: Any, name: str) -> bool:
-    original = getattr(model, "original_model", None)  # none in a HookedTransformer
-    forward = getattr(type(original), "forward", None)
-    return forward is not None and name in inspect.signature(forward).parameters
-
-
 def cache_of(model: HookedModel, size: int, prefix: KeyValues | None = None) -> Any:
     """A key-value cache of the kind that the model takes, for ``size`` prompts.
-
-    The cache of transformers is made without the model's settings, so that it stores all positions
-    also in sliding-window layers. Their masks still limit what they attend to.
 
     Raises:
         ModelError: ``prepare_model`` found that the model does not continue from a cache.
     """
     if model in without_cache:
         raise ModelError(without_cache[model])
-    pairs = () if prefix is None else zip(prefix.keys, prefix.values, strict=True)
-    rows = [(key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1)) for key, value in pairs]
-    if not hasattr(model, "original_model"):
-        return _hooked_transformer_cache(model, size, rows, prefix)
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for layer, (key, value) in enumerate(rows):
-        cache.update(key, value, layer)
-    return cache
+    if prefix is None:
+        return new_cache(model, size, (), None)
+    pairs = [
+        (key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1))
+        for key, value in zip(prefix.keys, prefix.values, strict=True)
+    ]
+    return new_cache(model, size, pairs, prefix.attention_mask)
 
 
 def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
@@ -182,8 +160,7 @@ def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> di
     its keys twice. All trials use these arguments too: some models compute with other types where
     there is a cache (OLMo 2 in bfloat16).
     """
-    without = {"use_cache": False} if hasattr(model, "original_model") else {}
-    return {"attention_mask": mask.long(), **without}
+    return {"attention_mask": mask.long(), **without_cache_inputs(model)}
 
 
 def inputs_after(
@@ -203,17 +180,12 @@ def inputs_after(
     Raises:
         PromptError: The keys of the prefix would be rotated differently in texts of this length.
     """
-    if not hasattr(model, "original_model"):
-        return {"past_kv_cache": cache, "attention_mask": mask.long()}
-    if prefix is not None and rotates_by_length(model):  # to read the length, Python waits
+    if prefix is None:
+        return inputs_with_cache(model, cache, mask, mask[:, :0], 0)
+    if rotates_by_length(model):  # to read the length, Python waits
         refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
-    before = mask[:, :0] if prefix is None else prefix.attention_mask.to(mask.device)
-    whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
-    inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
-    if takes_positions(model):
-        start = 0 if prefix is None else prefix.next_position.to(mask.device)[:, None]
-        inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)
-    return inputs
+    before, start = prefix.attention_mask, prefix.next_position[:, None]
+    return inputs_with_cache(model, cache, mask, before.to(mask.device), start.to(mask.device))
 
 
 def prefix_of(
@@ -266,41 +238,8 @@ def keys_and_values(
     Raises:
         ModelError: The cache is empty or does not hold all positions.
     """
-    if hasattr(cache, "layers"):
-        pairs = [(layer.keys, layer.values) for layer in cache.layers]
-    else:
-        entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
-        pairs = [(key.transpose(1, 2), value.transpose(1, 2)) for key, value in entries]
+    pairs = pairs_in(cache)
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
         raise ModelError("the model takes no key-value cache, or stores only a part of it")
     keys, values = zip(*pairs, strict=True)
     return keys, values
-
-
-def cached_heads(model: HookedModel, count: int) -> Int[Tensor, " head"]:
-    """For each query head the number of the cached head that it reads, of ``count`` in a layer.
-
-    Neighbouring query heads share one. Only in JetMoe the cached heads are repeated in turn.
-    """
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    heads = torch.arange(model.cfg.n_heads, device="cpu")
-    if getattr(config, "model_type", None) == "jetmoe":
-        return heads % count
-    return heads // (len(heads) // count)
-
-
-def _hooked_transformer_cache(
-    model: HookedModel, size: int, rows: Sequence[tuple[Tensor, Tensor]], prefix: KeyValues | None
-) -> Any:
-    """A cache with the axis of positions before that of heads; the model counts the positions."""
-    from transformer_lens import TransformerLensKeyValueCache
-
-    device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, device, size)
-    for layer, (key, value) in enumerate(rows):
-        cache[layer].past_keys = key.transpose(1, 2)
-        cache[layer].past_values = value.transpose(1, 2)
-    if prefix is not None:
-        mask = prefix.attention_mask.expand(size, -1)
-        cache.previous_attention_mask = mask.to(cache.previous_attention_mask)
-    return cache

@@ -19,16 +19,16 @@ from .hooked import (
     Operands,
     device_of,
     embeds_tokens,
-    modules_of,
     pattern_name,
     scores_name,
     verified_operands,
     why_not_hooked,
 )
-from .implementations import implementations_of
+from .kinds import is_bridge, modules_of, original_of
 from .kv_cache import inputs_without_cache, without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
+    implementations_of,
     unwrap,
     unwrap_model,
     use_eager_attention,
@@ -360,8 +360,7 @@ def _refuse_missing_hooks(model: Any) -> None:
     name, names = model.cfg.model_name, set(model.hook_dict)
     if any(point.startswith(("encoder", "decoder")) for point in names):
         raise ModelError(_ENCODER_DECODER.format(name))
-    original = getattr(model, "original_model", None)
-    generates = getattr(original, "can_generate", None)
+    generates = getattr(original_of(model), "can_generate", None)
     if generates is not None and not generates():
         if embeds_tokens(model) and attends_to_later(model):
             raise ModelError(_BIDIRECTIONAL.format(name))
@@ -369,7 +368,7 @@ def _refuse_missing_hooks(model: Any) -> None:
     if not embeds_tokens(model):
         raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
     # This setting is right for a HookedTransformer, but not for a bridge over BERT.
-    if original is None and getattr(model.cfg, "attention_dir", None) == "bidirectional":
+    if not is_bridge(model) and getattr(model.cfg, "attention_dir", None) == "bidirectional":
         raise ModelError(_BIDIRECTIONAL.format(name))
     if not model.cfg.n_layers:
         raise ModelError(f"{name} has no layers, and these analyses need attention in layers")

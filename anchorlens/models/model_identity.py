@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..system.checksum import digest_of
+from .kinds import config_of, is_bridge, original_of
 
 # The address in an object's default repr tells nothing about the object.
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -19,9 +20,7 @@ _ELSEWHERE = ("_name_or_path", "transformers_version", "device", "dtype", "torch
 
 def identity(model: Any) -> dict[str, str]:
     """What identifies a model: its name, configuration, weights and buffers."""
-    # A HookedTransformer has no model of transformers inside.
-    original = getattr(getattr(model, "original_model", None), "config", None)
-    config = vars(model.cfg) if original is None else original.to_dict()
+    config = vars(model.cfg) if config_of(model) is None else config_of(model).to_dict()
     deciding = {name: value for name, value in config.items() if name not in _ELSEWHERE}
     return {
         "model": str(model.cfg.model_name),
@@ -51,8 +50,7 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
     A bridge does not register all modules of the transformers model that it holds.
     """
     counted: set[int] = set()
-    original = getattr(model, "original_model", None)
-    for root in (model,) if original is None else (model, original):
+    for root in (model, original_of(model)) if is_bridge(model) else (model,):
         for path, module in root.named_modules():
             tensors = chain(
                 module.named_parameters(path, recurse=False),

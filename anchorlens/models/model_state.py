@@ -1,6 +1,6 @@
-"""Freeze a model and suspend the user's hooks for a pass, and restore its state afterwards."""
+"""Change a model for a while: freeze it, suspend the user's hooks, replace methods of modules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from threading import Lock, RLock
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 
 from ..system.put_back import put_back, safe_context
 from ..system.torch_state import torch_modes
-from .hooked import modules_of
+from .kinds import modules_of
 
 # Hooks of these packages on a module are a part of what the model computes.
 _LIBRARIES = ("accelerate", "torch", "transformer_lens", "transformers")
@@ -139,6 +139,34 @@ def _replace(hooks: Hooks, others: Hooks) -> None:
         # Moved to the end, so that all are in the order of the others after the last.
         hooks.pop(number, None)
         hooks[number] = hook
+
+
+@safe_context
+def replaced_methods(
+    modules: Iterable[Any], name: str, method_of: Callable[[int, Any], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, a method of each module is what ``method_of(number, module)`` returns.
+
+    Args:
+        modules: The modules, one for each layer.
+        name: The name of the method, such as ``forward``.
+        method_of: Function of the number of a module, from 0, and the module.
+    """
+    modules = list(modules)
+    # In __dict__, because a bridge sets its attributes on the module that it wraps.
+    found = [(vars(module), vars(module).get(name)) for module in modules]
+
+    def restore() -> None:
+        for attributes, method in found:
+            if method is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = method
+
+    with put_back(restore):
+        for number, module in enumerate(modules):
+            vars(module)[name] = method_of(number, module)
+        yield
 
 
 def _lock_of(model: Any) -> Any:

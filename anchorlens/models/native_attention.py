@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..system.put_back import put_back
 from ..system.torch_state import torch_modes
-from .implementations import implementations_of
+from .kinds import config_of, original_of
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
 _PRODUCT = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -78,11 +78,36 @@ def rename_cache(attention: Any) -> None:
 
 def use_eager_attention(model: Any) -> None:
     """Make transformers form the attention pattern, which its fused kernels never form."""
-    config = getattr(model.original_model, "config", None)  # none in TransformerLens's own models
     # Private in transformers, which has a public way to set it and none to read it.
-    if getattr(config, "_attn_implementation", "eager") != "eager":
-        _fused[model] = implementations_of(model.original_model)
-        model.original_model.set_attn_implementation("eager")
+    if getattr(config_of(model), "_attn_implementation", "eager") != "eager":
+        original = original_of(model)
+        _fused[model] = implementations_of(original)
+        original.set_attn_implementation("eager")
+
+
+def implementations_of(original: Any) -> Callable[[], None]:
+    """A function that puts back what the configurations of a transformers model name now.
+
+    A model of several parts has a configuration for each, which may name different ones.
+    """
+    from transformers import PreTrainedModel
+
+    parts = [part.config for part in original.modules() if isinstance(part, PreTrainedModel)]
+    configs: dict[int, Any] = {}
+    while parts:
+        config = parts.pop(0)
+        configs.setdefault(id(config), config)
+        parts += [getattr(config, name, None) for name in config.sub_configs]
+        parts = [part for part in parts if part is not None and id(part) not in configs]
+    # Private in transformers, which has a public way to set it and none to read it.
+    found = [(config, config._attn_implementation) for config in configs.values()]
+
+    def restore() -> None:
+        # Outer ones first: setting one sets those inside it too.
+        for config, implementation in found:
+            config._attn_implementation = implementation
+
+    return restore
 
 
 def unwrap_model(model: Any) -> None:

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name
-
-# The norm has one of these names; in TransformerLens 3.9 that of OLMo 2 is ln1, as is the norm
-# before the attention in other models. What comes after the pattern is the norm after.
-_NAMES = ("ln1_post", "ln1")
+from .kinds import NORMS_AFTER
 
 
 class FrozenNorms:
@@ -40,7 +37,7 @@ class FrozenNorms:
 
         hooks = hooks_by_layer(self._model, pattern_name, attended)
         for layer in range(self._model.cfg.n_layers):
-            for name in _NAMES:
+            for name in NORMS_AFTER:
                 first, last = self._first_and_last(layer, name)
                 if first in self._points:
                     hooks.append((first, partial(self._store_input, layer)))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import PromptError
+from .kinds import config_of
 
 _SHORTER_PROMPTS = (
     "shorter prompts (in Python build_prompts(..., max_length=..., drop_too_long=True))"
@@ -90,10 +91,9 @@ def _switches(model: Any) -> list[int]:
 
 def _kinds(model: Any) -> Iterator[tuple[str, int]]:
     """The rotations of a model that depend on the length: each with its kind and its limit."""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    if config is None:  # a HookedTransformer, whose rotations follow positions alone
+    if config_of(model) is None:
         return
-    config = config.get_text_config()
+    config = config_of(model).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "")))

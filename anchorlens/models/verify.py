@@ -9,15 +9,10 @@ from torch import Tensor
 from ..errors import ModelError
 from .acting_hooks import acting_hooks
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
+from .kinds import QUERY_AND_KEY
 from .kv_cache import inputs_without_cache
 from .model_state import frozen_in_eval_mode
 
-# Hook points that may hold queries and keys, the latest in the computation first.
-_QUERY_AND_KEY = (
-    ("hook_rot_q", "hook_rot_k"),
-    ("hook_q_normed", "hook_k_normed"),
-    ("hook_q", "hook_k"),
-)
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
     "(transformer-lens 3.9) where that supports it"
@@ -141,7 +136,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
         (scores_name(number), cut_one_edge),
         (pattern_name(number), multiply_by_factor),
     ]
-    names = [f"blocks.{number}.attn.{name}" for pair in _QUERY_AND_KEY for name in pair]
+    names = [f"blocks.{number}.attn.{name}" for pair in QUERY_AND_KEY for name in pair]
     points = model.hook_dict  # made anew at each access
     return hooks + [store(name) for name in names if name in points]
 
@@ -149,7 +144,7 @@ def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
 def _operands_of(layer: _Layer, n_heads: int) -> Operands | None:
     """The widest pair that attention multiplies; None if no hook point holds it."""
     prefix = next(iter(layer.operands), "").rpartition(".")[0]
-    pairs = [(f"{prefix}.{query}", f"{prefix}.{key}") for query, key in _QUERY_AND_KEY]
+    pairs = [(f"{prefix}.{query}", f"{prefix}.{key}") for query, key in QUERY_AND_KEY]
     widths = {
         Operands(query, key, heads_first): layer.operands[query].shape[-1]
         for query, key in pairs

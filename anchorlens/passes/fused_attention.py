@@ -9,13 +9,6 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..models.batch_hooks import DetachedHeads, EdgeHook
-from ..models.handed_attention import (
-    Heads,
-    SharedHeads,
-    Terms,
-    attention_by,
-    is_skipped,
-)
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -24,6 +17,13 @@ from ..models.hooked import (
     scores_name,
     verified_operands,
     z_name,
+)
+from ..models.replaced_attention import (
+    Heads,
+    SharedHeads,
+    Terms,
+    attention_by,
+    is_skipped,
 )
 from ..system.put_back import safe_context
 from .memory import return_freed_memory

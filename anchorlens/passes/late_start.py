@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.acting_hooks import acting_hooks
-from ..models.replaced import replaced_methods
+from ..models.model_state import replaced_methods
 from ..system.put_back import safe_context
 
 

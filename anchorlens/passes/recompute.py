@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import HookError
 from ..models.hooked import Hook, HookedModel
-from ..models.replaced import replaced_methods
+from ..models.model_state import replaced_methods
 from ..system.put_back import safe_context
 
 _CURE = (

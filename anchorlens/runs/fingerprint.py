@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import StoreError
+from ..models.kinds import config_of
 from ..models.model_identity import ADDRESS, identity
 from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
@@ -123,8 +124,7 @@ def _is_told(value: Any) -> bool:
 
 def _attention(model: Any) -> str:
     """The implementation of attention (eager, sdpa, ...); "None" for a HookedTransformer."""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    return str(getattr(config, "_attn_implementation", None))
+    return str(getattr(config_of(model), "_attn_implementation", None))
 
 
 def _precision(devices: set[str]) -> str:

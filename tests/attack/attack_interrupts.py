@@ -19,7 +19,7 @@ from torch import Tensor
 from unchanged import global_state
 
 import anchorlens as al
-from anchorlens.models.hooked import modules_of
+from anchorlens.models.kinds import modules_of
 from anchorlens.passes.fused_attention import fused_attention
 
 QUIET: dict[str, Any] = {"progress": False}

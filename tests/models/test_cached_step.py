@@ -11,7 +11,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import ModelError
 from anchorlens.models.cached_step import why_no_cached_step
-from anchorlens.models.kv_cache import name_of_cache, without_cache
+from anchorlens.models.kinds import name_of_cache
+from anchorlens.models.kv_cache import without_cache
 from anchorlens.models.native_attention import _run_renamed
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]

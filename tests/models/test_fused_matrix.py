@@ -27,7 +27,7 @@ from anchorlens.runs.fused_trial import _compare_prefix
 pytestmark = pytest.mark.without_jaxtyping
 
 # Their attention is written in the code of the model, or is of TransformerLens's own models.
-NOT_HANDED = {
+NOT_REPLACED = {
     *(() if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else ("GPT-J",)),  # from 5.24 on
     *("GPT-Neo", "Bloom", "MPT", "Falcon", "Falcon (ALiBi)", "CodeGen", "XGLM"),
     *(row.name for row in ALL if row.name.startswith("Toy")),
@@ -75,13 +75,13 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(
     name: str, kind: str, side: str
 ) -> None:
     model, batch = hooked(name, torch.float64, kind), batch_of(side)
-    is_handed = model.cfg.positional_embedding_type != "alibi"
+    is_replaced = model.cfg.positional_embedding_type != "alibi"
     if kind == "bridge":
-        is_handed = name not in NOT_HANDED
+        is_replaced = name not in NOT_REPLACED
     cut = al.isolate_labels(model, batch, range(model.cfg.n_layers), CUT_HEADS)
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     with frozen_in_eval_mode(model), precise(torch.float64):
-        if not is_handed:
+        if not is_replaced:
             with pytest.raises(ModelError, match=r"its attention|its scores"):
                 fused(model, batch, [])
             return

@@ -13,14 +13,14 @@ from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
 from unchanged import global_state
 
-from anchorlens.models import acting_hooks, model_state, replaced
-from anchorlens.models.handed_attention import attention_by
-from anchorlens.models.hooked import modules_of
+from anchorlens.models import acting_hooks, model_state
+from anchorlens.models.kinds import modules_of
+from anchorlens.models.replaced_attention import attention_by
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
 
 pytestmark = pytest.mark.without_jaxtyping
-MODULES = [contextlib, acting_hooks, model_state, replaced, put_back, torch_state]
+MODULES = [contextlib, acting_hooks, model_state, put_back, torch_state]
 HOOKS = [("blocks.0.hook_resid_post", lambda resid, hook: None)] * 2
 
 
@@ -31,7 +31,7 @@ def hooks_act(model: Any) -> Any:
 
 CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "hooks": hooks_act,
-    "forwards": lambda model: replaced.replaced_methods(
+    "forwards": lambda model: model_state.replaced_methods(
         model.blocks, "forward", lambda layer, block: block.forward
     ),
     "attention": lambda model: attention_by(model, lambda *args: args[1]),

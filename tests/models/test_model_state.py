@@ -16,7 +16,8 @@ from test_matrix import LINE, marks_of
 from tiny_models import boot, questions, tiny_gpt2
 
 import anchorlens as al
-from anchorlens.models.hooked import modules_of, pattern_name
+from anchorlens.models.hooked import pattern_name
+from anchorlens.models.kinds import modules_of
 from anchorlens.models.model_state import without_user_hooks
 
 pytestmark = pytest.mark.without_jaxtyping

@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anchorlens as al
 from anchorlens.errors import HookError, ModelError
-from anchorlens.models import handed_attention
-from anchorlens.models.hooked import modules_of
+from anchorlens.models import replaced_attention
+from anchorlens.models.kinds import modules_of
 from anchorlens.passes import fused_attention, row_attention
 from anchorlens.passes.forward import run_pass
 from anchorlens.runs import fused_trial
@@ -52,7 +52,7 @@ def registered() -> list[str]:
 
 def forwards_of(model: Any) -> list[Any]:
     """The methods of modules that were replaced."""
-    names = ("forward", *handed_attention._STEPS)
+    names = ("forward", *replaced_attention._STEPS)
     return [vars(module).get(name) for module in modules_of(model) for name in names]
 
 

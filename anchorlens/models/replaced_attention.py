@@ -1,13 +1,14 @@
-"""The attention of all layers by one function, which gets queries, keys, values and terms.
+"""One function replaces the attention of all layers: it gets queries, keys, values and terms.
 
 What an architecture does before (projections, norms, rotations, caches) and after stays its own.
 
-- Inside a bridge, transformers hands them to a function of its attention interface, and asks
+- Inside a bridge, transformers gives them to a function of its attention interface, and asks
   another function for masks. Both are registered under a new name, and removed afterwards.
 - In a HookedTransformer the steps from the scores to the heads' outputs are replaced.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,8 +22,9 @@ from ..errors import ModelError
 from ..system.put_back import put_back, safe_context
 from .attention_mask import Mask, Seen, causal_mask, mask_of
 from .hooked import HookedModel, names_of_layers, pattern_name, scores_name
-from .implementations import implementations_of
-from .replaced import replaced_methods
+from .kinds import config_of, is_bridge, original_of
+from .model_state import replaced_methods
+from .native_attention import implementations_of
 
 Heads = Float[Tensor, "batch head position d_head"]
 SharedHeads = Float[Tensor, "batch _ position d_head"]
@@ -61,10 +63,9 @@ def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
         attend: The function.
 
     Raises:
-        ModelError: The attention of this model cannot be handed to a function.
+        ModelError: No function can replace the attention of this model.
     """
-    hand_over = _through_interface if _is_bridge(model) else _by_steps
-    with hand_over(model, attend):
+    with (_in_bridge if is_bridge(model) else _in_hooked_transformer)(model, attend):
         yield
 
 
@@ -77,13 +78,9 @@ def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
     """
     if callable(point):
         return any(point(name) and is_skipped(model, name) for name in model.hook_dict)
-    if _is_bridge(model):
+    if is_bridge(model):
         return ".attn." in point
     return any(point in names_of_layers(model, name) for name in (scores_name, pattern_name))
-
-
-def _is_bridge(model: HookedModel) -> bool:
-    return hasattr(model, "original_model")
 
 
 @dataclass
@@ -196,11 +193,11 @@ def _mask_of_interface(
 
 
 @safe_context
-def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
+def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    original = model.original_model
-    if getattr(original, "config", None) is None:
+    original = original_of(model)
+    if config_of(model) is None:
         raise ModelError("transformers does not compute its attention")
     name, interface = f"anchorlens {next(_numbers)}", _Interface(attend)
     attentions = [block.attn for block in model.blocks]
@@ -216,7 +213,10 @@ def _through_interface(model: Any, attend: Attend) -> Iterator[None]:
             # Private in transformers, which has no public way to undo a registration.
             registry._global_mapping.pop(name, None)
 
-    with put_back(restore), replaced_methods(attentions, "forward", run_of):
+    with (
+        put_back(restore),
+        replaced_methods(attentions, "forward", run_of),
+    ):
         AttentionInterface.register(name, interface.attention)
         AttentionMaskInterface.register(name, _mask_of_interface)
         original.set_attn_implementation(name)
@@ -285,18 +285,15 @@ class _Steps:
 
 
 @safe_context
-def _by_steps(model: Any, attend: Attend) -> Iterator[None]:
+def _in_hooked_transformer(model: Any, attend: Attend) -> Iterator[None]:
     if model.cfg.positional_embedding_type in ("alibi", "relative_positional_bias"):
         raise ModelError("positions are numbers that are added to its scores")
     attentions = [block.attn for block in model.blocks]
     steps = [_Steps(layer, module, attend) for layer, module in enumerate(attentions)]
-    scores, mask, z = (
-        replaced_methods(attentions, name, partial(_step_of, steps, name)) for name in _STEPS
-    )
+
+    def replaced(name: str) -> AbstractContextManager[None]:
+        return replaced_methods(attentions, name, lambda layer, _: getattr(steps[layer], name))
+
+    scores, mask, z = map(replaced, _STEPS)
     with scores, mask, z:
         yield
-
-
-def _step_of(steps: list[_Steps], name: str, layer: int, module: Any) -> Callable[..., Any]:
-    method: Callable[..., Any] = getattr(steps[layer], name)
-    return method

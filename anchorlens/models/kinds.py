@@ -1,0 +1,147 @@
+"""What one hooked model does otherwise than another: the only place that asks.
+
+| | TransformerBridge | HookedTransformer |
+| --- | --- | --- |
+| computed by | transformers (``original_of``), with hook points inside | TransformerLens |
+| configuration | that of transformers (``config_of``) | ``model.cfg`` alone |
+| rotations | may depend on the length of a text (rotary.py) | follow positions alone |
+| caches | rotated keys, (batch, head, position, d_head) | keys before rotation, position first |
+| positions of tokens | given to the model | counted by the model |
+| attention is replaced by | transformers' interface for attention | three methods of a layer |
+
+Attention that a bridge leaves to transformers is found by its class (native_attention.py). All else
+that an architecture does is found by tiny passes, or stands in a table here.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+# Architectures, by model_type, whose query heads read the cached heads in turn (0, 1, 0, 1).
+# Elsewhere neighbouring query heads share one (0, 0, 1, 1).
+HEADS_IN_TURN = ("jetmoe",)
+
+# Hook points that may hold the queries and keys that attention multiplies, the latest first.
+QUERY_AND_KEY = (
+    ("hook_rot_q", "hook_rot_k"),
+    ("hook_q_normed", "hook_k_normed"),
+    ("hook_q", "hook_k"),
+)
+
+# A norm after the attention has one of these names; in TransformerLens 3.9 that of OLMo 2 is ln1,
+# as is the norm before the attention in other models. What comes after the pattern is the norm
+# after.
+NORMS_AFTER = ("ln1_post", "ln1")
+
+
+def original_of(model: Any) -> Any:
+    """The model inside a bridge; None for a HookedTransformer."""
+    return getattr(model, "original_model", None)
+
+
+def is_bridge(model: Any) -> bool:
+    """Whether the model is a TransformerBridge."""
+    return original_of(model) is not None
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of transformers; None for models that TransformerLens computes itself."""
+    return getattr(original_of(model), "config", None)
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    """Every module once, also those of the wrapped model that a bridge does not register."""
+    roots = [root for root in (model, original_of(model)) if root is not None]
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
+
+def cached_heads(model: Any, count: int) -> Int[Tensor, " head"]:
+    """For each query head the number of the cached head that it reads, of ``count`` in a layer."""
+    heads = torch.arange(model.cfg.n_heads, device="cpu")
+    in_turn = getattr(config_of(model), "model_type", None) in HEADS_IN_TURN
+    return heads % count if in_turn else heads // (len(heads) // count)
+
+
+def name_of_cache(model: Any) -> str:
+    """The argument by which the transformers model in a bridge takes its key-value cache."""
+    return "cache" if _takes(model, "cache") else "past_key_values"  # until transformers 5.23
+
+
+def _takes(model: Any, name: str) -> bool:
+    forward = getattr(type(original_of(model)), "forward", None)
+    return forward is not None and name in inspect.signature(forward).parameters
+
+
+def without_cache_inputs(model: Any) -> dict[str, Any]:
+    """Arguments of the model's forward for a pass without a cache."""
+    return {"use_cache": False} if is_bridge(model) else {}
+
+
+def inputs_with_cache(
+    model: Any,
+    cache: Any,
+    mask: Bool[Tensor, "batch query"],
+    before: Bool[Tensor, "batch key"],
+    start: Int[Tensor, "batch 1"] | int,
+) -> dict[str, Any]:
+    """Arguments of the model's forward for tokens after those in a cache.
+
+    Args:
+        model: The model.
+        cache: The cache.
+        mask: False where a token that is run is padding.
+        before: False where a cached column is padding.
+        start: The position of the first token that is run.
+    """
+    if not is_bridge(model):
+        return {"past_kv_cache": cache, "attention_mask": mask.long()}
+    whole = torch.cat([before.expand(len(mask), -1), mask], dim=1)
+    inputs = {name_of_cache(model): cache, "use_cache": True, "attention_mask": whole.long()}
+    if _takes(model, "position_ids"):
+        inputs["position_ids"] = start + (mask.long().cumsum(1) - 1).clamp(min=0)
+    return inputs
+
+
+# Keys and values of a layer, Float["batch _ position _"].
+Pair = tuple[Tensor, Tensor]
+
+
+def new_cache(
+    model: Any, size: int, pairs: Sequence[Pair], mask: Bool[Tensor, "_ position"] | None
+) -> Any:
+    """A key-value cache for ``size`` prompts, with each layer's keys and values and their mask.
+
+    The cache of transformers is made without the model's settings, so that it stores all positions
+    also in sliding-window layers. Their masks still limit what they attend to.
+    """
+    if is_bridge(model):
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()
+        for layer, (key, value) in enumerate(pairs):
+            cache.update(key, value, layer)
+        return cache
+    from transformer_lens import TransformerLensKeyValueCache
+
+    device = next(iter(model.parameters())).device
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, device, size)
+    for layer, (key, value) in enumerate(pairs):
+        cache[layer].past_keys = key.transpose(1, 2)
+        cache[layer].past_values = value.transpose(1, 2)
+    if mask is not None:
+        cache.previous_attention_mask = mask.expand(size, -1).to(cache.previous_attention_mask)
+    return cache
+
+
+def pairs_in(cache: Any) -> list[Pair]:
+    """Each layer's keys and values in a cache, with their graph."""
+    if hasattr(cache, "layers"):
+        return [(layer.keys, layer.values) for layer in cache.layers]
+    return [
+        (entry.past_keys.transpose(1, 2), entry.past_values.transpose(1, 2))
+        for entry in cache.entries
+    ]
