@@ -53,10 +53,8 @@ if TYPE_CHECKING:
     from .experiments.generation import trace_generation as trace_generation
     from .experiments.integrated_flows import IntegratedFlowsRecord as IntegratedFlowsRecord
     from .experiments.integrated_flows import integrated_flows as integrated_flows
-    from .experiments.isolation import IsolationRecord as IsolationRecord
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
-    from .experiments.isolation import plot_isolation as plot_isolation
     from .experiments.prefix_plots import plot_prefix_directions as plot_prefix_directions
     from .experiments.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .experiments.reweighting import Beta as Beta

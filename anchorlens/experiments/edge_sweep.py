@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..hooks import block_in_batch
+from ..hooks import block_in_batch, random_positions
 from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
 from ..metrics.metric import Metric
 from ..models.batch_hooks import EdgeHook
@@ -31,14 +31,33 @@ from ..runs.plan import Plan
 from ..runs.study import Study
 from ..runs.trial import late_starts
 from ..system.arguments import checked
+from ..system.devices import sent
 from ..system.names import name_of
 from ..system.processes import fails_together
 from .sites import Site
 
-# The hooks of a cut at a site, and those of a random control, which also has the number of a draw.
-Cut = Callable[[PromptBatch, Site], Sequence[Hook]]
-RandomCut = Callable[[PromptBatch, Site, int], Sequence[Hook]]
 RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
+
+
+def whole_wp(batch: PromptBatch) -> EdgeSet:
+    """All that label words read, with all tokens of those that have several."""
+    return edge_sets.between(edge_sets.group(batch, "label"), batch.attention_mask)
+
+
+def random_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) -> EdgeSet:
+    """All that as many random words of the demonstrations read, the control of ``edges.wp``."""
+    drawn = sent(random_positions(batch, seed), batch.tokens.device)
+    return edge_sets.between(drawn, batch.attention_mask)
+
+
+def random_whole_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) -> EdgeSet:
+    """The control of ``whole_wp``, with as many words as label words have tokens."""
+    drawn = sent(random_positions(batch, seed, whole_words=True), batch.tokens.device)
+    return edge_sets.between(drawn, batch.attention_mask)
+
+
+# The edges and the control that isolate words, as in the paper's Figure 4.
+ISOLATIONS = ((edge_sets.wp, random_words), (whole_wp, random_whole_words))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,7 +100,7 @@ class CutEdgesRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
-    caption: ClassVar[str] = captions.CUT_EDGES
+    caption: ClassVar[str] = f"{captions.CUT_EDGES} {captions.KEEP_BOS}"
     differences: ClassVar[Collection[str]] = ("label_gap",)
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
         **dict.fromkeys(
@@ -95,13 +114,11 @@ class CutEdgesRecord(Record):
         *("label_gap", "word_gap"),
     )
     stored_by_set: ClassVar[Collection[str]] = ("label_gap",)
-    # The title of the figure, and the names of its bars.
-    title: ClassVar[str] = "What stays as it was when edges are cut"
-    bars: ClassVar[tuple[str, str]] = ("edges cut", "random edges cut (range of draws)")
-    # The name of the setting in stored contributions, and what bars of progress and reports call
-    # the sweep.
-    setting: ClassVar[str] = "cut"
-    heading: ClassVar[str] = "cut edges"
+
+    @property
+    def is_isolation(self) -> bool:
+        """Whether all edges by which label words collect were cut, or random words' as control."""
+        return bool(self.info.get("isolation"))
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
@@ -109,15 +126,41 @@ class CutEdgesRecord(Record):
 
     def plot(self) -> go.Figure:
         """Loyalty of the cut and of the random draws."""
-        return plot_cuts({"cut": self})
+        return SweepResults({"cut": self}).plot()
 
 
 class SweepResults(Results):
     """The records of ``isolation_sweep`` or ``edge_sweep`` by name, a dict."""
 
     def plot(self) -> go.Figure:
-        """All sites side by side, each with its control; see ``plot_isolation``."""
-        return plot_cuts(self)
+        """Loyalties at all sites side by side, each with its control (the paper's Figure 4).
+
+        Bars of a cut show 95 % intervals, and bars of its control the range of the draws. Records
+        of metrics, which a sweep also returns, are left out.
+
+        Raises:
+            MetricError: There is no record of a cut.
+        """
+        cuts = {name: each for name, each in self.items() if isinstance(each, CutEdgesRecord)}
+        if not cuts:
+            raise MetricError(
+                "there is no CutEdgesRecord to plot, as isolation_sweep and edge_sweep give; got "
+                f"{sorted({type(record).__name__ for record in self.values()}) or 'none'}"
+            )
+        bars = [[_bars(record, kind) for record in cuts.values()] for kind in ("label", "word")]
+        low, values, high = torch.tensor(bars, dtype=torch.double, device="cpu").unbind(-2)
+        isolated = all(record.is_isolation for record in cuts.values())
+        what, control = ("label words", "words") if isolated else ("edges", "edges")
+        done = "isolated" if isolated else "cut"
+        return figures.bars_with_controls(
+            values,
+            ["label loyalty", "word loyalty"],
+            list(cuts),
+            (f"{what} {done}", f"random {control} {done} (range of draws)"),
+            title=f"What stays as it was when {control} are {done}",
+            low=low,
+            high=high,
+        )
 
 
 @fails_together()
@@ -139,9 +182,12 @@ def edge_sweep(
 ) -> SweepResults:
     """Cut edges at many sites, with random controls; all share the same clean run.
 
-    ``isolation_sweep`` is this experiment for the edges by which label words collect. As there, a
-    site that does not include the first layers starts from the clean run's output of the layers
-    before it, where that gives the same logits.
+    ``isolation_sweep`` is this experiment for the edges by which label words collect.
+
+    If a site does not include the first layers, its runs skip them and start from their output in
+    the clean run, where that gives the same logits. ``info["skipped_layers"]`` of each record is
+    the number of skipped layers, or the reason why none is. Memory holds the keys and values of the
+    demonstrations for every site and draw.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
@@ -204,83 +250,26 @@ def edge_sweep(
                 f"{type(function).__name__}"
             )
 
-    def edges_at(batch: PromptBatch, site: Site) -> EdgeSet:
-        chosen = edge_sets.check_edges(batch, edges(batch))
-        # No other edge is drawn for one that is not cut.
-        return chosen & ~edge_sets.from_first(batch) if site.keep_bos else chosen
-
-    def hooks_at(batch: PromptBatch, site: Site, chosen: EdgeSet) -> Sequence[Hook]:
-        return block_in_batch(
-            model, batch, chosen, site.layers, site.heads, site.keep_bos, renormalize
-        )
-
-    def cut(batch: PromptBatch, site: Site) -> Sequence[Hook]:
-        return hooks_at(batch, site, edges_at(batch, site))
-
-    def random_cut(batch: PromptBatch, site: Site, number: int) -> Sequence[Hook]:
-        drawn = control(batch, edges_at(batch, site), number)
-        return hooks_at(batch, site, edge_sets.check_edges(batch, drawn))
-
-    return loyalty_sweep(
-        model,
-        batches,
-        sites,
-        cut,
-        random_cut,
-        CutEdgesRecord,
-        {"renormalize": renormalize, "edges": name_of(edges), "control": name_of(control)},
-        metrics=metrics,
-        draws=draws,
-        seed=seed,
-        resamples=resamples,
-        folder=folder,
-        progress=progress,
-    )
-
-
-def loyalty_sweep(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    sites: Mapping[str, Site],
-    cut: Cut,
-    random_cut: RandomCut,
-    kind: type[CutEdgesRecord],
-    options: Mapping[str, Any],
-    *,
-    metrics: Sequence[Metric],
-    draws: int,
-    seed: int,
-    resamples: int,
-    folder: str | Path | None,
-    progress: bool,
-) -> SweepResults:
-    """A record of a kind for each site, from hooks of a cut and hooks of its random controls.
-
-    Args:
-        options: What distinguishes this cut from others, by name; ``info`` of the records has them.
-    """
     ensure_prepared(model)  # before its layers and heads are counted
     _check_sites(sites, metrics, draws)
-    numbers = range(seed, seed + draws)
-    cuts = [_cut_at(model, site, cut, random_cut, numbers) for site in sites.values()]
+    cuts = [_Change(model, site, edges, control, renormalize) for site in sites.values()]
+    seeds = range(seed, seed + draws)
+    options = {"renormalize": renormalize, "edges": name_of(edges), "control": name_of(control)}
     acts_in = "; ".join(str(each.acts_in) for each in cuts)
-    settings = {
-        kind.setting: f"{draws} draws from {seed}, {options}, in {acts_in}",
-        "metrics": metrics,
-    }
+    isolation = (edges, control) in ISOLATIONS
     study = Study(
         model,
         batches,
-        settings,
+        {"cut": f"{draws} draws from {seed}, {options}, in {acts_in}", "metrics": metrics},
         folder=folder,
         resamples=resamples,
         progress=progress,
-        title=kind.heading,
+        title="isolation" if isolation else "cut edges",
     )
     with study.entered():
-        _check_cuts(study.batches, cuts)  # raises errors before the model runs
-        plan = study.plan(metrics, interventions=[cuts[0].change], loss=None)
-        first_changes = {each.first_layer: each.change for each in cuts}
+        _check_cuts(study.batches, cuts, seed)  # raises errors before the model runs
+        plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
+        first_changes = {each.first_layer: each.cut for each in cuts}
         reasons = late_starts(plan.passes, study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
@@ -289,12 +278,12 @@ def loyalty_sweep(
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, each in enumerate(cuts):
                 start = starts.get(each.first_layer)
-                of_site = _loyalty_rows(plan, batch, clean, each, start)
+                of_site = _contributions(plan, batch, clean, each, seeds, start)
                 contributions |= {f"/{number}/{name}": values for name, values in of_site.items()}
             return contributions
 
         contributions = study.collect(contributions_of, needed=plan.needed)
-        info = {"seed": seed, "shared_prefix": plan.status, **options}
+        info = {"seed": seed, "shared_prefix": plan.status, **options, "isolation": isolation}
         info["n_layers"] = model.cfg.n_layers
         records: dict[str, Record] = {}
         for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
@@ -305,29 +294,54 @@ def loyalty_sweep(
                 if key.startswith(start)
             }
             skipped = reasons.get(each.first_layer, each.first_layer)
-            records[name] = study.record(
-                partial(_record, kind), of_site, info | each.acts_in | {"skipped_layers": skipped}
-            )
+            of_record = info | each.acts_in | {"skipped_layers": skipped}
+            records[name] = study.record(_record, of_site, of_record)
         return SweepResults(study.results(plan, contributions, known=records))
 
 
 @dataclass(frozen=True)
-class _CutAtSite:
-    """A cut at a site, and its random controls.
+class _Change:
+    """The edges that are cut at a site, and their random controls."""
 
-    Attributes:
-        acts_in: Layers and heads by number (heads None for all of them), and ``keep_bos``.
-        change: Makes the hooks that cut.
-        controls: For each draw, makes the hooks that cut as many random edges.
-    """
+    model: HookedModel
+    site: Site
+    edges: EdgesOfBatch
+    control: RandomEdges
+    renormalize: bool
 
-    acts_in: dict[str, Any]
-    change: HooksOfBatch
-    controls: list[HooksOfBatch]
+    @cached_property
+    def acts_in(self) -> dict[str, Any]:
+        """Layers and heads by number (heads None for all of them), and ``keep_bos``."""
+        model, heads = self.model, self.site.heads
+        return {
+            "layers": layer_numbers(model, self.site.layers),
+            "heads": None if heads is None else indices_of("head", heads, model.cfg.n_heads),
+            "keep_bos": self.site.keep_bos,
+        }
 
     @property
     def first_layer(self) -> int:
         return int(self.acts_in["layers"][0])
+
+    def cut(self, batch: PromptBatch) -> Sequence[Hook]:
+        """Hooks that cut the edges."""
+        return self._block(batch, self._chosen(batch))
+
+    def random_cut(self, seed: int, batch: PromptBatch) -> Sequence[Hook]:
+        """Hooks that cut as many random edges."""
+        drawn = self.control(batch, self._chosen(batch), seed)
+        return self._block(batch, edge_sets.check_edges(batch, drawn))
+
+    def _chosen(self, batch: PromptBatch) -> EdgeSet:
+        chosen = edge_sets.check_edges(batch, self.edges(batch))
+        # No other edge is drawn for one that is not cut.
+        return chosen & ~edge_sets.from_first(batch) if self.site.keep_bos else chosen
+
+    def _block(self, batch: PromptBatch, edges: EdgeSet) -> Sequence[Hook]:
+        site = self.site
+        return block_in_batch(
+            self.model, batch, edges, site.layers, site.heads, site.keep_bos, self.renormalize
+        )
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
@@ -340,38 +354,25 @@ def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: in
         raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
 
 
-def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_CutAtSite]) -> None:
+def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Change], seed: int) -> None:
     for each in cuts:
-        acts = [act for batch in batches for _, act in each.change(batch)[:1]]
+        acts = [act for batch in batches for _, act in each.cut(batch)[:1]]
         if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
             raise HookError(
                 "there is nothing to cut: edges(batch) has no edge in any prompt"
-                + " but those to BOS" * each.acts_in["keep_bos"]
+                + " but those to BOS" * each.site.keep_bos
             )
         for batch in batches:
-            each.controls[0](batch)
+            each.random_cut(seed, batch)
 
 
-def _cut_at(
-    model: HookedModel, site: Site, cut: Cut, random_cut: RandomCut, numbers: Iterable[int]
-) -> _CutAtSite:
-    acts_in = {
-        "layers": layer_numbers(model, site.layers),
-        "heads": None if site.heads is None else indices_of("head", site.heads, model.cfg.n_heads),
-        "keep_bos": site.keep_bos,
-    }
-
-    def change(batch: PromptBatch) -> Sequence[Hook]:
-        return cut(batch, site)
-
-    def control(number: int) -> HooksOfBatch:
-        return lambda batch: random_cut(batch, site, number)
-
-    return _CutAtSite(acts_in, change, [control(number) for number in numbers])
-
-
-def _loyalty_rows(
-    plan: Plan, batch: PromptBatch, clean: NextTokens, cut: _CutAtSite, start: Start | None
+def _contributions(
+    plan: Plan,
+    batch: PromptBatch,
+    clean: NextTokens,
+    change: _Change,
+    seeds: Iterable[int],
+    start: Start | None,
 ) -> dict[str, Tensor]:
     """Loyalty of each prompt with the edges cut, and under each random draw."""
 
@@ -379,39 +380,13 @@ def _loyalty_rows(
         logits = plan.logits(batch, hooks, start)
         return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
-    of_cut = loyalty_with(cut.change)
-    drawn = [loyalty_with(control) for control in cut.controls]
+    of_cut = loyalty_with(change.cut)
+    drawn = [loyalty_with(partial(change.random_cut, seed)) for seed in seeds]
     random = {
         f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
         for name in of_cut
     }
     return of_cut | random
-
-
-def plot_cuts(records: Mapping[str, Record]) -> go.Figure:
-    """Loyalties at several sites side by side, each with its control.
-
-    Raises:
-        MetricError: There is no record of a cut, or there are records of several kinds of cuts.
-    """
-    cuts = {name: record for name, record in records.items() if isinstance(record, CutEdgesRecord)}
-    if len({type(record) for record in cuts.values()}) != 1:
-        raise MetricError(
-            "expected records of one kind, those of isolation_sweep or of edge_sweep; got "
-            f"{sorted({type(record).__name__ for record in records.values()}) or 'none'}"
-        )
-    first = next(iter(cuts.values()))
-    bars = [[_bars(record, kind) for record in cuts.values()] for kind in ("label", "word")]
-    low, values, high = torch.tensor(bars, dtype=torch.double, device="cpu").unbind(-2)
-    return figures.bars_with_controls(
-        values,
-        ["label loyalty", "word loyalty"],
-        list(cuts),
-        first.bars,
-        title=first.title,
-        low=low,
-        high=high,
-    )
 
 
 def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
@@ -423,13 +398,13 @@ def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
     return [[low, float(draws.min())], [value, control], [high, float(draws.max())]]
 
 
-def _record(kind: type[CutEdgesRecord], contributions: Contributions) -> CutEdgesRecord:
+def _record(contributions: Contributions) -> CutEdgesRecord:
     label, word = contributions["label_kept"], contributions["word_overlap"]
     random_label, random_word = (
         contributions["random_label_kept"],
         contributions["random_word_overlap"],
     )
-    return kind(
+    return CutEdgesRecord(
         label_loyalty=label.mean(),
         word_loyalty=word.mean(),
         kl=contributions["kl"].mean(),

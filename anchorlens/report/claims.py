@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ..experiments.diagnosis import class_orders, permutation_test
-from ..experiments.isolation import IsolationRecord
+from ..experiments.edge_sweep import CutEdgesRecord
 from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
@@ -197,7 +197,7 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
     return None
 
 
-def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
+def first_layers_isolation(records: Iterable[Record]) -> CutEdgesRecord | None:
     """The isolation of the first layers in all heads, with the edges to BOS left where it is given.
 
     Cutting the edges to BOS alone may do much of the damage. Of several, one that is shallow counts
@@ -206,7 +206,8 @@ def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
     found = [
         record
         for record in records
-        if isinstance(record, IsolationRecord)
+        if isinstance(record, CutEdgesRecord)
+        and record.is_isolation
         and record.info.get("layers") == list(range(len(record.info.get("layers", ()))))
         and record.info.get("heads") is None
     ]
@@ -214,12 +215,12 @@ def first_layers_isolation(records: Iterable[Record]) -> IsolationRecord | None:
     return found[order.index(min(order))] if found else None
 
 
-def is_shallow(record: IsolationRecord) -> bool:
+def is_shallow(record: CutEdgesRecord) -> bool:
     """Whether it isolates at most half of the layers."""
     return 2 * len(record.info["layers"]) <= record.info.get("n_layers", 0)
 
 
-def first_layers(record: IsolationRecord) -> str:
+def first_layers(record: CutEdgesRecord) -> str:
     """The first layers, in which a record isolates, in words."""
     count = len(record.info["layers"])
     return "the first layer" if count == 1 else f"the first {count} layers"
@@ -319,7 +320,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
     )
 
 
-def _of_isolation(record: IsolationRecord) -> _Measured:
+def _of_isolation(record: CutEdgesRecord) -> _Measured:
     number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
     if "of_sets" not in record.info:
         number = _as_one_more_draw(number, record)
@@ -336,7 +337,7 @@ def _of_isolation(record: IsolationRecord) -> _Measured:
     )
 
 
-def _as_one_more_draw(number: Estimate, record: IsolationRecord) -> Estimate:
+def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
     """The gap with an interval that also holds if the label words are one more random draw.
 
     After one set of demonstrations the label words are one group of words, and a single draw of

@@ -15,7 +15,7 @@ import plotly.io
 
 from ..errors import AnchorlensError
 from ..experiments.context_comparison import ContextsRecord
-from ..experiments.edge_sweep import CutEdgesRecord, plot_cuts
+from ..experiments.edge_sweep import CutEdgesRecord, SweepResults
 from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
 from ..system.arguments import checked
@@ -244,10 +244,12 @@ def _sections(
             figure = figures.pop(name) if name in figures else _plot_of(record)
             yield _section(section_id, name, {"": record}, figure, common)
             continue
-        cuts = {other: each for other, each in drawn.items() if type(each) is type(record)}
+        alike = {each: drawn[each].is_isolation for each in drawn}
+        cuts = {each: drawn[each] for each in drawn if alike[each] == alike[name]}
         if name == next(iter(cuts)):
-            heading = name if len(cuts) == 1 else record.heading
-            yield _section(section_id, heading, cuts, plot_cuts(cuts), common)
+            several = "isolation" if alike[name] else "cut edges"
+            heading = name if len(cuts) == 1 else several
+            yield _section(section_id, heading, cuts, SweepResults(cuts).plot(), common)
 
 
 def _section(

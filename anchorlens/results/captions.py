@@ -19,10 +19,11 @@ ISOLATION = (
     "the paper label words in the first layers matter most."
 )
 CUT_EDGES = (
-    "Positions cannot read others along the edges that are cut. Label loyalty: share of predicted "
-    "labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of it "
-    "stays where the cut changes nothing. Random edges: as many in each prompt, mean of the draws. "
-    "The paper has no such figure."
+    "Positions cannot read others along the edges that are cut, and isolated words cannot collect "
+    "information from the words before them. Label loyalty: share of predicted labels that stay. "
+    "Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of it stays where the cut "
+    "changes nothing. Random edges or words: as many, mean of the draws. In the paper label words "
+    "isolated in the first layers matter most."
 )
 KEEP_BOS = (
     "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do not "

@@ -192,7 +192,7 @@ class Record:
 
         Examples:
             >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
-            >>> same = al.IsolationRecord.load(result.save(folder / "result.safetensors"))
+            >>> same = al.CutEdgesRecord.load(result.save(folder / "result.safetensors"))
             >>> bool(same.word_loyalty == result.word_loyalty)
             True
         """
@@ -285,7 +285,7 @@ def load_record(path: str | Path) -> Record:
     Examples:
         >>> result = al.isolation_loyalty(model, batches, 0, draws=1, progress=False)
         >>> type(al.load_record(result.save(folder / "result.safetensors"))).__name__
-        'IsolationRecord'
+        'CutEdgesRecord'
     """
     header, stored = read_with_digest(path)
     name = header.get("record")

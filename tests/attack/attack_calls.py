@@ -344,7 +344,6 @@ def calls() -> list[Call]:
             {"distances": setup.results["anchor_distances"], "layer": None},
             {"layer": [99, -99, 1.5, "x"]},
         ),
-        Call(al.plot_isolation, {"records": {"a": setup.isolation}}, {"records": [{}]}),
         Call(
             record_class.load,
             {"path": setup.results["saliency_flows"].save(setup.folder / "record.safetensors")},

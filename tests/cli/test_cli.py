@@ -62,7 +62,7 @@ def test_demo_writes_report_results_and_settings(
     flows = al.SaliencyFlowsRecord.load(tmp_path / "questions" / "saliency_flows.safetensors")
     assert flows.share.shape == (6, 3)
     path = tmp_path / "sentiment" / "isolation_first_2_layers.safetensors"
-    assert len(al.IsolationRecord.load(path).random_word_loyalty) == 2
+    assert len(al.CutEdgesRecord.load(path).random_word_loyalty) == 2
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets", "ignore:some pairs", "ignore:in layers .0.")

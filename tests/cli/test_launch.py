@@ -124,7 +124,7 @@ def test_two_processes_write_the_same_as_one(
     assert names == {path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.*")}
     for name in names:
         if name.suffix == ".safetensors" and "rows" not in name.parts:
-            record_class = RECORDS.get(name.stem, al.IsolationRecord)
+            record_class = RECORDS.get(name.stem, al.CutEdgesRecord)
             of_two, of_one = (
                 record_class.load(tmp_path / folder / name) for folder in ("two", "one")
             )

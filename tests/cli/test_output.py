@@ -42,7 +42,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     wanted["last_third"] = float(flows.share[-2:, 1].mean())
     assert values["saliency_flows"]["S_pq_share"] == wanted
     path = tmp_path / "questions/isolation_first_2_layers.safetensors"
-    isolation = al.IsolationRecord.load(path)
+    isolation = al.CutEdgesRecord.load(path)
     found = values["isolation"]["first 2 layers"]
     assert found["label_words"]["word_loyalty"] == {
         "value": float(isolation.word_loyalty),

@@ -1,4 +1,4 @@
-"""Sweeps over any edges, compared with the isolation of label words and with separate runs."""
+"""Sweeps over any edges, compared with separate runs."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, StoreError
-from anchorlens.hooks import random_positions
 from anchorlens.prompts import edges
 from anchorlens.runs import trial
 
@@ -34,27 +33,6 @@ def labels_read_format(batch: al.PromptBatch) -> Tensor:
 
 def context(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.demonstrations(batch))
-
-
-def random_isolation(batch: al.PromptBatch, chosen: Tensor, seed: int) -> Tensor:
-    return edges.between(random_positions(batch, seed), batch.attention_mask)
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_the_isolation_of_label_words_is_a_case_of_it(model: Any, renormalize: bool) -> None:
-    batches = questions(model, 8, batch_size=3, padding_side="left")
-    sites = al.sites.windows(model, 2) | {"head": al.Site(1, heads=0)}
-    if batches[0].begins_with_bos:
-        sites["BOS"] = al.Site(0, keep_bos=True)
-    options: dict[str, Any] = {"draws": 2, "seed": 3, "renormalize": renormalize, **QUIET}
-    ours = al.edge_sweep(model, batches, edges.wp, sites, control=random_isolation, **options)
-    theirs = al.isolation_sweep(model, batches, sites, **options)
-    assert ours.keys() == theirs.keys()
-    for name, record in theirs.items():
-        for field, values in record.tensors().items():
-            assert torch.equal(getattr(ours[name], field), values)
-        for key in ("layers", "heads", "keep_bos", "skipped_layers", "shared_prefix", "seed"):
-            assert ours[name].info[key] == record.info[key]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +130,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sites": {}}, "there is no site"),
     ({"sites": {"a": al.Site(9)}}, r"layers must be numbers .*got \[9\]"),
     ({"sites": {"a": al.Site(0, keep_bos=True)}}, "do not begin with a BOS"),
+    ({"sites": {"a": al.Site([])}}, "got none"),
     ({"draws": 0}, "at least one draw; got 0"),
-    ({"metrics": [al.SaliencyFlows()]}, "saliency_flows needs a gradient"),
+    ({"metrics": [al.SaliencyFlows()]}, "saliency_flows needs a gradient.*give it to al.run"),
+    ({"metrics": [al.AttentionAUCROC()] * 2}, "different names"),
+    ({"metrics": [al.AttentionAUCROC(name="a")]}, "a site and a metric have one name: a"),
+    ({"metrics": [al.Loyalty()]}, "nothing changes this run"),
 ]
 
 
@@ -168,21 +150,30 @@ def test_wrong_arguments_raise_an_error_before_any_pass(
         al.edge_sweep(gpt2, batches, **(options | change))
 
 
-def test_stored_rows_belong_to_the_edges_and_the_control(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    options: dict[str, Any] = {"draws": 1, "folder": tmp_path, **QUIET}
-    sites = {"a": al.Site(0)}
-    first = al.edge_sweep(gpt2, batches, forerunners_read, sites, **options)
-    assert_same(al.edge_sweep(gpt2, batches, forerunners_read, sites, **options)["a"], first["a"])
-    others: list[tuple[Any, dict[str, Any]]] = [
-        (edges.pq, {}),
-        (forerunners_read, {"control": edges.random_edges}),
-        (forerunners_read, {"renormalize": False}),
-        (forerunners_read, {"seed": 1}),
+def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
+    batches = questions(llama, 4, batch_size=2)
+    options: dict[str, Any] = {"draws": 1, "sites": {"a": al.Site(0)}, **QUIET}
+    isolation, others = tmp_path / "isolation", tmp_path / "others"
+    al.isolation_sweep(llama, batches, folder=isolation, **options)
+    options |= {"edges": forerunners_read}
+    first = al.edge_sweep(llama, batches, folder=others, **options)
+    assert_same(al.edge_sweep(llama, batches, folder=others, **options)["a"], first["a"])
+    changes: list[dict[str, Any]] = [
+        {"edges": edges.pq},
+        {"control": edges.random_edges},
+        {"renormalize": False},
+        {"seed": 1},
+        {"draws": 2},
+        {"sites": {"a": al.Site(1)}},
+        {"sites": {"a": al.Site(0, heads=0)}},
+        {"sites": {"a": al.Site(0, keep_bos=True)}},
     ]
-    for cut, change in others:
+    for change in changes:
         with pytest.raises(StoreError, match=r"another run.* cut: stored .1 draws from 0"):
-            al.edge_sweep(gpt2, batches, cut, sites, **(options | change))
+            al.edge_sweep(llama, batches, folder=others, **(options | change))
+    del options["edges"]
+    with pytest.raises(StoreError, match=r"another run.* cut: stored .1 draws from 0"):
+        al.isolation_sweep(llama, batches, folder=isolation, whole_words=True, **options)
 
 
 def test_the_record_says_what_was_cut_and_is_drawn(gpt2: Any, tmp_path: Path) -> None:
@@ -198,9 +189,12 @@ def test_the_record_says_what_was_cut_and_is_drawn(gpt2: Any, tmp_path: Path) ->
     ]
     assert al.load_record(record.save(tmp_path / "cut.safetensors")).plot() == record.plot()
     isolations = al.isolation_sweep(gpt2, batches, {"isolated": al.Site(0)}, draws=1, **QUIET)
-    with pytest.raises(AnchorlensError, match=r"one kind.*'CutEdgesRecord', 'IsolationRecord'"):
-        al.SweepResults({**records, **isolations}).plot()
-    al.write_report({**records, **isolations}, tmp_path / "report.html")
+    assert isolations["isolated"].is_isolation and not record.is_isolation
+    with pytest.raises(AnchorlensError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
+        al.SweepResults(al.run(gpt2, batches, [al.Accuracy()], **QUIET)).plot()
+    both = {**records, **isolations}
+    assert al.SweepResults(both).plot().data[0].name == "edges cut"
+    al.write_report(both, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text("utf-8")
     # Both windows are in one figure.
     titles = [

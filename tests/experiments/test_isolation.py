@@ -1,7 +1,6 @@
-"""Tests of the isolation experiment against a loop of separate runs."""
+"""The isolation of label words, a sweep, against a loop of separate runs."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tiny_models import LONG_LABELS, questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError, StoreError
+from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -97,26 +96,6 @@ def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -
         al.isolation_loyalty(gpt2, questions(gpt2, 2), 0, keep_bos=True)
 
 
-def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
-    batches = questions(llama, 2)
-    settings: dict[str, Any] = {"sites": {"all": al.Site(0)}, "draws": 1, "resamples": 0}
-    al.isolation_sweep(llama, batches, folder=tmp_path, progress=False, **settings)
-    changes: list[dict[str, Any]] = [
-        {"sites": {"all": al.Site(1)}},
-        {"sites": {"all": al.Site(0, heads=0)}},
-        {"sites": {"all": al.Site(0, keep_bos=True)}},
-        {"draws": 2},
-        {"seed": 1},
-        {"whole_words": True},
-        {"renormalize": False},
-    ]
-    for change in changes:
-        with pytest.raises(StoreError, match=r"another run.* isolated: stored .1 draws from 0"):
-            al.isolation_sweep(
-                llama, batches, folder=tmp_path, progress=False, **(settings | change)
-            )
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_padding_and_order_change_nothing(
     name: str, request: pytest.FixtureRequest
@@ -148,7 +127,7 @@ def test_the_record_has_intervals_and_info(gpt2: Any) -> None:
     assert record.info["layers"] == [1, 2]
     assert record.info["seed"] == 5 and record.info["prompts"] == 12
     assert record.info["renormalize"] is True and record.info["keep_bos"] is False
-    assert record.info["whole_words"] is False
+    assert record.info["edges"] == "wp" and record.info["control"] == "random_words"
     assert record.info["labels"][1] == "Entity"
     assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
 
@@ -160,26 +139,6 @@ def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
     single = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
     assert torch.equal(three.random_kl[2:], single.random_kl)
     assert len(set(three.random_kl.tolist())) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layers": 99}, r"from 0 to 2.*got \[99\]"),
-        ({"layers": []}, "got none"),
-        ({"layers": 0, "draws": 0}, "at least one draw; got 0"),
-    ],
-)
-def test_wrong_arguments_raise_an_error_before_any_pass(
-    gpt2: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse_to_run(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model ran")
-
-    batches = questions(gpt2, 2)
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(HookError, match=message):
-        al.isolation_loyalty(gpt2, batches, **options)
 
 
 def test_a_single_batch_raises_an_error(gpt2: Any) -> None:
@@ -232,24 +191,6 @@ def test_the_isolations_survive_a_failing_metric(gpt2: Any) -> None:
     assert set(caught.value.results) == {"all", "attention_aucroc"}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ([al.SaliencyFlows()], "saliency_flows needs a gradient.*give it to al.run"),
-        ([al.AttentionAUCROC()] * 2, "different names"),
-        ([al.AttentionAUCROC(name="all")], "a site and a metric have one name: all"),
-        ([al.Loyalty()], "nothing changes this run"),
-    ],
-)
-def test_metrics_that_cannot_observe_the_clean_run_raise_an_error(
-    gpt2: Any, metrics: list[al.Metric], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 2)
-    monkeypatch.delattr(type(gpt2), "forward")
-    with pytest.raises(AnchorlensError, match=message):
-        al.isolation_sweep(gpt2, batches, {"all": al.Site(0)}, metrics=metrics)
-
-
 def test_figures_show_isolations_and_no_other_records(gpt2: Any) -> None:
     record = al.isolation_loyalty(gpt2, questions(gpt2, 4), 0, draws=2, progress=False)
     bars = record.plot().data
@@ -264,5 +205,5 @@ def test_figures_show_isolations_and_no_other_records(gpt2: Any) -> None:
     assert [*bars[3].customdata[0]] == [float(low), float(high)]
     assert len(replace(record, intervals={}).plot().data) == 4
     others = al.run(gpt2, questions(gpt2, 4), [al.Accuracy()], progress=False)
-    both = al.plot_isolation({"first": record, "last": record} | others)
+    both = al.SweepResults({"first": record, "last": record} | others).plot()
     assert len(both.data) == 4 and len(both.data[0].y) == 2

@@ -5,7 +5,6 @@ classes, and of sets of demonstrations.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     names = ("label_kept", "word_overlap", "kl")
     rows = dict.fromkeys(names, kept[:, 0]) | {f"random_{name}": kept[:, 1:] for name in names}
     info = {"layers": [0], "n_layers": LAYERS, "heads": None, "keep_bos": False}
-    return judged(partial(record_of_cut, al.IsolationRecord), rows, ids, info)
+    info |= {"isolation": True}
+    return judged(record_of_cut, rows, ids, info)
 
 
 def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:

@@ -85,7 +85,7 @@ def attention(value: float = 0.8, low: float = 0.7, high: float = 0.9) -> Any:
 
 def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any) -> Any:
     one = torch.tensor(1.0)
-    return al.IsolationRecord(
+    return al.CutEdgesRecord(
         label_loyalty=one - gap,
         word_loyalty=one,
         kl=one,
@@ -101,7 +101,9 @@ def isolation(gap: float = 0.5, low: float = 0.2, high: float = 0.7, **info: Any
         random_label_kept=torch.ones(20, 2),
         random_word_overlap=torch.ones(20, 2),
         intervals={"label_gap": torch.tensor([low, high])},
-        info={"layers": [0, 1], "n_layers": 6, "heads": None, "keep_bos": False} | info,
+        info={"layers": [0, 1], "n_layers": 6, "heads": None, "keep_bos": False}
+        | {"isolation": True}
+        | info,
     )
 
 

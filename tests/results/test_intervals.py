@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from math import sqrt
 from typing import Any, ClassVar
@@ -128,9 +127,7 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     ones, words = torch.ones(20).double(), torch.rand(20).double()
     rows = {"label_kept": ones, "word_overlap": ones, "kl": words}
     rows |= {f"random_{name}": values[:, None].expand(-1, 2) for name, values in rows.items()}
-    isolated = with_intervals(
-        partial(record_of_cut, al.IsolationRecord), rows, resamples=50, info={}
-    )
+    isolated = with_intervals(record_of_cut, rows, resamples=50, info={})
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
     attention_rows["rounding"] = torch.zeros(20, 2)
@@ -339,7 +336,7 @@ def test_intervals_of_means_over_draws_equal_values_by_hand() -> None:
     names = ("label_kept", "word_overlap", "kl")
     rows = {name: overlaps[:, 0] for name in names}
     rows |= {f"random_{name}": overlaps[:, 1:] for name in names}
-    result = partial(record_of_cut, al.IsolationRecord)
+    result = record_of_cut
     record = with_intervals(result, rows, resamples=2000, info={})
     x = (rows["random_word_overlap"] - rows["word_overlap"][:, None]).numpy()
     of_prompts, of_draws = x.mean(1), x.mean(0)

@@ -230,7 +230,7 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
 
 
 def test_every_public_record_has_a_plot() -> None:
-    assert len(public_records()) == 21
+    assert len(public_records()) == 20
     for kind in public_records():
         assert kind.plot is not al.Record.plot, kind
 

@@ -106,7 +106,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     def sweeps() -> Any:
         sites = al.sites.first_and_last(model, [1])
         swept = al.isolation_sweep(model, batches, sites, draws=1, **QUIET)
-        al.plot_isolation(swept)
+        swept.plot()
         return swept
 
     train_prefix = partial(al.train_prefix, model, batches, **searched)
