@@ -14,7 +14,8 @@ from ..report.prompt_flows import PromptFlows, plot_prompt
 from ..results.record import Record
 from ..runs.store import forget_run
 from ..system.processes import is_main
-from .output import Output, say
+from .options import Run
+from .output import say
 from .summary import Summary, summarised
 
 
@@ -92,22 +93,13 @@ def file_name(name: str) -> str:
     return name.replace(" ", "_").replace(",", "")
 
 
-def analysed(
-    model: Any,
-    task: str,
-    batches: list[PromptBatch],
-    out: Path,
-    depth: int,
-    draws: int,
-    output: Output,
-    gradient_checkpointing: bool = False,
-) -> Page:
+def analysed(model: Any, task: str, batches: list[PromptBatch], options: Run) -> Page:
     """Run all analyses of one task and save each record as soon as it is computed.
 
     The rows of each batch are stored too, so that the same call resumes an interrupted run.
     """
-    folder, rows = out / task, rows_folder(out, task)
-    sites = both_ends(model, batches, depth)
+    folder, output = options.out / task, options.output
+    sites = both_ends(model, batches, options.depth)
     output.note(f"{task}: {sum(map(len, batches))} prompts, {model.cfg.model_name}")
 
     def save(name: str, record: Record) -> None:
@@ -118,17 +110,17 @@ def analysed(
     records = analyse(
         model,
         batches,
-        depth=depth,
-        draws=draws,
-        gradient_checkpointing=gradient_checkpointing,
+        depth=options.depth,
+        draws=options.draws,
+        gradient_checkpointing=options.gradient_checkpointing,
         keep=save,
-        folder=rows,
-        progress=not output.quiet,
+        folder=rows_folder(options.out, task),
+        progress=not options.quiet,
     )
     isolations = {name: records.pop(name) for name in sites}
     summary = summarised(task, records, isolations)
     output.tables(summary.tables)
-    prompt = _one_prompt(model, batches[0], gradient_checkpointing)
+    prompt = _one_prompt(model, batches[0], options.gradient_checkpointing)
     return Page({**prompt, **records, "isolation": isolations}, summary)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..results.text_tables import TextTable
+from .options import Models
 from .output import Output, PrintedTable
 
 # The bridges of processed models and the quantities are in the documentation only.
@@ -22,12 +23,13 @@ def table_of_architectures() -> dict[str, Any]:
     return table
 
 
-def show_architectures(part: str, output: Output) -> None:
-    """Print the architectures whose name or speciality contains ``part``.
+def show_architectures(options: Models) -> None:
+    """Print the architectures whose name or speciality contains the given part.
 
     Raises:
         DataError: There is none.
     """
+    part, output = options.part, Output(as_json=options.as_json)
     table = table_of_architectures()
     found = [
         row

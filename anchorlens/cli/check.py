@@ -26,6 +26,7 @@ from ..prompts.examples import load_examples, sample_demonstrations, sample_quer
 from ..prompts.tasks import TASKS
 from ..runs.run import run
 from ..system.processes import fails_together
+from .options import Check
 from .output import Output, PrintedTable
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -37,15 +38,17 @@ NO = "no: "
 
 @fails_together()
 @quiet_libraries()
-def check(model: str, device: str | None, dtype: torch.dtype | None, output: Output) -> None:
+def check(options: Check) -> None:
     """Load a model, verify its hooks, and print what works on it.
 
     Raises:
         ModelError: The model is refused, or no analysis works on it.
     """
     started = time.perf_counter()
+    model, output = options.model, Output(options.quiet, options.as_json)
     output.note(f"loading {model}")
-    loaded = load_model(model, device=device, dtype=dtype)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    loaded = load_model(model, device=options.device, dtype=dtype)
     output.note("trying the analyses on three prompts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # three prompts are too few for numbers that are read

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run
 from .analysis import forget_files
+from .options import Contexts
 from .output import Output
 
 _FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")
@@ -50,35 +51,17 @@ class SplitPrompts(NamedTuple):
     queries: list[PromptBatch]
 
 
-@dataclass(frozen=True)
-class Training:
-    """How contexts are trained.
-
-    Attributes:
-        length: Number of positions of a context that starts from nothing.
-        steps: Number of optimizer steps.
-        seed: Seeds the starts and the order of the batches.
-        folder: Where the states are stored.
-    """
-
-    length: int
-    steps: int
-    seed: int
-    folder: Path
-
-
-def split_of(
-    examples: Examples, shots: int, training: int, held_out: int, queries: int, seed: int
-) -> Split:
+def split_of(examples: Examples, options: Contexts) -> Split:
     """Draw demonstrations, and examples for training, for choosing and for the comparison.
 
     Raises:
         DataError: There are too few examples.
     """
-    demos = sample_demonstrations(examples.pool, shots, seed)
-    drawn = sample_queries(examples.pool, training + held_out, seed, exclude=demos)
-    chosen = sample_queries(examples.tests, queries, seed, exclude=[*demos, *drawn])
-    return Split(demos, drawn[:training], drawn[training:], chosen)
+    count, seed = options.training, options.seed
+    demos = sample_demonstrations(examples.pool, options.shots, seed)
+    drawn = sample_queries(examples.pool, count + options.held_out, seed, exclude=demos)
+    chosen = sample_queries(examples.tests, options.queries, seed, exclude=[*demos, *drawn])
+    return Split(demos, drawn[:count], drawn[count:], chosen)
 
 
 def prompts_of(tokenizer: Any, task: Task, split: Split, batch_size: int) -> SplitPrompts:
@@ -114,26 +97,33 @@ def reweighted(model: HookedModel, prompts: SplitPrompts, output: Output) -> Mak
 
 
 def trained_contexts(
-    model: HookedModel, prompts: SplitPrompts, training: Training, output: Output
+    model: HookedModel, prompts: SplitPrompts, options: Contexts, folder: Path
 ) -> dict[str, PrefixContext]:
-    """A soft prompt, a hard prompt, and two prefixes, where the model can have them."""
+    """A soft prompt, a hard prompt, and two prefixes, where the model can have them.
 
-    def prefix(**options: Any) -> PrefixContext:
-        return train_prefix(model, prompts.training, length=training.length, **options)
+    Args:
+        model: A prepared model.
+        prompts: All have the same demonstrations.
+        options: The length of a context that starts from nothing, the number of steps, and a seed.
+        folder: Where the states of trainings are stored.
+    """
+    batches, length, output = prompts.training, options.length, options.output
 
-    def soft_prompt(**options: Any) -> PrefixContext:
-        return train_soft_prompt(model, prompts.training, length=training.length, **options)
+    def prefix(**others: Any) -> PrefixContext:
+        return train_prefix(model, batches, length=length, **others)
 
-    def hard_prompt(**options: Any) -> PrefixContext:
-        batches, length = prompts.training, training.length
+    def soft_prompt(**others: Any) -> PrefixContext:
+        return train_soft_prompt(model, batches, length=length, **others)
+
+    def hard_prompt(**others: Any) -> PrefixContext:
         if any((batch.label_ends != batch.label_positions).any() for batch in batches):
             output.note("the search starts from the first token of each label word")
         words = batches[0].label_token_ids.tolist()
-        return train_hard_prompt(model, batches, length=length, start=words, **options)
+        return train_hard_prompt(model, batches, length=length, start=words, **others)
 
-    def prefix_from_anchors(**options: Any) -> PrefixContext:
-        anchors = compress(model, prompts.training[0], positions=rebased)
-        return train_prefix(model, prompts.training, start=anchors, **options)
+    def prefix_from_anchors(**others: Any) -> PrefixContext:
+        anchors = compress(model, batches[0], positions=rebased)
+        return train_prefix(model, batches, start=anchors, **others)
 
     trainers = {
         "soft prompt": soft_prompt,
@@ -147,10 +137,10 @@ def trained_contexts(
         try:
             contexts[name] = train(
                 held_out=prompts.held_out,
-                steps=training.steps,
-                seed=training.seed,
-                progress=not output.quiet,
-                folder=_folder_of(training.folder, name),
+                steps=options.steps,
+                seed=options.seed,
+                progress=not options.quiet,
+                folder=folder / name.replace(" ", "_"),
             )
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
@@ -161,10 +151,6 @@ def trained_contexts(
 def texts_of(contexts: Mapping[str, PrefixContext]) -> dict[str, str]:
     """The texts of the hard prompts, by name."""
     return {name: made.text for name, made in contexts.items() if isinstance(made, HardPrompt)}
-
-
-def _folder_of(folder: Path, name: str) -> Path:
-    return folder / name.replace(" ", "_")
 
 
 def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, TrainingRecord]:

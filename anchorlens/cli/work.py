@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,14 @@ from ..runs.fingerprint import versions
 from ..runs.store import forget_run
 from ..system.files import write_text
 from ..system.processes import fails_together, is_main
-from .analysis import Page, analysed, file_name, forget_analysis, make_folders, rows_folder
+from .analysis import analysed, file_name, forget_analysis, make_folders, rows_folder
 from .before_weights import check_depth, check_length, checked_tokenizer
-from .command_data import examples_of
-from .option_lists import is_given
-from .output import Output, PrintedTable
-from .own_task import TaskOptions, task_with_examples
+from .options import Contexts, Demo, Dtype, Paper, Run
+from .output import PrintedTable
 from .summary import of_contexts
+from .tasks import ChosenTask, chosen_task, examples_of_package
 from .trained_contexts import (
     SplitPrompts,
-    Training,
     forget_contexts,
     prompts_of,
     reweighted,
@@ -54,142 +53,91 @@ from .trained_contexts import (
 
 @fails_together()
 @quiet_libraries()
-def demo(
-    *,
-    model: str,
-    tasks: Sequence[str],
-    seed: Sequence[int],
-    shots: int,
-    queries: int,
-    depth: int,
-    draws: int,
-    device: str | None,
-    out: Path,
-    fresh: bool,
-    output: Output,
-    settings: Mapping[str, Any],
+def demo(options: Demo) -> None:
+    """Analyse a model on two bundled tasks."""
+    names = ["questions", "sentiment"]
+    of_run = Run(**vars(options), dtype=Dtype.float32)
+    chosen = [chosen_task(replace(of_run, task=name)) for name in names]
+    after = f"another task or your own: anchorlens run --model {options.model} --help"
+    _analyse(of_run, chosen, {**of_run.settings(), "tasks": names}, after)
+
+
+@fails_together()
+@quiet_libraries()
+def run(options: Run) -> None:
+    """Analyse a model on a task."""
+    chosen = chosen_task(options)
+    after = (
+        f"the paper's figures and tables for this model: anchorlens paper --model {options.model}"
+    )
+    _analyse(options, [chosen], {**options.settings(), **chosen.settings}, after)
+
+
+def _analyse(
+    options: Run, chosen: Sequence[ChosenTask], settings: Mapping[str, Any], after: str
 ) -> None:
-    """Analyse a model on bundled tasks."""
-    draws_of_tasks = {
-        name: draws_of(TASKS[name], examples_of(name), shots, queries, seed) for name in tasks
+    """Analyse a model on tasks, and write the report; ``after`` is what to try next."""
+    model, out, output = options.model, options.out, options.output
+    draws = {
+        name: draws_of(task, examples, options.shots, options.queries, options.seed)
+        for name, task, examples, _ in chosen
     }
-    make_folders(out, tasks)
+    make_folders(out, draws)
 
     def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
         return {
-            name: prompts_of_draws(tokenizer, drawn, batch_size=8)
-            for name, drawn in draws_of_tasks.items()
+            name: prompts_of_draws(tokenizer, drawn, options.batch_size)
+            for name, drawn in draws.items()
         }
 
-    tokenizer = checked_tokenizer(
-        model, device, depth, lambda tokenizer: chain.from_iterable(prompts(tokenizer).values())
-    )
-    output.note(f"loading {model}")
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch.float32)
+    loaded, batches = _loaded(options, options.depth, prompts)
     pages = {}
-    for task, batches in prompts(loaded.tokenizer).items():
-        check_depth(depth, loaded.cfg.n_layers)
-        if fresh:
-            forget_analysis(out / task)
-        pages[task] = analysed(loaded, task, batches, out, depth, draws, output)
-    after = f"another task or your own: anchorlens run --model {model} --help"
-    _finish(pages, settings, out, output, after)
+    for name in draws:
+        if options.fresh:
+            forget_analysis(out / name)
+        pages[name] = analysed(loaded, name, batches[name], options)
+    saved = _save_settings(settings, out)
+    report = _report({name: page.results for name, page in pages.items()}, out, settings=saved)
+    values = [page.summary.values for page in pages.values()]
+    output.document({"model": model, "tasks": values, "report": report})
+    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
 
 
 @fails_together()
 @quiet_libraries()
-def run(
-    *,
-    model: str,
-    task: TaskOptions,
-    seed: Sequence[int],
-    shots: int,
-    queries: int,
-    depth: int,
-    draws: int,
-    batch_size: int,
-    device: str | None,
-    dtype: str | None,
-    gradient_checkpointing: bool,
-    out: Path,
-    fresh: bool,
-    output: Output,
-    settings: Mapping[str, Any],
-) -> None:
-    """Analyse a model on a task."""
-    chosen = task_with_examples(task)
-    drawn = draws_of(chosen.task, chosen.examples, shots, queries, seed)
-    make_folders(out, [chosen.name])
-
-    def prompts(tokenizer: Any) -> list[PromptBatch]:
-        return prompts_of_draws(tokenizer, drawn, batch_size)
-
-    tokenizer = checked_tokenizer(model, device, depth, prompts)
-    output.note(f"loading {model}")
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
-    batches = prompts(loaded.tokenizer)
-    check_depth(depth, loaded.cfg.n_layers)
-    if fresh:
-        forget_analysis(out / chosen.name)
-    page = analysed(loaded, chosen.name, batches, out, depth, draws, output, gradient_checkpointing)
-    after = f"the paper's figures and tables for this model: anchorlens paper --model {model}"
-    _finish({chosen.name: page}, {**settings, **chosen.settings}, out, output, after)
-
-
-@fails_together()
-@quiet_libraries()
-def paper(
-    *,
-    model: str,
-    tasks: Sequence[str],
-    data: Path | None,
-    seeds: Sequence[int],
-    queries: int,
-    depth: int,
-    draws: int,
-    appendix: bool,
-    device: str | None,
-    dtype: str | None,
-    out: Path,
-    fresh: bool,
-    output: Output,
-    settings: Mapping[str, Any],
-) -> None:
+def paper(options: Paper) -> None:
     """Print the paper's figures and tables for a model."""
-    for task in tasks:
+    out, output = options.out, options.output
+    for task in options.tasks:
         task_of_name(task)  # before examples are read
-    examples = {task: examples_of(task, data) for task in tasks}
-    check_examples(examples, queries, seeds)
+    examples = {task: examples_of_package(task, options.data) for task in options.tasks}
+    check_examples(examples, options.queries, options.seeds)
     make_folders(out)
 
-    def prompts(tokenizer: Any) -> list[PromptBatch]:
-        return [batch for task in tasks for batch in _shortest_prompt(tokenizer, task)]
+    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
+        return {task: _shortest_prompt(tokenizer, task) for task in options.tasks}
 
     # The parts build the other prompts. There one that is too long is a warning.
-    tokenizer = checked_tokenizer(model, device, depth, prompts)
-    output.note(f"loading {model}")
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
-    prompts(loaded.tokenizer)
-    check_depth(depth, loaded.cfg.n_layers)
-    if fresh:
+    loaded, _ = _loaded(options, options.depth, prompts)
+    if options.fresh:
         forget_run(out / "rows")
 
     def save(numbers: DataFrame) -> None:
-        _save_settings(settings, out)
+        _save_settings(options.settings(), out)
         write_text(out / "numbers.csv", numbers.to_csv(index=False))
         write_text(out / "tables.txt", f"{paper_tables(numbers)}\n")
 
     numbers = paper_numbers(
         loaded,
         examples,
-        queries=queries,
-        seeds=seeds,
-        parts=PAPER_PARTS + (PAPER_APPENDIX if appendix else ()),
-        depth=depth,
-        draws=draws,
+        queries=options.queries,
+        seeds=options.seeds,
+        parts=PAPER_PARTS + (PAPER_APPENDIX if options.appendix else ()),
+        depth=options.depth,
+        draws=options.draws,
         keep=save,
         folder=out / "rows",
-        progress=not output.quiet,
+        progress=not options.quiet,
     )
     summary = paper_tables(numbers)
     drawn = [
@@ -197,70 +145,51 @@ def paper(
         for section in paper_sections(numbers)
     ]
     output.tables(drawn, text=summary)
-    saved = _save_settings(settings, out)
+    saved = _save_settings(options.settings(), out)
     report = _report(
         {},
         out,
-        title=f"The figures and tables of 'Label Words are Anchors' for {model}",
+        title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
         settings=saved,
         figures=paper_figures(numbers),
         summary=summary,
     )
-    output.document({"model": model, "numbers": numbers.to_dict("records"), "report": report})
-    after = f"a task of your own: anchorlens run --model {model} --help"
+    values = {"model": options.model, "numbers": numbers.to_dict("records"), "report": report}
+    output.document(values)
+    after = f"a task of your own: anchorlens run --model {options.model} --help"
     output.last_line(f"report: {report} (all numbers: numbers.csv beside it). Next: {after}")
 
 
 @fails_together()
 @quiet_libraries()
-def contexts(
-    *,
-    model: str,
-    task: str,
-    data: Path | None,
-    queries: int,
-    training: int,
-    held_out: int,
-    shots: int,
-    seed: int,
-    steps: int,
-    length: int,
-    draws: int,
-    batch_size: int,
-    device: str | None,
-    dtype: str | None,
-    out: Path,
-    fresh: bool,
-    output: Output,
-    settings: Mapping[str, Any],
-) -> None:
+def contexts(options: Contexts) -> None:
     """Train contexts, and compare them with demonstrations and their label words."""
-    examples = examples_of(task, data)
-    split = split_of(examples, shots, training, held_out, queries, seed)
+    task, out, output = options.task, options.out, options.output
+    split = split_of(examples_of_package(task, options.data), options)
     make_folders(out, [task])
 
-    def prompts(tokenizer: Any) -> SplitPrompts:
-        return prompts_of(tokenizer, TASKS[task], split, batch_size)
+    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
+        return prompts_of(tokenizer, TASKS[task], split, options.batch_size)._asdict()
 
-    tokenizer = checked_tokenizer(
-        model, device, 1, lambda tokenizer: chain.from_iterable(prompts(tokenizer)), length=length
-    )
-    output.note(f"loading {model}")
-    loaded = load_model(model, tokenizer=tokenizer, device=device, dtype=torch_type(dtype))
-    parts = prompts(loaded.tokenizer)
-    check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(parts)])
+    loaded, parts = _loaded(options, 1, prompts, length=options.length)
+    prompts_of_split = SplitPrompts(**parts)
     rows = rows_folder(out, task)
-    if fresh:
+    if options.fresh:
         forget_contexts(out / task)
-    trained = trained_contexts(loaded, parts, Training(length, steps, seed, rows), output)
+    trained = trained_contexts(loaded, prompts_of_split, options, rows)
     compared = {
-        **untrained_contexts(draws),
-        "re-weighted": reweighted(loaded, parts, output),
+        **untrained_contexts(options.draws),
+        "re-weighted": reweighted(loaded, prompts_of_split, output),
         **trained,
     }
-    output.note(f"{task}: {sum(map(len, parts.queries))} queries, {len(compared)} contexts")
+    count = sum(map(len, prompts_of_split.queries))
+    output.note(f"{task}: {count} queries, {len(compared)} contexts")
     record = compare_contexts(
-        loaded, parts.queries, compared, folder=rows / "contexts", progress=not output.quiet
+        loaded,
+        prompts_of_split.queries,
+        compared,
+        folder=rows / "contexts",
+        progress=not options.quiet,
     )
     if is_main():
         record.save(out / task / "contexts.safetensors")
@@ -270,14 +199,40 @@ def contexts(
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
-    saved = _save_settings(settings, out)
+    saved = _save_settings(options.settings(), out)
     results = {task: {"contexts": record, **training_records(trained)}}
-    title = f"What stands before a query: contexts for {model}"
+    title = f"What stands before a query: contexts for {options.model}"
     report = _report(results, out, title=title, settings=saved)
     values = {"task": task, "contexts": of_contexts(record), "texts": texts}
-    output.document({"model": model, **values, "report": report})
-    after = f"the flows in the demonstrations: anchorlens run --model {model} --task {task}"
+    output.document({"model": options.model, **values, "report": report})
+    after = f"the flows in the demonstrations: anchorlens run --model {options.model} --task {task}"
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+
+
+def _loaded(
+    options: Run | Paper | Contexts,
+    depth: int,
+    prompts: Callable[[Any], dict[str, list[PromptBatch]]],
+    length: int = 0,
+) -> tuple[Any, dict[str, list[PromptBatch]]]:
+    """The model of a command and its prompts, after all that can be refused before weights."""
+
+    def build(tokenizer: Any) -> Iterable[PromptBatch]:
+        return chain.from_iterable(prompts(tokenizer).values())
+
+    tokenizer = checked_tokenizer(options.model, options.device, depth, build, length=length)
+    options.output.note(f"loading {options.model}")
+    loaded = load_model(
+        options.model,
+        tokenizer=tokenizer,
+        device=options.device,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+    )
+    batches = prompts(loaded.tokenizer)
+    check_depth(depth, loaded.cfg.n_layers)
+    if length:
+        check_length(length, loaded.cfg.n_ctx, [*chain.from_iterable(batches.values())])
+    return loaded, batches
 
 
 def _printed(record: ContextsRecord, task: str) -> PrintedTable:
@@ -285,10 +240,6 @@ def _printed(record: ContextsRecord, task: str) -> PrintedTable:
     frame = record.table()
     rows = {("", str(name)): dict(texts) for name, texts in frame.iterrows()}
     return PrintedTable(rows, title=f"{task}, contexts [95 % intervals]", corner="context")
-
-
-def torch_type(dtype: str | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype)
 
 
 def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
@@ -301,25 +252,13 @@ def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
         raise PromptError(f"{error}. This is the task {name}; leave it out of --tasks") from error
 
 
-def _finish(
-    pages: Mapping[str, Page], settings: Mapping[str, Any], out: Path, output: Output, after: str
-) -> None:
-    """Write the report, and print the results as json and what to try after this."""
-    saved = _save_settings(settings, out)
-    results = {task: page.results for task, page in pages.items()}
-    report = _report(results, out, settings=saved)
-    values = [page.summary.values for page in pages.values()]
-    output.document({"model": settings["model"], "tasks": values, "report": report})
-    output.last_line(f"report: {report} (open it in a browser). Next: {after}")
-
-
 def _report(
     results: dict[str, Any], out: Path, *, settings: Mapping[str, Any], **page: Any
 ) -> Path:
     """Write the report in the main process; return its path."""
     path = out / "report.html"
     if is_main():
-        given = {name: value for name, value in settings.items() if is_given(value)}
+        given = {name: value for name, value in settings.items() if value not in (None, [], ())}
         command = shlex.join(["anchorlens", *sys.argv[1:]])
         write_report(results, path, settings=given, command=command, **page)
     return path.resolve()

@@ -212,7 +212,7 @@ class CompressedContext:
             raise PromptError(
                 f"a query has {longest} tokens, but {left} of the model's context of "
                 f"{model.cfg.n_ctx} are left after this compressed context; use shorter queries "
-                "or fewer demonstrations, or in Python positions=al.placement.rebased"
+                "or fewer demonstrations, or positions=al.placement.rebased"
             )
         refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
 
@@ -248,7 +248,7 @@ class CompressedContext:
             if (queries & (indices[:, None] - indices >= window) & ~beyond).any():
                 raise ModelError(
                     f"layers with a window of {window} tokens cannot see all keys that these "
-                    "positions put into the window; in Python use "
+                    "positions put into the window; use "
                     "positions=al.placement.as_in_prompt"
                 )
             if beyond.any():
@@ -351,7 +351,7 @@ def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
         if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
             raise ModelError(
                 f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
-                "which is not possible with a cut cache; in Python pass a prompt as long as this "
+                "which is not possible with a cut cache; pass a prompt as long as this "
                 "to al.compress, which then stores the whole cache"
             )
 

@@ -140,11 +140,7 @@ class AnchorDistances:
                 "set of demonstrations"
                 + (f", and at least {least} as there are several sets" if several else "")
                 + f", but one has {small}; use more queries for each set"
-                + (
-                    f", or in Python AnchorDistances(directions={small - 1})"
-                    if small >= least
-                    else ""
-                )
+                + (f", or AnchorDistances(directions={small - 1})" if small >= least else "")
             )
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:

@@ -17,9 +17,7 @@ from typing import Any
 from ..errors import PromptError
 from .kinds import config_of
 
-_SHORTER_PROMPTS = (
-    "shorter prompts (in Python build_prompts(..., max_length=..., drop_too_long=True))"
-)
+_SHORTER_PROMPTS = "shorter prompts (build_prompts(..., max_length=..., drop_too_long=True))"
 
 
 def rotates_by_length(model: Any) -> bool:

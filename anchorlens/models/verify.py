@@ -219,7 +219,7 @@ def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> 
     return (
         f"the backward pass of {model.cfg.model_name} fails {where} "
         f"({str(error).partition(chr(10))[0]}); quantised weights often have no backward pass: "
-        "load the model unquantised (in Python, al.load_model(name, dtype=torch.bfloat16))"
+        "load the model unquantised (dtype=torch.bfloat16)"
     )
 
 

@@ -115,7 +115,7 @@ def _reading(name: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{name!r} has code of its own, which is never run here; give a model that "
-                "transformers knows, or, if you trust this code, read the model in Python with "
+                "transformers knows, or, if you trust this code, read the model with "
                 "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) and pass it to "
                 "al.load_model with its tokenizer"
             ) from error
@@ -225,6 +225,6 @@ def _listed(names: Iterable[str]) -> str:
 def _no_device(device: str | torch.device, reason: str) -> ModelError:
     return ModelError(
         f"the model cannot be put on the device {str(device)!r}: {reason.partition(chr(10))[0]}; "
-        "name a device that this machine has (cuda, mps, cpu), and leave the type (dtype) of "
+        "name a device that this machine has (cuda, mps, cpu), and leave the type (dtype=) of "
         "quantised weights as it is"
     )

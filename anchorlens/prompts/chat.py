@@ -167,7 +167,7 @@ class ChatTask(Task):
         if tokenizer.chat_template is None and "chat_template" not in self.options:
             raise PromptError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a chat model "
-                "or plain prompts (without --chat, in Python al.Task), or in Python "
+                "or plain prompts (al.Task), or "
                 "ChatTask(..., options={'chat_template': '...'})"
             )
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -185,7 +185,7 @@ class ChatTask(Task):
             raise PromptError(
                 f"the chat template cannot write the turns of {roles}: {error}. If it knows no "
                 "turn of the system, write the instructions into the template of the task (before "
-                "{text}) instead of the instructions (--instructions, in Python instructions=)"
+                "{text}) instead of the instructions (instructions=)"
             ) from error
 
 
@@ -276,7 +276,7 @@ class _Frame(NamedTuple):
                     f"the chat template changes the text of the {turn.role}'s turn {content!r}, or "
                     "what stands around it, by more than white space at its ends, so that "
                     "positions in it are not certain; change the text, or give another template "
-                    "(in Python options={'chat_template': '...'})"
+                    "(options={'chat_template': '...'})"
                 )
             start, length = span
             found.append(_Turn(turn.role, _cut(turn.pieces, start, start + length)))
@@ -285,7 +285,7 @@ class _Frame(NamedTuple):
             raise PromptError(
                 f"the chat template writes {text[position:]!r} after the turns of these "
                 "demonstrations, which it does not after others; give another template "
-                "(in Python options={'chat_template': '...'})"
+                "(options={'chat_template': '...'})"
             )
         return found
 
@@ -299,7 +299,7 @@ def _misplaced_answer(asked: str, answered: str, answer: str) -> PromptError:
         f"but {asks!r} where it asks for one, so that the label would be predicted where the model "
         "does not answer; switch this off if the template has an option for it (such as "
         "options={'enable_thinking': False}), or give another template, in which an answer follows "
-        "where it is asked for (in Python options={'chat_template': '...'})"
+        "where it is asked for (options={'chat_template': '...'})"
     )
 
 
@@ -315,7 +315,7 @@ def _around(text: str, marks: Sequence[str]) -> list[str]:
         raise PromptError(
             "the chat template does not write each turn once and in the order of the turns, so "
             "that positions are not certain; give another template "
-            "(in Python options={'chat_template': '...'})"
+            "(options={'chat_template': '...'})"
         )
     around = []
     for mark in marks:

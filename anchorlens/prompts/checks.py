@@ -33,7 +33,7 @@ def demonstrations_by_query(
         if missing := missing_labels(task, demos):
             raise PromptError(
                 f"no demonstration for the labels {missing}; give at least one of each class "
-                "(in Python, sample_demonstrations does)"
+                "(sample_demonstrations does)"
             )
         if len(demos) != len(sets[0]):
             raise PromptError(

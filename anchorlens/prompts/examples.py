@@ -285,11 +285,11 @@ def _examples(
     missing = [name for name in (text, label) if name not in columns]
     if missing:
         raise DataError(
-            f"{source} has the columns {list(columns)}, but not {missing}; name the right ones (in "
-            "Python with text= and label=) or rename them"
+            f"{source} has the columns {list(columns)}, but not {missing}; name the right ones "
+            "(text= and label=) or rename them"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
-    expected = "an integer from 0; list others in Python with classes="
+    expected = "an integer from 0; list others with classes="
     if known is not None:
         expected = f"one of classes={known}"
     examples = []

@@ -57,7 +57,7 @@ def _written_words(
             raise PromptError(
                 f"the chat template writes label word {words[k]!r} as {again!r} after "
                 f"query {index}, but as {written[k]!r} after query 0; leave one out, or give "
-                "another template (in Python options={'chat_template': '...'})"
+                "another template (options={'chat_template': '...'})"
             )
     return written
 

@@ -86,7 +86,7 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(
             f"{type(tokenizer).__name__} gives no character offsets, from which positions are "
-            "computed; load the fast version (one with a tokenizer.json; in Python "
+            "computed; load the fast version (one with a tokenizer.json; "
             "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
             "positions with PromptBatch.from_positions"
         )

@@ -51,6 +51,6 @@ def write_prompt(
         raise PromptError(
             "the tokenizer adds a special token after the prompt, so that its last token is not "
             "where the label is predicted; switch that off (for example in its "
-            "tokenizer_config.json, or in Python by add_eos_token=False)"
+            "tokenizer_config.json, or by add_eos_token=False)"
         )
     return WrittenPrompt(demos, query, pieces, text, end, tokens, spans, special, query_start)

@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 import pytest
+from anchorlens.cli.own_task import TaskOptions, task_with_examples
 from chat_tokenizers import chat_tokenizer, with_template
 from test_cli import QUICK, call, error_of
 from tiny_models import tiny_gpt2
@@ -13,7 +14,6 @@ from transformers import AutoTokenizer
 
 import anchorlens as al
 from anchorlens.cli.analysis import analysed
-from anchorlens.cli.own_task import TaskOptions, task_with_examples
 from anchorlens.errors import AnchorlensError, DataError
 
 pytestmark = pytest.mark.without_jaxtyping

@@ -1,0 +1,302 @@
+"""The options of each command, one frozen record a command, which its work gets whole.
+
+The command line has an option for each field: its type and help are those of the field. Nothing
+here needs a package that takes seconds to import.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ..errors import DataError
+from ..prompts.tasks import TASKS
+from .output import Output
+
+# It is small, open to everyone, and learns from examples in its prompt.
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M"
+A_MODEL = "Hub name, local folder, or .gguf file."
+_A_TASK = f"One of {', '.join(TASKS)}."
+
+T = TypeVar("T")
+
+
+class Dtype(StrEnum):
+    """Types of weights."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _path(text: str) -> Path:
+    """A path of an option; an empty text, such as that of a variable, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("an empty text is no path; the current folder is '.'")
+    return Path(text)
+
+
+def _tasks() -> list[str]:
+    return list(TASKS)
+
+
+def _parts(text: Any) -> list[str]:
+    """One value of an option that takes several, which may be separated by commas."""
+    return [part.strip() for part in str(text).split(",")]
+
+
+def _words(context: Any, parameter: Any, values: Any) -> list[str] | None:
+    """The different words of an option."""
+    return _different(parameter.opts[0], "different words", values) if values else None
+
+
+def _whole_numbers(context: Any, parameter: Any, values: Any) -> list[int]:
+    """The different whole numbers of an option."""
+    option, what = parameter.opts[0], "different whole numbers"
+    words = _different(option, what, values)
+    try:
+        numbers = [int(word) for word in words]
+    except ValueError as error:
+        raise _refused(option, what, words) from error
+    return _different(option, what, [numbers])
+
+
+def _different(option: str, what: str, values: Iterable[Sequence[T]]) -> list[T]:
+    """All values of an option.
+
+    Examples:
+        >>> _different("--task", "words", [["sst2", "trec"], ["agnews"]])
+        ['sst2', 'trec', 'agnews']
+    """
+    parts = [part for value in values for part in value]
+    if "" in parts or len(set(parts)) < len(parts):
+        raise _refused(option, what, parts)
+    return parts
+
+
+def _refused(option: str, what: str, given: Sequence[Any]) -> DataError:
+    got = ", ".join(map(repr, given))
+    return DataError(f"{option} takes {what}, repeated or separated by commas; got {got}")
+
+
+_option_of_path = partial(typer.Option, parser=_path, metavar="<path>")
+_option_of_list = partial(typer.Option, parser=_parts, metavar="<list>")
+_of_task: dict[str, Any] = {"rich_help_panel": "Task and examples"}
+_of_output: dict[str, Any] = {"rich_help_panel": "Machine and output"}
+
+Model = Annotated[str, typer.Option(help=A_MODEL)]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cuda, mps or cpu; by default the first that exists.", **_of_output),
+]
+WeightType = Annotated[
+    Dtype | None,
+    typer.Option(help="Number type of the weights; by default as stored.", **_of_output),
+]
+Out = Annotated[
+    Path,
+    _option_of_path(help="Folder for the report, the results and the settings.", **_of_output),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start over: delete the rows in --out.", **_of_output)
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", help="Hide progress bars and notes; warnings and errors stay.", **_of_output
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the numbers as one json document; all else goes to standard error.",
+        **_of_output,
+    ),
+]
+Queries = Annotated[int, typer.Option(min=1, help="Queries of each task and seed.")]
+Depth = Annotated[int, typer.Option(min=1, help="Layers isolated at each end of the model.")]
+Draws = Annotated[int, typer.Option(min=1, max=9999, help="Random controls of each isolation.")]
+Shots = Annotated[int, typer.Option(min=1, help="Demonstrations of each class.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts in a batch.")]
+Seeds = Annotated[
+    list[int],
+    _option_of_list(
+        "--seed",
+        "--seeds",
+        callback=_whole_numbers,
+        help="Seeds; each draws its own demonstrations. Repeat the option, or separate by commas.",
+    ),
+]
+OneTask = Annotated[str, typer.Option(help=_A_TASK, autocompletion=_tasks)]
+FolderOfTasks = Annotated[
+    Path | None,
+    _option_of_path(
+        help="Folder with TASK/train.jsonl and TASK/test.jsonl; by default the examples of --task.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What all commands that compute have."""
+
+    model: Model
+    device: Device = None
+    out: Out
+    fresh: Fresh = False
+    quiet: Quiet = False
+    as_json: Json = False
+
+    @property
+    def output(self) -> Output:
+        """Where the output goes."""
+        return Output(self.quiet, self.as_json)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers, by name."""
+        others = ("out", "fresh", "quiet", "as_json")
+        return {name: value for name, value in vars(self).items() if name not in others}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Common):
+    """The options of `anchorlens demo`."""
+
+    model: Model = DEMO_MODEL
+    out: Out = Path("demo-output")
+    queries: Queries = 24
+    depth: Depth = 5
+    draws: Draws = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Common):
+    """The options of `anchorlens run`."""
+
+    task: Annotated[str | None, typer.Option(help=_A_TASK, autocompletion=_tasks, **_of_task)] = (
+        None
+    )
+    task_file: Annotated[
+        Path | None,
+        _option_of_path(help="toml file with a task of your own: template, labels ...", **_of_task),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Write demonstrations as turns of user and assistant, by the chat template of the "
+            "tokenizer.",
+            **_of_task,
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        _option_of_path(
+            help="jsonl, csv or parquet file, for demonstrations and queries; by default the "
+            "examples of the task.",
+            **_of_task,
+        ),
+    ] = None
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the texts; text by default.", **_of_task)
+    ] = None
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the classes; label by default.", **_of_task)
+    ] = None
+    classes: Annotated[
+        list[str] | None,
+        _option_of_list(
+            callback=_words,
+            help="The values of the label column in class order, if they are not 0, 1, ...; "
+            "repeated or separated by commas.",
+            **_of_task,
+        ),
+    ] = None
+    queries: Queries = 100
+    shots: Shots = 1
+    seed: Seeds = (42,)  # type: ignore[assignment]
+    depth: Depth = 5
+    draws: Draws = 10
+    batch_size: BatchSize = 8
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option("--gradient-checkpointing", help="For long prompts: less memory, more time."),
+    ] = False
+    dtype: WeightType = None
+    out: Out = Path("anchorlens-output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper(Common):
+    """The options of `anchorlens paper`."""
+
+    tasks: Annotated[
+        list[str],
+        _option_of_list(
+            "--task",
+            "--tasks",
+            callback=_words,
+            help=f"Tasks of {', '.join(TASKS)}; repeated or separated by commas.",
+            autocompletion=_tasks,
+        ),
+    ] = ("sst2", "trec", "agnews")  # type: ignore[assignment]
+    data: FolderOfTasks = None
+    queries: Annotated[int, typer.Option(min=11, help="Queries of each task and seed.")] = 40
+    seeds: Seeds = (42, 43)  # type: ignore[assignment]
+    depth: Depth = 5
+    draws: Draws = 10
+    appendix: Annotated[
+        bool, typer.Option("--appendix", help="Also compute the paper's appendix.")
+    ] = False
+    dtype: WeightType = None
+    out: Out = Path("anchorlens-paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contexts(Common):
+    """The options of `anchorlens contexts`."""
+
+    task: OneTask
+    data: FolderOfTasks = None
+    queries: Annotated[int, typer.Option(min=1, help="Queries of the comparison.")] = 40
+    training: Annotated[int, typer.Option(min=1, help="Queries for training.")] = 32
+    held_out: Annotated[
+        int, typer.Option(min=1, help="Queries by which the best step of a training is chosen.")
+    ] = 16
+    shots: Shots = 1
+    seed: Annotated[int, typer.Option(help="Seed of all draws and of the training.")] = 42
+    steps: Annotated[int, typer.Option(min=0, help="Steps of each training.")] = 300
+    length: Annotated[int, typer.Option(min=1, help="Number of learned positions.")] = 10
+    draws: Annotated[
+        int, typer.Option(min=1, max=9999, help="Random selections of words to compare with.")
+    ] = 3
+    batch_size: BatchSize = 8
+    dtype: WeightType = None
+    out: Out = Path("anchorlens-contexts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The options of `anchorlens models`."""
+
+    part: Annotated[
+        str, typer.Argument(help="A part of a name, such as llama; all by default.")
+    ] = ""
+    as_json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The options of `anchorlens check`."""
+
+    model: Annotated[str, typer.Argument(help=A_MODEL)]
+    device: Device = None
+    dtype: WeightType = None
+    quiet: Quiet = False
+    as_json: Json = False

@@ -1,0 +1,207 @@
+r"""A task of your own and its examples, from a toml file of a few lines.
+
+1. The entries are read; one that no task has, or of another type, is an error.
+2. The entry ``task`` names a task of the package, whose parts the other entries replace.
+3. The examples are those of ``data`` (a file), of ``dataset`` (on the hub), or of ``task``.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, PromptError
+from ..system.arguments import checked
+from ..system.parsing import parsed
+from .chat import ChatTask
+from .datafiles import READERS
+from .draw import Examples, examples_of_task, task_of_name
+from .examples import load_examples
+from .tasks import Task
+
+_PARTS = ("template", "labels", "separator", "instructions")
+_COLUMNS = ("text_column", "label_column", "classes")
+_SPLITS = ("split", "query_split")
+_TYPES: dict[str, type] = {
+    "task": str,
+    **dict.fromkeys(_PARTS, str),
+    "labels": list,
+    "chat": bool,
+    "options": dict,
+    "date": str,
+    "data": str,
+    "dataset": str,
+    **dict.fromkeys((*_COLUMNS, *_SPLITS), str),
+    "classes": list,
+}
+_IN_WORDS = {
+    str: "a text in quotes",
+    bool: "true or false",
+    list: "a list in brackets",
+    dict: "a table, such as {enable_thinking = false}",
+}
+
+
+@checked
+def read_task(path: str | Path) -> tuple[Task, Examples]:
+    r"""A task and its examples from a toml file, as ``anchorlens run --task-file`` reads it.
+
+    The entries are ``template``, ``labels``, ``separator`` and ``instructions``, as in ``Task``; ``chat``
+    (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a jsonl, csv or parquet
+    file, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
+    ``query_split`` for queries; and ``text_column``, ``label_column`` and ``classes``, which are
+    ``text=``, ``label=`` and ``classes=`` of ``load_examples``. ``task`` names a task of ``TASKS``,
+    of which the other entries replace parts.
+
+    Args:
+        path: The toml file. A relative path of ``data`` begins at the folder of this file.
+
+    Returns:
+        The task, and the examples for demonstrations and for queries: what ``sample_prompts``
+        takes.
+
+    Raises:
+        DataError: The file cannot be read, has an entry that no task has or contradicts itself, or
+            the examples cannot be read.
+        PromptError: Template and labels are no task.
+
+    Examples:
+        >>> path = folder / "letters.toml"
+        >>> _ = path.write_text('task = "sentiment"\nlabels = [" A", " B"]')
+        >>> task, examples = al.read_task(path)
+        >>> task.demonstration("fun", 1)
+        'Review: fun\nSentiment: B'
+        >>> batches = al.sample_prompts(model, task, examples, queries=12)
+    """
+    entries = read_entries(Path(path))
+    task = task_of(entries, str(path))
+    return task, examples_of(entries, task)
+
+
+def read_entries(path: Path) -> dict[str, Any]:
+    """The entries of a task file; a relative path of ``data`` begins at the folder of the file.
+
+    Raises:
+        DataError: There is no such file, or it is not toml, or has entries that no task has.
+    """
+    try:
+        data = path.read_bytes()  # perhaps of a pipe
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"the task file {path} cannot be read: {reason}") from error
+    entries = parsed(
+        path,
+        data,
+        lambda data: tomllib.loads(data.decode("utf-8-sig")),
+        "toml",
+        'write entries such as template = "Q: {text}\\nA:{label}", in UTF-8',
+        DataError,
+    )
+    for name, value in entries.items():
+        if name not in _TYPES:
+            raise DataError(f"{path} has the entry {name}; a task has {', '.join(_TYPES)}")
+        if not isinstance(value, _TYPES[name]):
+            raise DataError(f"{name} in {path} must be {_IN_WORDS[_TYPES[name]]}; got {value!r}")
+    if "data" in entries and "dataset" in entries:
+        raise DataError(f"{path} has data and dataset; leave one out")
+    if "data" in entries:
+        entries["data"] = path.parent / entries["data"]
+    return entries
+
+
+def task_of(entries: Mapping[str, Any], source: str) -> Task:
+    """The task of some entries.
+
+    Args:
+        entries: As ``read_entries`` gives them.
+        source: Where they come from, which an error names.
+
+    Raises:
+        DataError: An entry is missing, or two contradict each other.
+        PromptError: Template and labels are no task.
+    """
+    is_chat = bool(entries.get("chat"))
+    parts = _parts_of_task(entries["task"], is_chat) if "task" in entries else {}
+    parts |= {name: entries[name] for name in _PARTS if name in entries}
+    if missing := [name for name in ("template", "labels") if name not in parts]:
+        raise DataError(
+            f"{source} has no {' and no '.join(missing)}; a task has both, or names a task of the "
+            "package by task"
+        )
+    if is_chat and "separator" in parts:
+        raise DataError(
+            f"{source} has a separator for a chat, but the chat template writes what stands "
+            "between demonstrations; leave out separator or chat"
+        )
+    of_chat = {name: entries[name] for name in ("options", "date") if name in entries}
+    if of_chat and not is_chat:
+        raise DataError(f"{source} has {next(iter(of_chat))}, which is for a chat: add chat = true")
+    try:
+        return ChatTask(**parts, **of_chat) if is_chat else Task(**parts)
+    except PromptError as error:
+        raise PromptError(f"{source}: {error}") from error
+
+
+def _parts_of_task(name: str, is_chat: bool) -> dict[str, Any]:
+    """The parts of a task of the package, as they are written in plain prompts or in a chat."""
+    task = task_of_name(name)
+    parts = {part: getattr(task, part) for part in _PARTS}
+    if is_chat:  # an answer begins with the word, and the chat template separates demonstrations
+        parts["labels"] = [word.strip() for word in task.first_words]
+        del parts["separator"]
+    return parts
+
+
+def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
+    """Examples of a file, of a data set of the hub, or of a task of the package.
+
+    Raises:
+        DataError: There are none, they cannot be read, or an entry has no meaning for them.
+    """
+    splits = [name for name in _SPLITS if name in entries]
+    if splits and "dataset" not in entries:
+        raise DataError(f"{splits[0]} came without dataset; only a data set of the hub has splits")
+    if "data" not in entries and "dataset" not in entries:
+        return _examples_of_package(entries)
+    classes = entries.get("classes")
+    if classes is not None and len(classes) != len(task.labels):
+        raise DataError(
+            f"classes lists {len(classes)} values of the label column, but the task has "
+            f"{len(task.labels)} classes ({', '.join(map(str, task.labels))}); list one value for "
+            "each class, in the same order"
+        )
+    columns = {
+        "text": entries.get("text_column", "text"),
+        "label": entries.get("label_column", "label"),
+        "classes": classes,
+    }
+    if "data" in entries:
+        examples = load_examples(entries["data"], **columns)
+        return Examples(examples, examples)
+    name, split = entries["dataset"], entries.get("split", "train")
+    if Path(name).suffix.lower() in READERS:
+        raise DataError(f"dataset is for data sets of the hub; give the file {name} by data")
+    pool = load_examples(name, split, **columns)
+    query_split = entries.get("query_split", split)
+    tests = pool if query_split == split else load_examples(name, query_split, **columns)
+    return Examples(pool, tests)
+
+
+def _examples_of_package(entries: Mapping[str, Any]) -> Examples:
+    if "task" not in entries:
+        raise DataError(
+            "a task of your own needs examples: give data, a jsonl, csv or parquet file, or "
+            "dataset, a data set of the hub"
+        )
+    if unused := [name for name in _COLUMNS if name in entries]:
+        raise DataError(
+            f"{', '.join(unused)} came without data or dataset, but the examples of the task "
+            f"{entries['task']} are read as they are"
+        )
+    return examples_of_task(entries["task"])
+
+
+def entries_of(task: Task) -> dict[str, Any]:
+    """The parts of a task as entries; a chat has no separator."""
+    names = [name for name in _PARTS if not (name == "separator" and isinstance(task, ChatTask))]
+    return {name: getattr(task, name) for name in names}
