@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from .prompts.sample import sample_prompts as sample_prompts
     from .prompts.segment_names import SEGMENTS as SEGMENTS
     from .prompts.segments import build_segments as build_segments
+    from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
     from .prompts.verbalizer import Verbalizer as Verbalizer

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import anchorlens as al
 from anchorlens.cli import commands
-from anchorlens.cli.own_task import TaskOptions, task_with_examples
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -122,9 +121,9 @@ def test_the_task_file_on_the_page_of_the_command_is_read(tmp_path: Path) -> Non
     [block] = blocks_of(ROOT / "docs" / "command.md", "toml")
     (tmp_path / "reviews.toml").write_text(block.code)
     (tmp_path / "reviews.csv").write_text("review,verdict\nA joy,pos\nDull,neg\n")
-    task_file = task_with_examples(TaskOptions(task_file=tmp_path / "reviews.toml"))
-    assert task_file.task == al.Task("Review: {text}\nGood?{label}", [" no", " yes"])
-    assert task_file.examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
+    task, examples = al.read_task(tmp_path / "reviews.toml")
+    assert task == al.Task("Review: {text}\nGood?{label}", [" no", " yes"])
+    assert examples.pool == [al.Example("A joy", 1), al.Example("Dull", 0)]
 
 
 def sections_of(page: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ _OPTIONS = {
     "queries=": "--queries",
     "seeds=": "--seed",
     "shots=": "--shots",
+    "source=": "--model",
     "steps=": "--steps",
     "text=": "--text-column",
 }

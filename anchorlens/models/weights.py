@@ -18,7 +18,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 _COMPUTED = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file"
+_NO_HUB = ". If no hub can be reached, give a local folder or a .gguf file (source=)"
 
 
 class ModelFiles(NamedTuple):

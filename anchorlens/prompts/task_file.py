@@ -46,9 +46,9 @@ _IN_WORDS = {
 def read_task(path: str | Path) -> tuple[Task, Examples]:
     r"""A task and its examples from a toml file, as ``anchorlens run --task-file`` reads it.
 
-    The entries are ``template``, ``labels``, ``separator`` and ``instructions``, as in ``Task``; ``chat``
-    (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a jsonl, csv or parquet
-    file, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
+    The entries are ``template``, ``labels``, ``separator`` and ``instructions``, as in ``Task``;
+    ``chat`` (true for a ``ChatTask``), with its ``options`` and ``date``; ``data``, a jsonl, csv or
+    parquet file, or ``dataset``, a data set on the hub, with ``split`` for demonstrations and
     ``query_split`` for queries; and ``text_column``, ``label_column`` and ``classes``, which are
     ``text=``, ``label=`` and ``classes=`` of ``load_examples``. ``task`` names a task of ``TASKS``,
     of which the other entries replace parts.

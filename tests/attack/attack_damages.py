@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from kill_runs import end_of, forked
 
 import anchorlens as al
-from anchorlens.cli.own_task import read_task_file
 from anchorlens.errors import AnchorlensError, DataError, StoreError
+from anchorlens.prompts.task_file import read_entries
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 
 Damage = Callable[[Path, random.Random], None]
@@ -280,7 +280,7 @@ def odd_settings(rng: random.Random) -> None:
     description = apply_damage(path, rng.choice(damages), rng)
     try:
         if kind == "toml":
-            read_task_file(path)
+            read_entries(path)
         else:
             al.context_from_peft(path.parent, setup.model)
     except AnchorlensError as error:

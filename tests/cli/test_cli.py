@@ -32,11 +32,9 @@ def call(monkeypatch: Any, *arguments: str) -> int:
 
 
 def error_of(captured: Any) -> str:
-    """The line of the error. If it names something of Python, it contains the word Python."""
+    """The line of the error."""
     lines = captured.err.splitlines()
     (line,) = [text for text in lines if text.startswith("error: ")]
-    of_python = re.search(r"\b[a-z_]+=|\bal\.|[^-]dtype\b", line)
-    assert of_python is None or "Python" in line, line
     return line
 
 
@@ -113,7 +111,7 @@ def test_a_different_run_in_the_same_folder_needs_fresh(
     assert call(monkeypatch, "run", *arguments, "--fresh", "--depth", "99") == 1
     assert "--depth 99 is more than the 3 layers" in capsys.readouterr().err
     assert call(monkeypatch, "run", *arguments, "--fresh", "--seed", "7", "--seed", "7") == 1
-    assert "must differ; got [7, 7]" in capsys.readouterr().err
+    assert "--seed takes different whole numbers" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("rows-*")} == before
     assert call(monkeypatch, "run", *arguments, "--seed", "7", "--fresh") == 0
     after = {path: path.read_bytes() for path in tmp_path.rglob("rows-*")}

@@ -132,7 +132,7 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
     capsys.readouterr()
     assert status("--length", "3") == (1, [0, 0, 0])
     error = error_of(capsys.readouterr())
-    assert "of a training with another context" in error and error.endswith("(--fresh)")
+    assert "of a training with another context" in error and error.endswith("delete the file")
     assert status("--fresh") == (0, [2, 2, 3])
     fresh = results_in(tmp_path / "sentiment")
     assert_same(resumed[0], fresh[0], 0)
