@@ -63,7 +63,11 @@ def test_one_command_analyses_a_csv_file_and_stores_its_task(
     flows = al.SaliencyFlowsRecord.load(folder / "out/film/saliency_flows.safetensors")
     assert flows.info["labels"] == ["no", "yes"] and flows.info["demonstration_sets"] == 3
     settings = json.loads((folder / "out/settings.json").read_text())
-    expected = {"task_file": "film.toml", "template": TASK.template, "labels": [" no", " yes"]}
+    expected: dict[str, Any] = {
+        "task_file": "film.toml",
+        "template": TASK.template,
+        "labels": [" no", " yes"],
+    }
     expected |= {"separator": "\n", "instructions": "", "data": "reviews.csv", "seed": [1, 2, 3]}
     expected |= {"text_column": "review", "label_column": "verdict", "classes": ["neg", "pos"]}
     assert settings.items() >= expected.items()
