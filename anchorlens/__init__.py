@@ -151,7 +151,6 @@ if TYPE_CHECKING:
     from .runs.caches import cache_of_attentions as cache_of_attentions
     from .runs.caches import from_caches as from_caches
     from .runs.caches import names_filter as names_filter
-    from .runs.plan import Plan as Plan
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits
     from .runs.store import forget_run as forget_run

@@ -27,12 +27,12 @@ from tiny_models import randomize
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.runs import fused_trial
+from anchorlens.trials import may_fuse
 
 
 def flows(model: Any, is_fused: bool) -> Tensor:
     """[layer, flow]"""
-    fused_trial.LARGE = 0 if is_fused else 2**31
+    may_fuse.LARGE = 0 if is_fused else 2**31
     batches = al.build_prompts(tokenizer(), TASK, DEMONSTRATIONS, QUERIES)
     options: dict[str, Any] = {"resamples": 0, "progress": False, "share_prefix": False}
     record = al.run(model, batches, [al.SaliencyFlows()], **options)["saliency_flows"]

@@ -45,9 +45,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import anchorlens as al
-from anchorlens.runs import fused_trial
+from anchorlens.trials import may_fuse
 
-LARGE = fused_trial.LARGE
+LARGE = may_fuse.LARGE
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 CLASSES = 6
 FEW = 4  # prompts that are run one at a time
@@ -308,7 +308,7 @@ def numbers(
     weights: Any, device: str, dtype: torch.dtype, fused: bool = False, tf32: bool = False
 ) -> Numbers:
     """Flows and AUCROC of 24 prompts, with a copy of the weights on a device and in a type."""
-    fused_trial.LARGE = 0 if fused else 2**62
+    may_fuse.LARGE = 0 if fused else 2**62
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         tokenizer = byte_level_tokenizer()
@@ -316,7 +316,7 @@ def numbers(
         batches = trec(model.tokenizer, 24, 8)
         results: Any = al.run(model, batches, [al.SaliencyFlows(), al.AttentionAUCROC()], **QUIET)
     finally:
-        fused_trial.LARGE = LARGE
+        may_fuse.LARGE = LARGE
         torch.set_float32_matmul_precision("highest")
     record = results["saliency_flows"]
     attention = record.info.get("attention", "").partition(":")[0] or "whole patterns"

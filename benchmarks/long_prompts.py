@@ -36,7 +36,7 @@ from saliency_cost import byte_level_tokenizer, seconds
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.runs import fused_trial
+from anchorlens.trials import may_fuse
 
 VARIANTS = ("transformers", "whole", "checkpointed", "floor", "fused-checkpointed", "fused")
 MEASURED = ("memory", "seconds", "work")
@@ -111,7 +111,7 @@ def measure(variant: str, length: int, device: str, dtype: torch.dtype) -> None:
     else:
         model = al.load_model(model, tokenizer=tokenizer, device=device, dtype=dtype)
     if not variant.startswith("fused"):
-        fused_trial.LARGE = sys.maxsize
+        may_fuse.LARGE = sys.maxsize
 
     def flows(batch: al.PromptBatch) -> torch.Tensor:
         if alone is not None:

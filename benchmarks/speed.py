@@ -26,8 +26,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 import anchorlens as al
 from anchorlens.models.hooked import layer_numbers
 from anchorlens.models.weights import read_weights
-from anchorlens.passes.shared_prefix import Passes, no_hooks
-from anchorlens.runs.trial import shared_passes
+from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
+from anchorlens.trials.how_to_run import HowToRun, how_to_run
 
 Batches = Sequence[al.PromptBatch]
 QUIET: dict[str, Any] = {"progress": False}
@@ -95,7 +95,9 @@ def isolation(weights: Any, model: Any, batches: Batches, turns: int) -> None:
                 for change in hooks:
                     model.run_with_hooks(prompt.tokens, fwd_hooks=change)[:, -1].clone()
 
-    shared = shared_passes(model, batches, [no_hooks])  # its trial does not belong to the floor
+    shared = how_to_run(
+        SharedPrefixes(model), batches, [no_hooks]
+    )  # its trial does not belong to the floor
 
     def floor() -> None:
         for _ in range(1 + len(cuts)):
@@ -146,12 +148,12 @@ def cuts_of(model: Any, sites: Mapping[str, al.Site]) -> dict[str, Any]:
     return {f"{name}/{draw}": (numbers[name], draw) for name in sites for draw in (None, DRAW)}
 
 
-def queries_after_demonstrations(weights: Any, passes: Passes, batches: Batches) -> None:
+def queries_after_demonstrations(weights: Any, how: HowToRun, batches: Batches) -> None:
     """The demonstrations once, then the queries in batches after their keys and values."""
     keys: dict[int, Any] = {}
     with torch.no_grad():
         for batch in batches:
-            ready = passes.after_prefix(batch)
+            ready = after_shared(batch, how.lengths)
             name, start = int(batch.demonstrations_id[0]), ready.first_query
             if name not in keys:
                 keys[name] = DynamicCache()
@@ -202,11 +204,11 @@ def flows(weights: Any, model: Any, batches: Batches, turns: int) -> None:
 def whole_run(weights: Any, model: Any, batches: Batches, turns: int) -> None:
     """al.run with AUCROC and accuracy, as a user calls it, compared with plain passes."""
     metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
-    passes = shared_passes(model, batches, [no_hooks])
+    how = how_to_run(SharedPrefixes(model), batches, [no_hooks])
     variants = {
         "al.run, 200 bootstrap resamples": lambda: al.run(model, batches, metrics, **QUIET),
         "al.run, no intervals": lambda: al.run(model, batches, metrics, resamples=0, **QUIET),
-        "floor: plain passes": lambda: queries_after_demonstrations(weights, passes, batches),
+        "floor: plain passes": lambda: queries_after_demonstrations(weights, how, batches),
     }
     seconds = in_turns(turns, variants)
     title = f"al.run, AUCROC and accuracy, {prompts(batches)}"

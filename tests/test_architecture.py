@@ -22,6 +22,7 @@ FOLDERS = [
     "passes",
     "results",
     "metrics",
+    "trials",
     "runs",
     "contexts",
     "experiments",

@@ -32,7 +32,7 @@ LISTS = (Sequence, Collection, Iterable, list, tuple)
 # What a study calls itself, for each batch, and what the package makes: records and their parts.
 NOT_CALLED_BY_USERS = {"observe", "observe_prefix", "result", "check", "begins_as", "rows_of"}
 MADE_BY_THE_PACKAGE = (
-    *(al.Record, al.Plan, al.PromptFlows, al.AnswerFlows, al.Claim, al.GenerationTrace),
+    *(al.Record, al.PromptFlows, al.AnswerFlows, al.Claim, al.GenerationTrace),
     *(al.CompressedContext, al.PrefixContext, al.ReweightedContext, al.QueryPass),
     *(al.PromptBatch, al.EdgeSet, al.Results),
 )
@@ -84,7 +84,7 @@ def _of(name: str, value: Any) -> dict[str, Callable[..., Any]]:
     }
     if not issubclass(value, MADE_BY_THE_PACKAGE):
         methods |= {name: value.__init__}
-    if issubclass(value, al.Plan | al.EdgeSet | al.KeyValues):
+    if issubclass(value, al.EdgeSet | al.KeyValues):
         return {}
     return {key: each for key, each in methods.items() if _parameters(each)}
 

@@ -16,11 +16,12 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass, run_prefix
-from ..passes.shared_prefix import TOLERANCE, logit_difference, only_set, reason_of, tolerance
+from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.names import name_of
+from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt
 from .query_pass import bos_of, queries_after
@@ -149,7 +150,7 @@ def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch)
     after_prefix = prompt.after(shared.tokens.shape[1])
     try:
         whole = run_prefix(model, shared)
-        difference = logit_difference(run_pass(model, after_prefix, prefix=whole), expected)
+        difference = difference_of(run_pass(model, after_prefix, prefix=whole), expected)
     except PromptError:
         raise
     except Exception as error:
@@ -265,7 +266,7 @@ def _off(
     """Difference of the logits of two contexts, relative to the largest; infinite on an error."""
     try:
         contexts = (make(), expected)
-        return logit_difference(*(context.logits_unchecked(model, prompt) for context in contexts))
+        return difference_of(*(context.logits_unchecked(model, prompt) for context in contexts))
     except PromptError:
         raise
     except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
@@ -303,6 +304,6 @@ def _moved(
     whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
     hooks = [replaced(name) for name in names]
     moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
-    if not logit_difference(moved.values[0], whole.values[0]) <= tolerance(model, ROUNDINGS):
+    if not difference_of(moved.values[0], whole.values[0]) <= tolerance(model, ROUNDINGS):
         raise ModelError("the values of layer 0 depend on positions")
     return replace(moved, values=whole.values)

@@ -15,10 +15,10 @@ from ..models.optimizers import Adafactor
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.shared_prefix import logit_difference, tolerance
 from ..prompts.batch import PromptBatch
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
+from ..trials.comparison import difference_of, tolerance
 from .compression import ROUNDINGS
 from .embedded import (
     embeddings_of,
@@ -196,7 +196,7 @@ def _check_reads_embeddings_alone(
     placeholders = torch.cat([tokens[:n_bos], torch.zeros_like(tokens[n_bos:])])
     hooks = [replaced_embeddings(embeddings, n_bos)]
     logits = run_pass(model, queries_after(prompt, placeholders), hooks=hooks)
-    difference = logit_difference(logits, expected)
+    difference = difference_of(logits, expected)
     if not difference <= tolerance(model, ROUNDINGS):
         raise ModelError(
             f"{model.cfg.model_name} reads tokens elsewhere than at hook_embed, too: with the "

@@ -27,7 +27,8 @@ from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import loyalty_contributions, next_tokens
 from ..models.hooked import HookedModel, device_of
 from ..models.model_state import frozen_in_eval_mode
-from ..passes.shared_prefix import only_set, whole_passes
+from ..passes.forward import run_pass
+from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example
@@ -327,11 +328,10 @@ def answer_times(
     batches = checked_batches(model, batches)
     (compressed,) = contexts(model, batches[0], [keep], positions=positions)
     (cached,) = contexts(model, batches[0], [everything])
-    whole = whole_passes(model, "they are timed")
     moved = [batch.to(device_of(model)) for batch in batches]
     after = [batch.after(len(cached.kept)) for batch in moved]
     methods: list[tuple[Callable[[PromptBatch], Tensor], list[PromptBatch]]] = [
-        (whole.logits, moved),
+        (partial(run_pass, model), moved),
         (partial(cached.answer, model), after),
         (partial(compressed.answer, model), after),
     ]

@@ -27,9 +27,8 @@ from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..results import captions, figures
 from ..results.record import Contributions, Record
 from ..results.results import Results
-from ..runs.plan import Plan
+from ..runs.runner import Runner
 from ..runs.study import Study
-from ..runs.trial import late_starts
 from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.names import name_of
@@ -270,7 +269,7 @@ def edge_sweep(
         _check_cuts(study.batches, cuts, seed)  # raises errors before the model runs
         plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
         first_changes = {each.first_layer: each.cut for each in cuts}
-        reasons = late_starts(plan.passes, study.batches, first_changes)
+        reasons = plan.why_not_late(study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
@@ -367,7 +366,7 @@ def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Change], seed: i
 
 
 def _contributions(
-    plan: Plan,
+    plan: Runner,
     batch: PromptBatch,
     clean: NextTokens,
     change: _Change,

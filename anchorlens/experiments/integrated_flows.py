@@ -30,7 +30,6 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.record import Contributions, rows_by_set
 from ..runs.study import Study
-from ..runs.trial import late_starts
 from ..system.arguments import checked
 from ..system.devices import on_one_device, widest
 from ..system.names import name_of
@@ -156,9 +155,7 @@ def integrated_flows(
             check_gradient_of_loss(output, study.batches, model)
         plan = study.plan(share_prefix=False)
         layers = range(model.cfg.n_layers)
-        reasons = late_starts(
-            plan.passes, study.batches, {layer: _halved(layer) for layer in layers}
-        )
+        reasons = plan.why_not_late(study.batches, {layer: _halved(layer) for layer in layers})
 
         # An inference_mode of the caller would make tensors that autograd rejects.
         @torch.inference_mode(False)

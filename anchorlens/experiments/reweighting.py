@@ -26,7 +26,6 @@ from ..models.kv_cache import KeyValues
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
 from ..passes.losses import Loss, check_loss, label_cross_entropy, refuse_several_targets
-from ..passes.shared_prefix import all_but_target
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import check_resamples
@@ -37,6 +36,7 @@ from ..runs.study import Study, checked_batches, describe
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes, is_main
 from ..system.warn import warn_user
+from ..trials.may_share import all_but_target
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -25,9 +25,12 @@ from ..models.replaced_attention import (
     attention_by,
     is_skipped,
 )
+from ..prompts.batch import PromptBatch
 from ..system.put_back import safe_context
 from .memory import return_freed_memory
 from .row_attention import RowAttention, Rows, UseRowsOfLayer
+
+T = TypeVar("T")
 
 # Gets the layer, some query rows, the keys that they see, and A and dL/dA of these rows and keys in
 # float32 or wider.
@@ -86,6 +89,25 @@ def fused_attention(
 
     with attention_by(model, attend):
         yield
+
+
+def run_fused(
+    run: Callable[..., T],
+    model: HookedModel,
+    batch: PromptBatch,
+    *,
+    use: UseRows | None = None,
+    hooks: Sequence[Hook] = (),
+    observers: Sequence[Hook] = (),
+    **options: Any,
+) -> T:
+    """What ``run_pass`` or ``run_prefix`` gives with a fused attention."""
+    with fused_attention(model, use, hooks, observers):
+        outside = {
+            "hooks": outside_attention(model, hooks),
+            "observers": outside_attention(model, observers),
+        }
+        return run(model, batch, **outside, **options)
 
 
 def outside_attention(model: HookedModel, hooks: Sequence[Hook]) -> list[Hook]:

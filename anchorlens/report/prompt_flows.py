@@ -22,10 +22,10 @@ from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
-from ..runs.fused_trial import try_fused
 from ..system.arguments import checked
 from ..system.devices import in_float64
 from ..system.texts import printable
+from ..trials.may_fuse import patterns_are_large, why_not_fused
 from .flow_page import FlowPage, rounded
 from .templates import as_json, template
 
@@ -235,8 +235,7 @@ def _run(
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
     """The logits; ``select`` gets rows of A and dL/dA of each layer."""
-    passes, _ = try_fused(model, [prompt], [], [], loss)
-    if passes is None:
+    if not patterns_are_large(model, [prompt]) or why_not_fused(model, [prompt], [], loss):
 
         def select_all(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             for rows, a, slope in row_pieces(pattern, gradient):

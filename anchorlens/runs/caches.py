@@ -35,7 +35,7 @@ from ..system.arguments import checked
 from .checks import require_metrics
 from .fingerprint import versions
 from .order import order_of_queries, sets_of
-from .plan import results_of
+from .runner import results_of
 from .study import describe_prompts, require_batches
 
 _LAYER = re.compile(r"blocks\.(\d+)\.")

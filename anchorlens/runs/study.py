@@ -23,7 +23,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import PartsThatFit, joined
-from ..passes.shared_prefix import HooksOfBatch, no_hooks, whole_passes
+from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
@@ -43,15 +43,14 @@ from ..system.processes import (
 )
 from ..system.put_back import safe_context
 from ..system.texts import printable
-from .checkpoint_choice import why_checkpointed
+from ..trials.how_to_run import how_to_run
+from ..trials.may_fuse import patterns_are_large
 from .checks import check_edges_of_hooks, check_hooks, check_metrics, refuse_moved_hooks
 from .fingerprint import Fingerprint, fingerprint, in_words, versions, warn_of_unknown
-from .fused_trial import fused_passes, patterns_are_large
 from .identity import identity_of
 from .order import order_of_queries, sets_of
-from .plan import Plan, checking
+from .runner import Runner, checking
 from .store import Store, same_contributions
-from .trial import shared_passes
 
 R = TypeVar("R", bound=Record)
 
@@ -112,7 +111,7 @@ class Study:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
         self._has_collected = False
-        self._plans: list[tuple[Plan, list[Any]]] = []  # each with what it was made of
+        self._plans: list[tuple[Runner, list[Any]]] = []  # each with what it was made of
         self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
         self.title = title
@@ -172,8 +171,8 @@ class Study:
         loss: Loss | None = label_cross_entropy,
         gradient_checkpointing: bool = False,
         share_prefix: bool = True,
-    ) -> Plan:
-        """A plan that runs batches after the tokens that prompts share, or as whole prompts.
+    ) -> Runner:
+        """A runner, which runs batches after the tokens that prompts share, or as whole prompts.
 
         Wrong arguments are an error here, before the model runs. Passes after the shared tokens are
         then tried on two prompts.
@@ -186,6 +185,11 @@ class Study:
             loss: Function of (logits, batch) to one number a prompt, for metrics with a gradient.
             gradient_checkpointing: See ``run``.
             share_prefix: False runs whole prompts without a trial.
+
+        Returns:
+            The runner. ``logits(batch, hooks)`` are those at the targets, ``contributions(batch)``
+            what each prompt contributes to the metrics, and ``needed`` the beginnings of their
+            names; ``status`` says whether shared tokens are run once, and otherwise the reason.
 
         Raises:
             AnchorlensError: As ``run``.
@@ -205,21 +209,17 @@ class Study:
             )
         self._store  # noqa: B018 - the folder of another run is an error before the trial
         changes = [*interventions, no_hooks if hooks is None else hooks]
-        fused, reason = fused_passes(self.model, self.batches, changes, metrics, loss)
-        if fused is not None:
-            passes = fused
-            if needs_gradient and not gradient_checkpointing:
-                why = why_checkpointed(self.model, self.batches)
-                gradient_checkpointing = bool(why)
-                reason += f"; blocks are checkpointed, because {why}" if why else ""
-        elif gradient_checkpointing:
-            passes = whole_passes(self.model, "blocks are checkpointed")
-        elif not share_prefix:
-            passes = whole_passes(self.model, "share_prefix=False")
-        else:
-            passes = shared_passes(self.model, self.batches, changes, metrics, loss)
-        passes = replace(passes, attention=reason)
-        plan = Plan(passes, metrics, hooks, loss, gradient_checkpointing)
+        prefixes = SharedPrefixes(self.model)
+        how = how_to_run(
+            prefixes,
+            self.batches,
+            changes,
+            metrics,
+            loss,
+            gradient_checkpointing=gradient_checkpointing,
+            share_prefix=share_prefix,
+        )
+        plan = Runner(self.model, how, prefixes, metrics, hooks, loss)
         self._plans.append((plan, [metrics, hooks, interventions, loss]))
         return plan
 
@@ -313,7 +313,7 @@ class Study:
 
     @checked
     def results(
-        self, plan: Plan, contributions: Contributions, known: Mapping[str, Record] | None = None
+        self, plan: Runner, contributions: Contributions, known: Mapping[str, Record] | None = None
     ) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
@@ -324,7 +324,7 @@ class Study:
         def record(
             result: Callable[[Contributions], Record], contributions: Contributions
         ) -> Record:
-            attention = plan.passes.attention
+            attention = plan.how.attention
             of_attention = {"attention": attention} if attention else {}
             return self.record(
                 result, contributions, {"shared_prefix": plan.status, **of_attention}

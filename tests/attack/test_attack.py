@@ -35,8 +35,9 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.models import rotary
 from anchorlens.prompts import build
-from anchorlens.runs import fingerprint, study, trial
+from anchorlens.runs import fingerprint, study
 from anchorlens.runs.identity import Identity
+from anchorlens.trials import may_share
 
 pytestmark = [pytest.mark.without_jaxtyping, pytest.mark.filterwarnings("ignore")]
 
@@ -87,7 +88,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
     ("section", "count", "owners", "name", "instead"),
     [
         (stale_results, 20, [fingerprint, study], "identity_of", lambda *_: Identity("same", ())),
-        (odd_lengths, 50, [rotary, trial], "rotate_alike", lambda *_: True),
+        (odd_lengths, 50, [rotary, may_share], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),
         (fuzzed_prompts, 20, [build], "_word", lambda *given: ends_early(*given)),

@@ -12,7 +12,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, StoreError
 from anchorlens.prompts import edges
-from anchorlens.runs import trial
+from anchorlens.trials import how_to_run
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -91,7 +91,7 @@ def test_shared_tokens_give_the_records_of_whole_prompts(
     batches = questions(model, 6, batch_size=3, padding_side="left")
     sites = {"all": al.Site(range(3)), "last": al.Site(-1)}
     shared = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
-    monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
+    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
     whole = al.edge_sweep(model, batches, cut, sites, draws=2, **QUIET)
     for name, record in whole.items():
         assert "run once" in shared[name].info["shared_prefix"]

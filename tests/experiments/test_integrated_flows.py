@@ -15,11 +15,11 @@ from toys import native_bridge
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError, StoreError
-from anchorlens.experiments import integrated_flows as experiment
 from anchorlens.experiments.integrated_flows import ScaledPattern, probability_of_prediction
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
+from anchorlens.runs.runner import Runner
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -47,7 +47,7 @@ def no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise AssertionError("a pass ran before the error")
 
-    monkeypatch.setattr(experiment, "late_starts", fail)
+    monkeypatch.setattr(Runner, "why_not_late", fail)
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_passes_start_at_their_layer_and_whole_passes_give_the_same(
             record = al.integrated_flows(precise, [batch], steps=4, **QUIET)
         # A later layer has its own four steps, F(0), and one of two passes of its trial, more.
         assert [calls[1] - calls[0], calls[2] - calls[1]] == [6, 6]
-        patch.setattr(experiment, "late_starts", lambda *arguments: reasons)
+        patch.setattr(Runner, "why_not_late", lambda *arguments: reasons)
         calls[:] = [0, 0, 0]
         whole = al.integrated_flows(precise, [batch], steps=4, **QUIET)
         assert calls == [1 + 3 * 5] * 3  # the clean run, then four steps and F(0) for each layer

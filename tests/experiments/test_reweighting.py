@@ -13,9 +13,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError
-from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.shared_prefix import all_but_target
+from anchorlens.trials import may_share
+from anchorlens.trials.may_share import all_but_target
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -34,7 +34,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no cache")
 
-    return lambda: monkeypatch.setattr(shared_prefix, "run_prefix", fail)
+    return lambda: monkeypatch.setattr(may_share, "run_prefix", fail)
 
 
 def loss_of(model: Any, batch: al.PromptBatch, beta: Tensor) -> float:

@@ -17,11 +17,11 @@ from toys import TOYS
 import anchorlens as al
 from anchorlens.contexts.compression import contexts
 from anchorlens.errors import ModelError
-from anchorlens.experiments import edge_sweep
 from anchorlens.metrics.metric import possible
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.shared_prefix import no_hooks
-from anchorlens.runs import trial
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
+from anchorlens.runs.runner import Runner
+from anchorlens.trials import how_to_run
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -68,7 +68,9 @@ def test_a_cache_gives_the_results_of_whole_prompts(
     if name in NO_CACHE and kind == "bridge":
         assert (
             "no run from a key-value cache"
-            in trial.shared_passes(model, [batch.padded_right()], [no_hooks]).status
+            in how_to_run.how_to_run(
+                SharedPrefixes(model), [batch.padded_right()], [no_hooks]
+            ).shared_prefix
         )
         with pytest.raises(ModelError, match="does not run from a key-value cache"):
             al.compress(model, batch)
@@ -83,10 +85,8 @@ def test_a_cache_gives_the_results_of_whole_prompts(
 def check_sharing(model: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = list(results_of(model, batch))
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "shared_lengths", lambda *of: {})
-        patch.setattr(
-            edge_sweep, "late_starts", lambda passes, batches, of: dict.fromkeys(of, "off")
-        )
+        patch.setattr(how_to_run, "shared_lengths", lambda *of: {})
+        patch.setattr(Runner, "why_not_late", lambda runner, batches, of: dict.fromkeys(of, "off"))
         whole = list(results_of(model, batch))
     assert shared[-1].info["skipped_layers"] == model.cfg.n_layers - 1
     assert whole[-1].info["skipped_layers"] == "off"

@@ -22,7 +22,7 @@ from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention, outside_attention
-from anchorlens.runs.fused_trial import _compare_prefix
+from anchorlens.trials.may_fuse import _compare_prefix
 
 pytestmark = pytest.mark.without_jaxtyping
 

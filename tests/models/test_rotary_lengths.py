@@ -24,8 +24,8 @@ from anchorlens.errors import PromptError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.shared_prefix import all_but_target
-from anchorlens.runs import fused_trial
+from anchorlens.trials import may_fuse
+from anchorlens.trials.may_share import all_but_target
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -91,11 +91,11 @@ def length_of_demonstrations(batch: al.PromptBatch) -> int:
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-@pytest.mark.parametrize("large", [fused_trial.LARGE, 0], ids=["whole", "fused"])
+@pytest.mark.parametrize("large", [may_fuse.LARGE, 0], ids=["whole", "fused"])
 def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     models: Any, name: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_trial, "LARGE", large)
+    monkeypatch.setattr(may_fuse, "LARGE", large)
     model, plain = models(name)
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=2, seed=3)  # all above the switch

@@ -19,9 +19,9 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.passes.shared_prefix import no_hooks
-from anchorlens.runs import trial
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.runs.fingerprint import fingerprint
+from anchorlens.trials import how_to_run
 
 pytestmark = [
     pytest.mark.every_kind,
@@ -122,7 +122,7 @@ def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None
     demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
     (batch,) = al.build_prompts(byte_level, task, demos, [al.Example("Where?", 1)] * 2)
     reason = "takes no key-value cache"
-    assert reason in trial.shared_passes(model, [batch], [no_hooks]).status
+    assert reason in how_to_run.how_to_run(SharedPrefixes(model), [batch], [no_hooks]).shared_prefix
     with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
         al.compress(model, batch)
 

@@ -20,8 +20,8 @@ from anchorlens.errors import AnchorlensError, HookError, MetricError
 from anchorlens.models.hooked import Hook, pattern_name, read_only
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
-from anchorlens.runs import trial
 from anchorlens.system import row_pieces
+from anchorlens.trials import how_to_run
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -61,7 +61,7 @@ def differences(model: Any, batch: al.PromptBatch, hooks: Any) -> dict[str, floa
 @pytest.fixture(autouse=True)
 def whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share no prefix without checkpoints, so that both runs do the same computation."""
-    monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
+    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
 
 
 def always(hook: Hook) -> Callable[[al.PromptBatch], list[Hook]]:

@@ -172,7 +172,7 @@ def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
 
 
 def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
-    for name in ("passes.shared_prefix", "runs.trial"):
+    for name in ("runs.runner", "trials.may_share"):
         patch.setattr(f"anchorlens.{name}.run_pass", run_pass)
 
 

@@ -10,10 +10,10 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.experiments import edge_sweep
-from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.late_start import Start, started, stored_starts
+from anchorlens.runs import runner
+from anchorlens.runs.runner import Runner
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -120,7 +120,7 @@ def test_a_sweep_gives_the_records_of_each_site_alone(
         records = al.isolation_sweep(model, batches, SITES, draws=2, **QUIET)
     skipped = [record.info["skipped_layers"] for record in records.values()]
     assert skipped == [0, 2, 1, 1]
-    monkeypatch.setattr(edge_sweep, "late_starts", lambda passes, batches, of: {1: "off", 2: "off"})
+    monkeypatch.setattr(Runner, "why_not_late", lambda *of: {1: "off", 2: "off"})
     with Calls(model) as whole:
         for name, site in SITES.items():
             (alone,) = al.isolation_sweep(model, batches, {"x": site}, draws=2, **QUIET).values()
@@ -156,7 +156,7 @@ def test_a_start_that_changes_logits_is_not_used(
     def changed(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output * 1.01))
 
-    monkeypatch.setattr(shared_prefix, "started", changed)
+    monkeypatch.setattr(runner, "started", changed)
     records = al.isolation_sweep(gpt2, batches, SITES, draws=1, **QUIET)
     assert "a start at layer 2 changes logits by" in records["last"].info["skipped_layers"]
     for name, record in records.items():
@@ -169,7 +169,7 @@ def test_a_start_that_fails_is_not_used(gpt2: Any, monkeypatch: pytest.MonkeyPat
     def fails(model: Any, start: Start | None) -> Any:
         return started(model, start and Start(start.layer, start.output[..., :5]))
 
-    monkeypatch.setattr(shared_prefix, "started", fails)
+    monkeypatch.setattr(runner, "started", fails)
     record = al.isolation_sweep(gpt2, batches, {"last": al.Site(-1)}, draws=1, **QUIET)["last"]
     assert record.info["skipped_layers"].startswith("no start at layer 2 (")
 

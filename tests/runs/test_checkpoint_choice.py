@@ -15,8 +15,10 @@ from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.recompute import Checkpoints
+from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.passes.short_pass import bytes_stored, first_tokens
-from anchorlens.runs import checkpoint_choice, fused_trial
+from anchorlens.trials import comparison, may_fuse, must_checkpoint
+from anchorlens.trials.how_to_run import how_to_run
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -85,8 +87,8 @@ def test_blocks_are_checkpointed_if_little_is_free(
         require_all(checkpoints, model)
 
     monkeypatch.setattr(Checkpoints, "require_all", count)
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
-    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: free)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: free)
     ours = al.run(model, batches, metrics, **QUIET)["saliency_flows"]
     assert_same(ours, expected, 1e-5)
     is_little = free == 10**4
@@ -105,12 +107,16 @@ def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
 @pytest.mark.usefixtures("little")
 def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = questions(gpt2, 3)
-    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: 10**12)
-    assert checkpoint_choice.why_checkpointed(gpt2, prompts) == ""
-    monkeypatch.setattr(
-        checkpoint_choice, "gather_from_processes", lambda what, reason: [reason, "little is free"]
-    )
-    assert checkpoint_choice.why_checkpointed(gpt2, prompts) == "little is free"
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 10**12)
+    options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.label_cross_entropy}
+    assert not how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options).is_checkpointed
+
+    def elsewhere(trial: str, reason: str) -> list[str]:
+        return [reason, "little is free" if trial == "memory that is free" else ""]
+
+    monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
+    how = how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options)
+    assert how.is_checkpointed and how.attention.endswith("because little is free")
 
 
 def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
@@ -123,5 +129,5 @@ def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pattern counts as large, and almost nothing is free."""
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
-    monkeypatch.setattr(checkpoint_choice, "free_for_layers", lambda devices: 1)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 1)

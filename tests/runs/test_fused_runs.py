@@ -19,8 +19,8 @@ from anchorlens.models import replaced_attention
 from anchorlens.models.kinds import modules_of
 from anchorlens.passes import fused_attention, row_attention
 from anchorlens.passes.forward import run_pass
-from anchorlens.runs import fused_trial
 from anchorlens.system import row_pieces
+from anchorlens.trials import comparison, may_fuse
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -37,7 +37,7 @@ METRICS: list[al.Metric] = [
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pattern counts as large, and rows come in several pieces."""
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
 
 
@@ -67,7 +67,7 @@ def test_flows_equal_those_of_whole_patterns(
     expected = al.run(model, batches, METRICS, share_prefix=False, **QUIET)
     assert "attention" not in expected["saliency_flows"].info
     before = hooks_on(model), forwards_of(model), registered()
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     for checkpoints in (False, True):
         ours = al.run(model, batches, METRICS, gradient_checkpointing=checkpoints, **QUIET)
@@ -104,7 +104,7 @@ def test_loyalties_equal_those_of_whole_patterns(
 
     expected = records()
     assert "attention" not in expected["labels accuracy"].info
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = records()
     assert ours["labels accuracy"].info["attention"].startswith("fused: ")
@@ -126,7 +126,7 @@ def test_the_effect_of_a_prefix_equals_that_of_whole_prompts(
     metric: list[al.Metric] = [al.PrefixEffect()]
     expected = al.run(model, batches, metric, share_prefix=False, **QUIET)["prefix_effect"]
     assert expected.info["shared_prefix"].startswith("off")
-    monkeypatch.setattr(fused_trial, "LARGE", large)
+    monkeypatch.setattr(may_fuse, "LARGE", large)
     ours = al.run(model, batches, metric, **QUIET)["prefix_effect"]
     assert ours.info["shared_prefix"].endswith("tokens of each prompt, run once for all")
     assert ours.info.get("attention", "").startswith("fused: " if large == 0 else "")
@@ -147,7 +147,7 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
     }
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.Loyalty()]
     expected = al.run(gpt2, batches, metrics, **options)
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = al.run(gpt2, batches, metrics, **options)
     assert ours["saliency_flows"].info["attention"].startswith("fused: ")
@@ -164,7 +164,7 @@ def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     expected = al.plot_prompt(model, batch, 1)
     saliency = al.saliency(model, batch.prompt(1))[0]
     heads = al.head_saliency(model, batch.prompt(1))
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = al.plot_prompt(model, batch, 1)
     assert ours.start == expected.start
@@ -225,7 +225,7 @@ def test_what_is_fused_depends_on_the_kind_of_model(
         return al.run(gpt2, batches, METRICS, **QUIET) | isolation
 
     expected, before = records(), forwards_of(gpt2)
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = records()
     status = {
@@ -253,7 +253,7 @@ def test_other_numbers_are_found_by_the_trial(gpt2: Any, monkeypatch: pytest.Mon
         patch.setattr(row_attention, "_with_shared_heads", larger)
         assert "because saliencies of a fused attention differ by" in attention()
     with monkeypatch.context() as patch:
-        patch.setattr(fused_trial, "logit_difference", lambda ours, expected: 1e-3)
+        patch.setattr(may_fuse, "difference_of", lambda ours, expected: 1e-3)
         assert "because logits of a fused attention differ by 1.0e-03" in attention()
     assert implementation_of(gpt2) == "eager"
 
@@ -355,7 +355,7 @@ def test_low_precision_is_as_near_to_float32_as_with_whole_patterns(
         return sum(difference(mine.flows, other.flows) for mine, other in pairs) / len(sets)
 
     expected, whole = records(exact), records(low)
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     ours = records(low)
     assert all(record.info["attention"].startswith("fused: ") for record in ours)
     assert distance(ours) <= 1.2 * distance(whole)
@@ -406,7 +406,7 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
         plan = study.plan([Plain()])
-        assert plan.passes.is_fused
+        assert plan.how.is_fused
         rows = [plan.contributions(batch)["plain/largest"] for batch in study.batches]
     logits = al.target_logits(gpt2, batches, progress=False)
     assert torch.cat(rows).allclose(logits.amax(1), rtol=0, atol=1e-4)
@@ -415,12 +415,11 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
 def test_all_processes_form_patterns_if_one_does(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
-    why = "whole patterns, because hooks may act on them"
-    elsewhere = lambda name, answer: [answer, (False, why)]  # noqa: E731
-    monkeypatch.setattr(fused_trial, "gather_from_processes", elsewhere)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
+    elsewhere = lambda name, answer: [answer, "hooks may act on them"]  # noqa: E731
+    monkeypatch.setattr(comparison, "gather_from_processes", elsewhere)
     info = al.run(gpt2, questions(gpt2, 3), [al.SaliencyFlows()], **QUIET)["saliency_flows"].info
-    assert info["attention"] == why
+    assert info["attention"] == "whole patterns, because hooks may act on them"
 
 
 def test_two_models_are_fused_at_the_same_time(gpt2: Any, llama: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, RunError
-from anchorlens.runs import trial
+from anchorlens.trials import how_to_run
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -82,7 +82,7 @@ def test_hooks_that_change_their_heads_run_whole_prompts(
 
     record = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"]
     assert "hooks differ between prompts" in record.info["shared_prefix"]
-    monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
+    monkeypatch.setattr(how_to_run, "shared_lengths", lambda *of: {})
     assert_same(record, al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"])
 
 

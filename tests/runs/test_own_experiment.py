@@ -114,7 +114,7 @@ def test_hooks_made_for_each_batch_do_not_fill_the_memory(gpt2: Any) -> None:
         plan = study.plan()
         for batch in batches:
             plan.logits(batch, lambda batch: al.isolate_labels(gpt2, batch, 0))
-        assert len(plan.passes.prefixes) <= 2
+        assert len(plan.prefixes.stored) <= 2
 
 
 def test_share_prefix_false_runs_whole_prompts(gpt2: Any) -> None:

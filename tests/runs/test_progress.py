@@ -9,7 +9,8 @@ from tiny_models import questions
 from tqdm import tqdm
 
 import anchorlens as al
-from anchorlens.runs import fused_trial, study
+from anchorlens.runs import study
+from anchorlens.trials import may_fuse
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -52,7 +53,7 @@ def test_the_bar_counts_prompts(gpt2: Any, capsys: Any) -> None:
 def test_long_prompts_run_and_count_one_at_a_time(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_trial, "LARGE", 0)
+    monkeypatch.setattr(may_fuse, "LARGE", 0)
     bar = bar_of(gpt2, al.SaliencyFlows())
     assert (bar.done, bar.total) == ([1, 2, 3, 4, 5], 5)
 

@@ -18,9 +18,10 @@ from anchorlens.models import kv_cache
 from anchorlens.models.hooked import pattern_name, verified_operands
 from anchorlens.passes import shared_prefix
 from anchorlens.passes.forward import run_pass, run_prefix
-from anchorlens.passes.shared_prefix import no_hooks
-from anchorlens.runs import plan, trial
-from anchorlens.runs.trial import shared_passes
+from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
+from anchorlens.runs.runner import Runner
+from anchorlens.trials import how_to_run as decision
+from anchorlens.trials.how_to_run import how_to_run
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -39,7 +40,7 @@ def model(request: pytest.FixtureRequest, hooked: Any) -> Any:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that turns the sharing of demonstrations off."""
-    return lambda: monkeypatch.setattr(trial, "shared_lengths", lambda *of: {})
+    return lambda: monkeypatch.setattr(decision, "shared_lengths", lambda *of: {})
 
 
 def isolated(model: Any) -> Any:
@@ -98,8 +99,7 @@ def test_shared_tokens_run_once_if_no_metric_observes_them(
         calls.append(args)
         return run_prefix(*args, **options)
 
-    for module in (shared_prefix, plan):
-        monkeypatch.setattr(module, "run_prefix", counted)
+    monkeypatch.setattr(shared_prefix, "run_prefix", counted)
     metrics: list[tuple[al.Metric, int]] = [(al.AttentionAUCROC(), 1), (al.AnchorDistances(3), 2)]
     for metric, expected in metrics:
         calls.clear()
@@ -135,14 +135,16 @@ def test_different_gradients_turn_sharing_off(gpt2: Any, monkeypatch: pytest.Mon
 def test_isolation_inside_the_prefix_changes_the_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     change = isolated(gpt2)
-    passes = shared_passes(gpt2, batches, [change])
-    ready = passes.after_prefix(batches[0])
+    prefixes = SharedPrefixes(gpt2)
+    ours = Runner(gpt2, how_to_run(prefixes, batches, [change]), prefixes)
+    ready = after_shared(batches[0], ours.how.lengths)
     assert ready.first_query > int(ready.label_positions.max())
     # The hooks act only in the demonstrations: after their cache there is no edge left to cut.
-    from_cut = run_pass(gpt2, ready, prefix=passes.prefix(ready, change)[1])
+    _, prefix = prefixes.of(ready, change, change(ready))
+    from_cut = run_pass(gpt2, ready, prefix=prefix)
     expected = run_pass(gpt2, batches[0], hooks=change(batches[0]))
     assert difference(from_cut, expected) < 1e-5
-    assert difference(passes.logits(ready), expected) > 1e-2
+    assert difference(ours.logits(batches[0]), expected) > 1e-2
 
 
 def test_several_sets_in_joined_batches_equal_whole_prompts(llama: Any, whole: Any) -> None:
@@ -167,10 +169,11 @@ def test_several_sets_in_joined_batches_equal_whole_prompts(llama: Any, whole: A
 def test_reweighting_after_a_cached_prefix_equals_whole_prompts(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
     beta = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    passes = shared_passes(gpt2, batches, [lambda b: al.reweight_anchors(gpt2, b, beta)])
-    assert "run once" in passes.status
-    ready = passes.after_prefix(batches[0])
-    logits = passes.logits(ready, lambda batch: al.reweight_anchors(gpt2, batch, beta))
+    change = lambda batch: al.reweight_anchors(gpt2, batch, beta)  # noqa: E731
+    prefixes = SharedPrefixes(gpt2)
+    how = how_to_run(prefixes, batches, [change])
+    assert "run once" in how.shared_prefix
+    logits = Runner(gpt2, how, prefixes).logits(batches[0], change)
     hooks = al.reweight_anchors(gpt2, batches[0], beta)
     assert difference(logits, run_pass(gpt2, batches[0], hooks=hooks)) < 1e-5
 
@@ -311,9 +314,11 @@ def test_prompts_with_different_label_positions_share_nothing(gpt2: Any) -> None
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8], [5, 1, 6, 2, 9, 8]])
     same: dict[str, Any] = {"label_classes": [[0, 1]] * 2, "label_token_ids": [1, 2]}
     batch = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [1, 3]], **same)
-    assert shared_passes(gpt2, [batch], [no_hooks]).lengths == {int(batch.demonstrations_id[0]): 4}
+    assert how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths == {
+        int(batch.demonstrations_id[0]): 4
+    }
     other = al.PromptBatch.from_positions(tokens, label_positions=[[1, 3], [0, 3]], **same)
-    assert shared_passes(gpt2, [other], [no_hooks]).lengths == {}
+    assert how_to_run(SharedPrefixes(gpt2), [other], [no_hooks]).lengths == {}
 
 
 def test_prompts_with_a_gap_in_the_mask_share_nothing(gpt2: Any) -> None:
@@ -327,7 +332,7 @@ def test_prompts_with_a_gap_in_the_mask_share_nothing(gpt2: Any) -> None:
         label_token_ids=[1, 2],
         attention_mask=mask,
     )
-    assert shared_passes(gpt2, [batch], [no_hooks]).lengths == {}
+    assert how_to_run(SharedPrefixes(gpt2), [batch], [no_hooks]).lengths == {}
 
 
 @pytest.mark.parametrize("side", ["padded_right", "padded_left"])

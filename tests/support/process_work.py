@@ -22,13 +22,13 @@ from torch.distributed.tensor import distribute_tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError, RunError
-from anchorlens.runs import trial
 from anchorlens.system.processes import (
     failed_elsewhere,
     fails_together,
     is_single_process,
     require_whole_model,
 )
+from anchorlens.trials import may_share
 
 QUIET: dict[str, Any] = {"resamples": 5, "progress": False}
 
@@ -175,7 +175,7 @@ def failures(model: Any, batches: list[al.PromptBatch], folder: Path) -> dict[st
     failing, stored = Failing(process=last), Failing(process=0)
     batched = questions(model, count=7, batch_size=1)
     ids = batches[0].label_token_ids
-    with patch.object(trial, "TOLERANCE", -1.0 if process == last else trial.TOLERANCE):
+    with patch.object(may_share, "TOLERANCE", -1.0 if process == last else may_share.TOLERANCE):
         disagreeing = al.isolation_loyalty(model, batches, [0], draws=1, **QUIET)
     errors = {
         "disagreeing": disagreeing.info["shared_prefix"],

@@ -1,10 +1,16 @@
-"""A plan: how the batches of a study run, and what metrics observe in them."""
+"""The runner: one batch through the model in the way that was decided, and what metrics observe.
+
+1. A batch of prompts that share tokens runs after them: their keys and values are computed once for
+   each set of demonstrations, and what metrics observe in them is observed once.
+2. Each metric says what it observes in the batch, and one pass runs with all of its hooks.
+3. Each metric says what each prompt contributed: in the shared tokens, and after them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from textwrap import shorten
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,71 +18,83 @@ from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
 from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
-from ..models.batch_hooks import in_leading_tokens
-from ..models.hooked import Hook, read_only, unedited
+from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
+from ..models.hooked import Hook, HookedModel, read_only, unedited
 from ..models.kv_cache import KeyValues
-from ..passes.forward import run_pass, run_prefix
-from ..passes.fused_attention import UseRows, fused_attention, outside_attention
-from ..passes.late_start import Start
+from ..passes.forward import run_pass
+from ..passes.fused_attention import UseRows, run_fused
+from ..passes.late_start import Start, started
 from ..passes.losses import Loss
-from ..passes.shared_prefix import HooksOfBatch, Passes, no_hooks
+from ..passes.shared_prefix import (
+    HooksOfBatch,
+    SharedPrefixes,
+    after_shared,
+    no_hooks,
+    only_set,
+    run_shared,
+    shared_tokens,
+)
 from ..prompts.batch import PromptBatch
 from ..results.record import Contributions, Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
+from ..trials.how_to_run import HowToRun
+from ..trials.may_share import observes_prefix
+from ..trials.may_start_late import why_not_late
 from .checks import check_observation
-from .trial import observes_prefix
+
+# What a metric observed in the shared tokens, and after them.
+_Observed = list[tuple[Metric, Observation, Observation]]
 
 
-class _Observed(NamedTuple):
-    """What metrics observed in a pass: in the shared tokens, and after them."""
-
-    of_metrics: Sequence[tuple[Metric, Observation, Observation]]
-    logits: Float[Tensor, "batch vocab"]
-
-
-@dataclass
-class Plan:
-    """How the batches of a study run, and what metrics observe in them.
+class Runner:
+    """Runs the batches of a study; ``study.plan`` makes it.
 
     If a metric raises an AnchorlensError, the other metrics go on without it. An error of another
     kind is a mistake in its code and is raised at once.
 
     Attributes:
-        passes: How batches are run.
+        model: A prepared model.
+        how: How batches are run, and why.
+        prefixes: The keys and values of the tokens that prompts share.
         metrics: What observes them.
         hooks: Function of the batch to hooks that change the run; None for the clean run.
         loss: The loss that is differentiated for metrics with a gradient.
-        gradient_checkpointing: See ``run_pass``.
         failures: The errors of metrics, by name.
-        trusted: Set when a batch has shown that no metric changes what others observe.
-        trusted_in_prefix: The same for what metrics observe in shared tokens.
     """
 
-    passes: Passes
-    metrics: Sequence[Metric] = ()
-    hooks: HooksOfBatch | None = None
-    loss: Loss | None = None
-    gradient_checkpointing: bool = False
-    failures: dict[str, AnchorlensError] = field(default_factory=dict)
-    trusted: Event = field(default_factory=Event)
-    trusted_in_prefix: Event = field(default_factory=Event)
+    def __init__(
+        self,
+        model: HookedModel,
+        how: HowToRun,
+        prefixes: SharedPrefixes,
+        metrics: Sequence[Metric] = (),
+        hooks: HooksOfBatch | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.model, self.how, self.prefixes = model, how, prefixes
+        self.metrics, self.hooks, self.loss = metrics, hooks, loss
+        self.failures: dict[str, AnchorlensError] = {}
+        # What metrics observed in the shared tokens of a set, and their keys and values.
+        self._in_set: tuple[int | None, Sequence[Observation], KeyValues] | None = None
+        # Set when a batch has shown that no metric changes what others observe.
+        self._trusted, self._trusted_in_prefix = Event(), Event()
 
     def __repr__(self) -> str:
         """One line: what observes, whether hooks change the run, and how it is run."""
         names = ", ".join(metric.name for metric in self.metrics) or "no metrics"
         change = "none" if self.hooks is None else "some"
         status = shorten(self.status, 80)
-        return f"Plan({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
+        return f"Runner({shorten(names, 80)}; hooks: {change}; shared prefix: {status})"
 
     @property
     def status(self) -> str:
         """Whether the tokens that prompts share are run once, and otherwise the reason."""
-        return self.passes.status
+        return self.how.shared_prefix
 
     @property
     def needed(self) -> list[str]:
-        """How the names begin that every batch has, unless a metric failed there."""
+        """Beginnings of the names that every batch contributes, unless a metric failed there."""
         return [f"{metric.name}/" for metric in self.metrics]
 
     def logits(
@@ -84,93 +102,67 @@ class Plan:
     ) -> Float[Tensor, "batch vocab"]:
         """Logits at the targets of a batch.
 
+        Whole prompts are run where hooks cannot act in the shared tokens once for all prompts.
+
         Args:
             batch: A batch of the study.
             hooks: Function of the batch to hooks that change the run.
             start: Where the pass begins; at the first layer by default.
         """
-        return self.passes.logits(batch, hooks, start)
+        after = after_shared(batch, self.how.lengths)
+        acting = hooks(after)
+        if not after.is_whole:
+            if all(isinstance(act, BatchHook) for _, act in acting):
+                leading, prefix = self.prefixes.of(after, hooks, acting, self.how.is_fused)
+                if act_alike(acting, leading):
+                    with started(self.model, start):
+                        return run_pass(self.model, after, hooks=acting, prefix=prefix)
+            # From the first layer, because ``start`` is the output for the tokens after the prefix.
+            batch, start = after.whole(), None
+            acting = hooks(batch)
+        run = partial(run_fused, run_pass) if self.how.is_fused else run_pass
+        with started(self.model, start):
+            return run(self.model, batch, hooks=acting)
+
+    def why_not_late(
+        self, batches: Sequence[PromptBatch], changes: Mapping[int, HooksOfBatch]
+    ) -> dict[int, str]:
+        """By first layer, why a change that acts from there on cannot start there."""
+        return why_not_late(self.model, batches, changes, self.logits, self.how.is_fused)
 
     def contributions(self, batch: PromptBatch) -> dict[str, Tensor]:
-        """Contributions of every metric for a batch."""
+        """What each prompt of a batch contributes to every metric."""
         return self.contributions_and_logits(batch)[0]
 
     def contributions_and_logits(
         self, batch: PromptBatch
     ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
-        """Contributions of every metric, and the logits of the pass that they observed."""
+        """What a batch contributes, and the logits of the pass that the metrics observed."""
         hooks = no_hooks if self.hooks is None else self.hooks
-        clean = None if self.hooks is None else self.passes.logits(batch)
+        clean = None if self.hooks is None else self.logits(batch)
         by_rows = [metric for metric in self.metrics if metric.needs_gradient]
-        others = [metric for metric in self.metrics if not metric.needs_gradient]
-        if self.passes.is_fused and by_rows:
-            observed = [self._observe_rows(batch, hooks, by_rows)]
-            observed += [self._observe(batch, hooks, others)] if others else []
+        if self.how.is_fused and by_rows:
+            others = [metric for metric in self.metrics if not metric.needs_gradient]
+            passes = [self._observe_rows(batch, hooks, by_rows)]
+            passes += [self._observe(batch, hooks, others)] if others else []
         else:
-            observed = [self._observe(batch, hooks, self.metrics)]
-        logits = observed[-1].logits
-        # By these a resumed run recognises other hooks, which contributions of metrics may not
-        # show.
+            passes = [self._observe(batch, hooks, self.metrics)]
+        logits = passes[-1][1]
+        # By these a resumed run recognises other hooks, which what metrics give may not show.
         seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
         contributions = {"/label_logits": seen.cpu()}
-        for one_pass in observed:
-            for metric, before, after in one_pass.of_metrics:
+        for observed, of_pass in passes:
+            for metric, before, after in observed:
                 try:
-                    of_metric = _rows_of(before, after, one_pass.logits, clean)
+                    of_metric = _contributions_of(before, after, of_pass, clean)
                 except NotFiniteError:  # of the gradients of the pass
                     raise
                 except AnchorlensError as error:
                     self.failures.setdefault(metric.name, error)
                     continue
-                contributions |= {
-                    f"{metric.name}/{name}": values for name, values in of_metric.items()
-                }
-        self.trusted.set()
+                contributions |= {f"{metric.name}/{name}": of_metric[name] for name in of_metric}
+        self._trusted.set()
         return contributions, logits
-
-    def _observe(
-        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> _Observed:
-        """What metrics observe by hooks."""
-        batch = self.passes.after_prefix(batch)
-        in_prefix, prefix = self._observed_prefix(batch, hooks, metrics)
-        observations = [metric.observe(self.passes.model, batch) for metric in metrics]
-        observers, backward_hooks = self._hooks_of(metrics, observations, self.trusted)
-        needs_gradient = any(metric.needs_gradient for metric in metrics)
-        with self.passes.attending(batch, hooks(batch), observers) as (acting, observing):
-            logits = run_pass(
-                self.passes.model,
-                batch,
-                hooks=acting,
-                observers=observing,
-                backward_hooks=backward_hooks,
-                loss=self.loss if needs_gradient else None,
-                prefix=prefix,
-                gradient_checkpointing=self.gradient_checkpointing and needs_gradient,
-            )
-        if prefix is not None:
-            self.trusted_in_prefix.set()
-            for observation in observations:
-                if observation.use_prefix is not None:
-                    observation.use_prefix(prefix)
-        return _Observed(list(zip(metrics, in_prefix, observations, strict=True)), logits)
-
-    def _observe_rows(
-        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> _Observed:
-        """What metrics observe of a fused attention, a few query rows at a time."""
-        observations = [metric.observe(self.passes.model, batch) for metric in metrics]
-        acting = hooks(batch)
-        with fused_attention(self.passes.model, _use_rows(metrics, observations), acting):
-            logits = run_pass(
-                self.passes.model,
-                batch,
-                hooks=outside_attention(self.passes.model, acting),
-                loss=self.loss,
-                gradient_checkpointing=self.gradient_checkpointing,
-            )
-        before = [observes_nothing() for _ in metrics]
-        return _Observed(list(zip(metrics, before, observations, strict=True)), logits)
 
     def results(
         self,
@@ -178,61 +170,105 @@ class Plan:
         record: Callable[[Callable[[Contributions], Record], Contributions], Record],
         known: Mapping[str, Record],
     ) -> Results:
-        """The record of every metric after the known records; see ``Study.results``.
-
-        Args:
-            contributions: The contributions of all prompts.
-            record: Makes a record with its intervals from a result function and contributions.
-            known: Records that come before those of the metrics.
-        """
+        """The record of every metric after the known records; see ``results_of``."""
         failures = {name: str(error) for name, error in self.failures.items()}
         reasons = _first_failures(gather_from_processes("failures", failures))
         return results_of(self.metrics, contributions, record, known, reasons)
 
-    def _hooks_of(
-        self, metrics: Sequence[Metric], observations: Sequence[Observation], trusted: Event
-    ) -> tuple[list[Hook], list[Hook]]:
-        """Forward and backward hooks of all metrics, which must not change what others observe."""
-        forward, backward = [], []
-        for metric, observation in zip(metrics, observations, strict=True):
-            owner = f"metric {metric.name!r}"
-            forward += read_only(owner, observation.hooks, trusted)
-            backward += read_only(owner, observation.backward_hooks, trusted)
-        return forward, backward
-
-    def _observed_prefix(
+    def _observe(
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
-    ) -> tuple[Sequence[Observation], KeyValues | None]:
-        """What metrics observe in the tokens before a batch, and the keys and values there."""
-        if batch.is_whole:
-            return [observes_nothing() for _ in metrics], None
+    ) -> tuple[_Observed, Tensor]:
+        """What metrics observe by hooks, and the logits."""
+        batch = after_shared(batch, self.how.lengths)
+        acting = hooks(batch)
+        before: Sequence[Observation] = [observes_nothing() for _ in metrics]
+        prefix = None
+        if not batch.is_whole:
+            before, prefix = self._observed_in_set(batch, hooks, acting, metrics)
+        observations = [metric.observe(self.model, batch) for metric in metrics]
+        observers, backward_hooks = _read_only(metrics, observations, self._trusted)
+        needs_gradient = any(metric.needs_gradient for metric in metrics)
+        is_fused = self.how.is_fused and prefix is None
+        run = partial(run_fused, run_pass) if is_fused else run_pass
+        logits = run(
+            self.model,
+            batch,
+            hooks=acting,
+            observers=observers,
+            backward_hooks=backward_hooks,
+            loss=self.loss if needs_gradient else None,
+            prefix=prefix,
+            gradient_checkpointing=self.how.is_checkpointed and needs_gradient,
+        )
+        if prefix is not None:
+            self._trusted_in_prefix.set()
+            for observation in observations:
+                if observation.use_prefix is not None:
+                    observation.use_prefix(prefix)
+        return list(zip(metrics, before, observations, strict=True)), logits
 
-        def run() -> tuple[Sequence[Observation], KeyValues]:
-            shared = self.passes.shared_tokens(batch)
-            observations = []
-            for metric in metrics:
-                if not (has_observe_prefix(metric) and observes_prefix(metric)):
-                    observations.append(observes_nothing())  # it has no hooks; see fused_trial
-                    continue
-                observations.append(metric.observe_prefix(self.passes.model, shared))
-                check_observation(self.passes.model, metric, observations[-1])
-            observers, backward_hooks = self._hooks_of(
-                metrics, observations, self.trusted_in_prefix
+    def _observe_rows(
+        self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
+    ) -> tuple[_Observed, Tensor]:
+        """What metrics observe of a fused attention, a few query rows at a time."""
+        observations = [metric.observe(self.model, batch) for metric in metrics]
+        logits = run_fused(
+            run_pass,
+            self.model,
+            batch,
+            use=_use_rows(metrics, observations),
+            hooks=hooks(batch),
+            loss=self.loss,
+            gradient_checkpointing=self.how.is_checkpointed,
+        )
+        before = [observes_nothing() for _ in metrics]
+        return list(zip(metrics, before, observations, strict=True)), logits
+
+    def _observed_in_set(
+        self,
+        batch: PromptBatch,
+        hooks: HooksOfBatch,
+        acting: Sequence[Hook],
+        metrics: Sequence[Metric],
+    ) -> tuple[Sequence[Observation], KeyValues]:
+        """What metrics observe in shared tokens, and the keys and values there, once for a set."""
+        set_id = only_set(batch)
+        if self._in_set is not None and self._in_set[0] == set_id:
+            return self._in_set[1:]
+        self._in_set = None  # before the next one: their gradients take memory
+        shared, observations = shared_tokens(batch), []
+        for metric in metrics:
+            if not (has_observe_prefix(metric) and observes_prefix(metric)):
+                observations.append(observes_nothing())  # it has no hooks; see may_fuse
+                continue
+            observations.append(metric.observe_prefix(self.model, shared))
+            check_observation(self.model, metric, observations[-1])
+        observers, backward_hooks = _read_only(metrics, observations, self._trusted_in_prefix)
+        if observers or backward_hooks:
+            prefix = run_shared(
+                self.model,
+                shared,
+                in_leading_tokens(acting, batch.first_query),
+                is_fused=self.how.is_fused,
+                observers=observers,
+                backward_hooks=backward_hooks,
             )
-            if not observers and not backward_hooks:  # the prefix of other passes is the same
-                return observations, self.passes.prefix(batch, hooks)[1]
-            leading = in_leading_tokens(hooks(batch), batch.first_query)
-            with self.passes.attending(shared, leading, observers) as (acting, observing):
-                prefix = run_prefix(
-                    self.passes.model,
-                    shared,
-                    hooks=acting,
-                    observers=observing,
-                    backward_hooks=backward_hooks,
-                )
-            return observations, prefix
+        else:  # the prefix of other passes is the same
+            prefix = self.prefixes.of(batch, hooks, acting, self.how.is_fused)[1]
+        self._in_set = set_id, observations, prefix
+        return observations, prefix
 
-        return self.passes.once(batch, "observed", run)
+
+def _read_only(
+    metrics: Sequence[Metric], observations: Sequence[Observation], trusted: Event
+) -> tuple[list[Hook], list[Hook]]:
+    """Forward and backward hooks of all metrics, which must not change what others observe."""
+    forward, backward = [], []
+    for metric, observation in zip(metrics, observations, strict=True):
+        owner = f"metric {metric.name!r}"
+        forward += read_only(owner, observation.hooks, trusted)
+        backward += read_only(owner, observation.backward_hooks, trusted)
+    return forward, backward
 
 
 def _use_rows(metrics: Sequence[Metric], observations: Sequence[Observation]) -> UseRows:
@@ -298,7 +334,7 @@ def results_of(
     return results
 
 
-def _rows_of(
+def _contributions_of(
     before: Observation, after: Observation, logits: Tensor, clean: Tensor | None
 ) -> dict[str, Tensor]:
     """What a metric observed in the shared tokens and after them, for each prompt of a batch."""

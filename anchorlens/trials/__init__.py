@@ -1,0 +1,1 @@
+"""All batches and all metrics, on disk and over processes."""

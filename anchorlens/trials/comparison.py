@@ -1,0 +1,85 @@
+"""What all trials share: two computations of the same numbers, and the reason if they differ.
+
+A trial runs two prompts in both ways and gives a reason why the quicker way cannot be used; the
+reason is empty if it can.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ..errors import AnchorlensError
+from ..models.hooked import HookedModel, dtype_of
+from ..passes.memory import is_out_of_memory
+from ..prompts.batch import PromptBatch
+from ..system.devices import on_one_device
+from ..system.processes import gather_from_processes
+
+_log = logging.getLogger(__name__)
+
+# The errors of architectures that cannot do what is tried: a cache or a start in a later block does
+# not fit them, or an operation has no gradient for several prompts at once.
+UNABLE = (AnchorlensError, RuntimeError)
+
+# Of the largest logit, between a pass after a prefix and one of whole prompts. Both do the same
+# operations, so this holds in every type.
+TOLERANCE = 1e-5
+SALIENCY_TOLERANCE = 1e-4  # of the largest saliency in its layer
+
+HOOKS_OF_USER = "there are hooks on the model, which may count on whole prompts and all layers"
+
+
+def tolerance(model: HookedModel, roundings: int) -> float:
+    """What may lie between two computations of the same logits, as a share of the largest.
+
+    Other operations round in other ways: a few roundings of the weights' type are allowed.
+    """
+    return max(TOLERANCE, roundings * torch.finfo(dtype_of(model)).eps)
+
+
+def two_of(batch: PromptBatch) -> PromptBatch:
+    """The first and the last prompt, in batches of build_prompts the shortest and the longest."""
+    return batch.prompts(0, len(batch), max(1, len(batch) - 1))
+
+
+def difference_of(got: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest number; infinite where it is no number."""
+    return largest_difference([(got, expected, expected)])
+
+
+def largest_difference(pairs: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """The largest of several differences, each as a share of the largest number of a third tensor.
+
+    They are read at once, because Python waits for a GPU at each.
+    """
+    shares = [
+        (got - expected).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
+        for got, expected, whole in pairs
+        if got.numel()
+    ]
+    return float(torch.stack(on_one_device(shares)).nan_to_num(torch.inf).max())
+
+
+def why_not_equal(what: str, difference: float, limit: float, whole: str = "prompts") -> str:
+    """Why numbers are not those of whole prompts or patterns; empty if it is only rounding."""
+    if difference <= limit:
+        return ""
+    return f"{what} differ by {difference:.1e} of the largest from those of whole {whole}"
+
+
+def reason_of(error: Exception) -> str:
+    """The reason why a trial failed, in a line; unexpected errors are logged with their traceback.
+
+    An error of memory is raised again: fewer prompts may fit.
+    """
+    if is_out_of_memory(error):
+        raise error
+    if not isinstance(error, UNABLE):
+        _log.warning("a trial failed with an error that was not expected", exc_info=error)
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def agreed(trial: str, reason: str) -> str:
+    """The first reason that any process has, so that all of them run in the same way."""
+    return next(filter(None, gather_from_processes(trial, reason)), "")

@@ -1,0 +1,125 @@
+"""How the batches of a study run: decided once, before the first batch, for all processes.
+
+1. Where the patterns of a prompt would be too large, the attention is fused, if a trial allows it.
+   A prompt that would not fit into memory even so runs with checkpoints.
+2. Otherwise the tokens that prompts share run once, if a trial allows it.
+3. Otherwise whole prompts run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..metrics.metric import Metric
+from ..models.hooked import HookedModel
+from ..passes.losses import Loss
+from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes
+from ..prompts.batch import PromptBatch
+from .comparison import agreed
+from .may_fuse import (
+    bytes_of_patterns,
+    patterns_are_large,
+    why_no_fused_prefix,
+    why_not_fused,
+    why_not_observed_fused,
+)
+from .may_share import shared_lengths, why_not_shared
+from .must_checkpoint import why_checkpointed
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """How the batches of a study run, and the reasons.
+
+    Attributes:
+        shared_prefix: Whether the tokens that prompts share run once, and otherwise the reason.
+        lengths: For each set of demonstrations, how many leading tokens run once for all of its
+            prompts; empty where whole prompts run.
+        attention: For long prompts, whether the attention is fused, or the reason why it is not;
+            empty for short prompts, whose patterns are whole.
+        is_fused: Whether whole prompts and shared tokens form no pattern. The tokens after shared
+            ones always do.
+        is_checkpointed: Whether blocks store only their input for the gradient.
+    """
+
+    shared_prefix: str
+    lengths: Mapping[int, int]
+    attention: str = ""
+    is_fused: bool = False
+    is_checkpointed: bool = False
+
+
+def how_to_run(
+    prefixes: SharedPrefixes,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    metrics: Sequence[Metric] = (),
+    loss: Loss | None = None,
+    *,
+    gradient_checkpointing: bool = False,
+    share_prefix: bool = True,
+) -> HowToRun:
+    """How batches run; the same in all processes.
+
+    Args:
+        prefixes: Of a prepared model; those of the trial are stored for the run.
+        batches: All prompts of the run.
+        changes: The interventions of the run. Metrics observe the run with the last of them.
+        metrics: What observes the passes.
+        loss: The loss that is differentiated if a metric needs a gradient.
+        gradient_checkpointing: Whether the user asks for checkpoints.
+        share_prefix: False runs whole prompts without a trial.
+    """
+    model, attention = prefixes.model, ""
+    if patterns_are_large(model, batches):
+        reason = agreed("fused attention", why_not_fused(model, batches, changes, loss))
+        if not reason:
+            lengths = shared_lengths(batches, None, least=1)
+            why_whole = why_no_fused_prefix(model, batches, changes, lengths)
+            why_whole = agreed("fused prefix", why_whole)
+            lengths = {} if why_whole else lengths
+            reason = why_not_observed_fused(model, batches, metrics, lengths)
+            reason += f" (no fused prefix: {why_whole})" if reason and why_whole else ""
+        if not reason:
+            return _fused(model, batches, metrics, lengths, why_whole, gradient_checkpointing)
+        attention = f"whole patterns, because {reason}"
+    if gradient_checkpointing:
+        return HowToRun("off: blocks are checkpointed", {}, attention, is_checkpointed=True)
+    if not share_prefix:
+        return HowToRun("off: share_prefix=False", {}, attention)
+    lengths = shared_lengths(batches, loss)
+    reason = why_not_shared(prefixes, batches, lengths, changes, metrics, loss)
+    if reason := agreed("shared prefix", reason):
+        return HowToRun(f"off: {reason}", {}, attention)
+    return HowToRun(f"{_tokens_of(lengths)} of each prompt, run once for all", lengths, attention)
+
+
+def _fused(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    lengths: Mapping[int, int],
+    why_whole: str,
+    is_checkpointed: bool,
+) -> HowToRun:
+    size = bytes_of_patterns(model, batches) / 2**30
+    attention = f"fused: the patterns of a prompt would take {size:.0f} GiB"
+    gradients = [metric.needs_gradient for metric in metrics]
+    if why_whole:
+        shared_prefix = f"off: {why_whole}"
+    elif gradients and all(gradients):
+        shared_prefix = "off: attention is fused"
+    else:
+        whole = ", but whole prompts for gradients" if any(gradients) else ""
+        shared_prefix = f"{_tokens_of(lengths)} of each prompt, run once for all{whole}"
+    why = ""
+    if any(gradients) and not is_checkpointed:
+        why = agreed("memory that is free", why_checkpointed(model, batches))
+        attention += f"; blocks are checkpointed, because {why}" if why else ""
+    return HowToRun(shared_prefix, lengths, attention, True, is_checkpointed or bool(why))
+
+
+def _tokens_of(lengths: Mapping[int, int]) -> str:
+    """How many tokens the prompts of the sets share, in words."""
+    counts = sorted(set(lengths.values()))
+    range_of_counts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{range_of_counts} tokens"

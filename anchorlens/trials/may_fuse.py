@@ -1,0 +1,252 @@
+"""May the attention be fused, where the patterns of a long prompt would be too large?
+
+A trial compares logits and A * dL/dA of two short prompts with those of whole patterns.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hooks import block_in_batch
+from ..metrics.metric import Metric, has_observe_prefix
+from ..metrics.products import product_hooks, row_pieces
+from ..models.batch_hooks import in_leading_tokens
+from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
+from ..models.kv_cache import KeyValues
+from ..models.model_state import frozen_in_eval_mode, has_user_hooks
+from ..passes.forward import run_pass, run_prefix
+from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
+from ..passes.losses import Loss, needs_continuations
+from ..passes.shared_prefix import (
+    HooksOfBatch,
+    after_shared,
+    no_hooks,
+    run_shared,
+    shared_tokens,
+)
+from ..passes.short_pass import any_loss, beginnings
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, longest_prompt
+from .comparison import (
+    SALIENCY_TOLERANCE,
+    difference_of,
+    largest_difference,
+    reason_of,
+    tolerance,
+    two_of,
+    why_not_equal,
+)
+from .may_share import observes_prefix, why_not_in_prefix, why_rotated_differently
+
+LARGE = 2**31  # bytes of the patterns of one prompt in all layers
+_TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
+# Whole patterns are rounded to bfloat16 or float16, and rows of a pattern in float32 are not. Which
+# of the two is nearer to a model in float32 depends on the model (docs/definitions.md).
+_ROUNDINGS = 16
+
+
+def bytes_of_patterns(model: HookedModel, batches: Sequence[PromptBatch]) -> int:
+    """Bytes of the patterns of the longest prompt in all layers."""
+    of_a_layer = model.cfg.n_heads * longest_prompt(batches) ** 2 * dtype_of(model).itemsize
+    return int(model.cfg.n_layers * of_a_layer)
+
+
+def patterns_are_large(model: HookedModel, batches: Sequence[PromptBatch]) -> bool:
+    """Whether the patterns of the longest prompt are too large for memory."""
+    return bytes_of_patterns(model, batches) > LARGE
+
+
+def why_not_fused(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    loss: Loss | None,
+) -> str:
+    """Why whole prompts cannot run with a fused attention; empty if they can.
+
+    Args:
+        model: A prepared model.
+        batches: All prompts of the run.
+        changes: The interventions of the run.
+        loss: The loss that is differentiated if a metric needs a gradient.
+    """
+    if has_user_hooks(model):
+        return "hooks may act on them"
+    if needs_continuations(loss):
+        return "the words of the loss continue the prompts"
+    shortest = _shortest(batches).to(device_of(model))
+    acting = [hook for change in changes for hook in change(shortest)]
+    if points := [hook[0] for hook in acting if not _can_act(model, hook)]:
+        named = points[0] if isinstance(points[0], str) else "the points that a function selects"
+        return f"hooks act at {named}"
+    short = _beginnings_of(model, batches)
+    try:
+        with frozen_in_eval_mode(model):
+            reason = _compare_products(model, short, no_hooks)
+            return reason or _compare_products(model, short, partial(_some_cuts, model))
+    except Exception as error:
+        return reason_of(error)
+
+
+def why_no_fused_prefix(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    changes: Sequence[HooksOfBatch],
+    lengths: Mapping[int, int],
+) -> str:
+    """Why shared tokens cannot run with a fused attention, once for all queries of a set.
+
+    A query forms patterns in its own rows alone then, and metrics without a gradient observe these.
+    """
+    if any(after_shared(batch, lengths).is_whole for batch in batches):
+        return "a batch has prompts of several sets, or a target is in the demonstrations"
+    if reason := why_rotated_differently(model, batches, lengths):
+        return reason
+    for change in changes:
+        if change is not no_hooks and (reason := why_not_in_prefix(batches, lengths, change)):
+            return reason
+    try:
+        with frozen_in_eval_mode(model):
+            return _compare_prefix(model, _beginnings_of(model, batches).prompt(0))
+    except Exception as error:
+        return reason_of(error)
+
+
+def why_not_observed_fused(
+    model: HookedModel,
+    batches: Sequence[PromptBatch],
+    metrics: Sequence[Metric],
+    lengths: Mapping[int, int],
+) -> str:
+    """Which metric cannot observe passes without a pattern; empty if all can."""
+    prompt = _shortest(batches).to(device_of(model)).prompt(0)
+    able = (_can_observe(model, prompt, metric, lengths) for metric in metrics)
+    unable = [metric.name for metric, can in zip(metrics, able, strict=True) if not can]
+    return f"{unable[0]} needs them" if unable else ""
+
+
+def _shortest(batches: Sequence[PromptBatch]) -> PromptBatch:
+    return min(batches, key=lambda batch: batch.tokens.shape[1])
+
+
+def _beginnings_of(model: HookedModel, batches: Sequence[PromptBatch]) -> PromptBatch:
+    return beginnings(two_of(batches[0]), _TRIED).to(device_of(model))
+
+
+def _can_act(model: HookedModel, hook: Hook) -> bool:
+    """Whether a hook acts outside of attention, or in a way that a fused attention follows."""
+    return bool(outside_attention(model, [hook])) or acts_when_fused(model, hook)
+
+
+def _can_observe(
+    model: HookedModel, prompt: PromptBatch, metric: Metric, lengths: Mapping[int, int]
+) -> bool:
+    """Whether a metric can observe passes without a pattern."""
+    observed = metric.observe(model, prompt)
+    if not observed.hooks and not observed.backward_hooks and observed.use_prefix is None:
+        return True
+    if metric.needs_gradient:
+        return observed.use_rows is not None
+    after = after_shared(prompt, lengths)
+    if after.is_whole or not has_observe_prefix(metric) or not observes_prefix(metric):
+        return False
+    in_prefix = metric.observe_prefix(model, shared_tokens(after))
+    read = {point for each in verified_operands[model] if each for point in (each.query, each.key)}
+    return all(outside_attention(model, [hook]) or hook[0] in read for hook in in_prefix.hooks)
+
+
+def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
+    """Hooks that cut every third token off from all earlier ones, in head 0 of every layer."""
+    third = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) % 3 == 2
+    readers = third & batch.attention_mask
+    cut = edges.between(readers, batch.attention_mask)
+    return block_in_batch(model, batch, cut, range(model.cfg.n_layers), 0, False, True)
+
+
+def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBatch) -> str:
+    """Why logits or A * dL/dA are other ones than those of whole patterns; empty if they agree."""
+    whole: dict[int, Tensor] = {}
+    ours: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        pieces = [a * slope for _, a, slope in row_pieces(pattern, gradient)]
+        whole[layer] = torch.cat(pieces, dim=2)
+
+    def store_rows(layer: int, rows: slice, keys: slice, pattern: Tensor, slope: Tensor) -> None:
+        ours.setdefault(layer, torch.zeros_like(whole[layer]))
+        ours[layer][:, :, rows, keys] = pattern * slope
+
+    hooks = change(batch)
+    observers, backward_hooks = product_hooks(model, store)
+    expected = run_pass(
+        model,
+        batch,
+        hooks=hooks,
+        observers=observers,
+        backward_hooks=backward_hooks,
+        loss=any_loss,
+    )
+    with fused_attention(model, store_rows, hooks):
+        logits = run_pass(model, batch, loss=any_loss)
+    limit = tolerance(model, _ROUNDINGS)
+    difference = difference_of(logits, expected)
+    if reason := why_not_equal("logits of a fused attention", difference, limit, "patterns"):
+        return reason
+    if dtype_of(model).itemsize < 4:  # the products of single edges are mostly rounding there
+        return ""
+    inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
+    largest = largest_difference(
+        [
+            (ours[layer] * inside, of_layer * inside, of_layer * inside)
+            for layer, of_layer in whole.items()
+        ]
+    )
+    what = "saliencies of a fused attention"
+    return why_not_equal(what, largest, SALIENCY_TOLERANCE, "patterns")
+
+
+def _compare_prefix(model: HookedModel, prompt: PromptBatch) -> str:
+    """Why logits or keys after a fused prefix are other ones; empty if they agree."""
+    after = prompt.after(prompt.tokens.shape[1] // 2)
+    shared = shared_tokens(after)
+    whole, fused = dict[int, Tensor](), dict[int, Tensor]()
+    leading = in_leading_tokens(_some_cuts(model, after), after.first_query)
+    stored = run_shared(model, shared, leading, is_fused=True, observers=_key_hooks(model, fused))
+    # The last axis of each layer; the heads may be copied for each query head in one of the two.
+    if _widths(stored) != _widths(run_prefix(model, shared)):
+        return "a fused attention stores other keys and values, as it does in latent attention"
+    hooks, limit = _some_cuts(model, prompt), tolerance(model, _ROUNDINGS)
+    expected = run_pass(model, prompt, hooks=hooks, observers=_key_hooks(model, whole))
+    logits = run_pass(model, after, hooks=_some_cuts(model, after), prefix=stored)
+    difference = difference_of(logits, expected)
+    if reason := why_not_equal("logits after a fused prefix", difference, limit, "patterns"):
+        return reason
+    pairs = []
+    for layer, keys in fused.items():
+        both = keys, whole[layer][:, : after.first_query]
+        heads = max(each.shape[2] for each in both)
+        ours, theirs = (each.repeat_interleave(heads // each.shape[2], dim=2) for each in both)
+        pairs.append((ours, theirs, theirs))
+    difference = largest_difference(pairs)
+    return why_not_equal("keys of a fused attention", difference, limit, "patterns")
+
+
+def _widths(prefix: KeyValues) -> list[tuple[int, int]]:
+    """Channels of the keys and values of each layer."""
+    return [(k.shape[-1], v.shape[-1]) for k, v in zip(prefix.keys, prefix.values, strict=True)]
+
+
+def _key_hooks(model: HookedModel, keys: dict[int, Tensor]) -> list[Hook]:
+    """Hooks that store the keys of each layer, [batch, position, head, d_head]."""
+
+    def hook_of(layer: int, operands: Operands) -> Hook:
+        def store(key: Tensor, hook: Any) -> None:
+            keys[layer] = key.transpose(1, 2) if operands.heads_first else key
+
+        return operands.key, store
+
+    by_layer = enumerate(verified_operands[model])
+    return [hook_of(layer, operands) for layer, operands in by_layer if operands is not None]
