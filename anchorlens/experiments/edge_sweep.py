@@ -1,6 +1,6 @@
 """Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
@@ -267,17 +267,20 @@ def edge_sweep(
     )
     with study.entered():
         _check_cuts(study.batches, cuts, seed)  # raises errors before the model runs
-        plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
-        first_changes = {each.first_layer: each.cut for each in cuts}
+        # Each function once: what runs before the queries is stored for the function that is given.
+        changes = [(each.cut, [partial(each.random_cut, seed) for seed in seeds]) for each in cuts]
+        plan = study.plan(metrics, interventions=[changes[0][0]], loss=None)
+        pairs = zip(cuts, changes, strict=True)
+        first_changes = {each.first_layer: cut for each, (cut, _) in pairs}
         reasons = plan.why_not_late(study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 contributions, clean_logits = plan.contributions_and_logits(batch)
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
-            for number, each in enumerate(cuts):
+            for number, (each, change) in enumerate(zip(cuts, changes, strict=True)):
                 start = starts.get(each.first_layer)
-                of_site = _contributions(plan, batch, clean, each, seeds, start)
+                of_site = _contributions(plan, batch, clean, *change, start)
                 contributions |= {f"/{number}/{name}": values for name, values in of_site.items()}
             return contributions
 
@@ -369,8 +372,8 @@ def _contributions(
     plan: Runner,
     batch: PromptBatch,
     clean: NextTokens,
-    change: _Change,
-    seeds: Iterable[int],
+    cut: HooksOfBatch,
+    controls: Sequence[HooksOfBatch],
     start: Start | None,
 ) -> dict[str, Tensor]:
     """Loyalty of each prompt with the edges cut, and under each random draw."""
@@ -379,8 +382,8 @@ def _contributions(
         logits = plan.logits(batch, hooks, start)
         return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
-    of_cut = loyalty_with(change.cut)
-    drawn = [loyalty_with(partial(change.random_cut, seed)) for seed in seeds]
+    of_cut = loyalty_with(cut)
+    drawn = [loyalty_with(control) for control in controls]
     random = {
         f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
         for name in of_cut
