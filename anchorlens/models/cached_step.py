@@ -7,8 +7,7 @@ import torch
 
 from ..errors import ModelError
 from ..system.put_back import put_back
-from .acting_hooks import acting_hooks
-from .hooked import HookedModel, device_of, dtype_of, vocabulary_of
+from .hooked import HookedModel, dtype_of
 from .kinds import name_of_cache
 from .kv_cache import (
     cache_of,
@@ -17,9 +16,8 @@ from .kv_cache import (
     prefix_of,
     without_cache,
 )
-from .model_state import frozen_in_eval_mode
 from .native_attention import rename_cache
-from .verify import n_tokens_of
+from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
 
 _log = logging.getLogger(__name__)
 
@@ -61,15 +59,9 @@ def why_no_cached_step(model: HookedModel) -> str:
     The last of a few tokens, run after a cache of the others, must have the logits that it has when
     all tokens run at once, up to rounding.
     """
-    length, device = n_tokens_of(model), device_of(model)
-    tokens = torch.arange(length, device=device)[None] % vocabulary_of(model)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    with (
-        frozen_in_eval_mode(model),
-        acting_hooks(model),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    tokens = tiny_tokens(model)
+    length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
+    with trial_of(model):
         try:
             cache = cache_of(model, 1)
             expected = model(tokens, **inputs_after(model, mask, cache))[:, -1].float()
@@ -84,8 +76,8 @@ def why_no_cached_step(model: HookedModel) -> str:
             if not isinstance(error, (ModelError, RuntimeError)):
                 _log.warning("a cached step failed with an unexpected error", exc_info=error)
             return str(error).partition("\n")[0] or type(error).__name__
-    difference = float((logits - expected).abs().max() / expected.abs().max())
-    if difference <= max(1e-3, 8 * torch.finfo(dtype_of(model)).eps):
+    difference = relative_difference(logits, expected)
+    if difference <= rounding_of(dtype_of(model)):
         return ""
     return (
         "after cached tokens the model gives a token other logits than in the whole text (off by "

@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .acting_hooks import acting_hooks
-from .hooked import (
-    Hook,
-    HookedModel,
-    device_of,
-    hooks_by_layer,
-    pattern_name,
-    vocabulary_of,
-    z_name,
-)
-from .kv_cache import inputs_without_cache
-from .model_state import frozen_in_eval_mode
-from .verify import n_tokens_of
+from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, z_name
+from .tiny_pass import logits_of, small_loss, tiny_tokens, trial_of
 
 # The layers of a model that a trial found to mix heads. Weak references, so that models are freed.
 _mixing: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
@@ -75,15 +64,8 @@ def _layers_that_mix(model: HookedModel) -> frozenset[int]:
             if layer not in missing
         ),
     ]
-    tokens = torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
-    with (
-        frozen_in_eval_mode(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        acting_hooks(model, hooks),
-    ):
-        logits = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
-        logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()
+    with trial_of(model, hooks, gradients=True):
+        small_loss(logits_of(model, tiny_tokens(model))).backward()
     return frozenset(
         missing
         | {

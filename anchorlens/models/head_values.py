@@ -9,19 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
-from .acting_hooks import acting_hooks
-from .hooked import (
-    HookedModel,
-    device_of,
-    hooks_by_layer,
-    pattern_name,
-    values_name,
-    vocabulary_of,
-)
+from .hooked import HookedModel, hooks_by_layer, pattern_name, values_name
 from .kinds import cached_heads
-from .kv_cache import inputs_without_cache
-from .model_state import frozen_in_eval_mode, without_user_hooks
-from .verify import n_tokens_of
+from .tiny_pass import logits_of, relative_difference, tiny_tokens, trial_of
 
 # For each model the layers where a trial got another output, with the reason. Weak references, so
 # that models are freed.
@@ -84,14 +74,8 @@ def _layers_with_other_outputs(model: Any) -> dict[int, str]:
         (block.attn, _append_to(of_layer))
         for block, of_layer in zip(model.blocks, outputs, strict=True)
     ]
-    tokens = torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
-    with (
-        without_user_hooks(model),
-        frozen_in_eval_mode(model),
-        torch.no_grad(),
-        acting_hooks(model, known, of_modules=attentions),
-    ):
-        model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
+    with trial_of(model, known, attentions):
+        logits_of(model, tiny_tokens(model))
     reasons = {
         layer: _reason(model, layer, patterns.get(layer), values.get(layer), of_layer)
         for layer, of_layer in enumerate(outputs)
@@ -125,9 +109,7 @@ def _reason(
         total = torch.einsum("bhqk,bhkm->bqm", pattern.to(vectors), vectors)
         bias = getattr(model.blocks[layer].attn, "b_O", None)
         total = total if bias is None else total + bias.detach()
-        differences = [
-            float((total - output).abs().max() / output.abs().max()) for output in outputs
-        ]
+        differences = [relative_difference(total, output) for output in outputs]
     except Exception as error:  # a layer may store its values or weights in any other way
         return f"values and W_O do not fit ({str(error).partition(chr(10))[0]})"
     tolerance = torch.finfo(values.dtype).eps ** 0.5

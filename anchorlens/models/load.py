@@ -12,7 +12,6 @@ from ..errors import ModelError
 from ..system.arguments import checked
 from ..system.put_back import put_back
 from ..system.torch_state import own_random_state
-from .acting_hooks import acting_hooks
 from .cached_step import verify_cached_step
 from .hooked import (
     HookedModel,
@@ -25,7 +24,7 @@ from .hooked import (
     why_not_hooked,
 )
 from .kinds import is_bridge, modules_of, original_of
-from .kv_cache import inputs_without_cache, without_cache
+from .kv_cache import without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
 from .native_attention import (
     implementations_of,
@@ -35,7 +34,8 @@ from .native_attention import (
     wrap_attention,
     wrap_operands,
 )
-from .verify import attends_to_later, cannot_run, n_tokens_of, verify_hooks
+from .tiny_pass import logits_of, n_tokens_of, relative_difference, rounding_of, trial_of
+from .verify import attends_to_later, verify_hooks
 from .weights import best_device, moved, read_weights, refuse_device, spread
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def load_model(
     # The expected logits are computed now, because the bridge takes the weights apart.
     longest = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or 8
     tokens = torch.arange(min(8, longest), device=device_of(weights))[None] % vocabulary
-    expected = _few_logits(weights, tokens) if weights.can_generate() else None
+    with trial_of(weights):
+        expected = logits_of(weights, tokens) if weights.can_generate() else None
     with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
@@ -314,25 +315,10 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
         )
 
 
-def _few_logits(model: Any, tokens: Tensor) -> Tensor:
-    with (
-        frozen_in_eval_mode(model),
-        without_user_hooks(model),
-        torch.no_grad(),
-        acting_hooks(model),
-    ):
-        try:
-            inputs = inputs_without_cache(model, torch.ones_like(tokens).bool())
-            outputs = model(tokens, **inputs)
-        except RuntimeError as error:  # XGLM in float64, OLMo 2 in bfloat16
-            raise ModelError(cannot_run(model, error)) from error
-    logits: Tensor = getattr(outputs, "logits", outputs)
-    return logits
-
-
 def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
     try:
-        return _few_logits(model, tokens)
+        with trial_of(model):
+            return logits_of(model, tokens)
     except ModelError:  # which is a ValueError, and says why already
         raise
     # CodeGen from transformers 5.24 on
@@ -347,8 +333,8 @@ def _refuse_different_logits(name: str, expected: Tensor, computed: Tensor) -> N
     """Raise an error if a bridge computes other logits than the model that it wraps."""
     if not (expected.isfinite().all() and computed.isfinite().all()):
         return  # verify_hooks raises an error that names the layer
-    difference = float((computed - expected).abs().max() / expected.abs().max())
-    if not difference <= max(1e-3, 8 * torch.finfo(expected.dtype).eps):
+    difference = relative_difference(computed, expected)
+    if not difference <= rounding_of(expected.dtype):
         raise ModelError(
             f"TransformerLens makes another model of {name!r}: its logits differ by "
             f"{difference:.2g} of the largest. Its adapter does not fit this model; try another "

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError
-from .acting_hooks import acting_hooks
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
-from .kv_cache import inputs_without_cache
-from .model_state import frozen_in_eval_mode
+from .tiny_pass import logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
 
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
@@ -43,31 +41,14 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
-    tokens = torch.arange(length, device=device_of(model))[None] % vocabulary_of(model)
     hooks: list[Hook] = [("blocks.0.hook_resid_pre", _make_leaf)]
     for number, layer in enumerate(layers):
         hooks += _hooks_of(model, number, layer)
-    with (
-        frozen_in_eval_mode(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        acting_hooks(model, hooks),
-    ):
-        try:
-            logits = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
-        except RuntimeError as error:
-            raise ModelError(cannot_run(model, error)) from error
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            raise ModelError(
-                f"the model in {model.cfg.model_name} cannot run a padded batch: {error}; its "
-                "forward has to take attention_mask, as the models of transformers do"
-            ) from error
+    with trial_of(model, hooks, gradients=True):
+        logits = logits_of(model, tiny_tokens(model))
         operands = tuple(_operands_of(layer, n_heads) for layer in layers)
         try:
-            # Bounded, so that the gradient of an untrained model does not overflow.
-            logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum().backward()
+            small_loss(logits).backward()
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(_no_backward(model, layers, error)) from error
     shape = (1, n_heads, length, length)
@@ -75,34 +56,16 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     return {number: fault for number, fault in faults.items() if fault}, operands
 
 
-def n_tokens_of(model: HookedModel) -> int:
-    """Tokens of the pass: 3 to 5, unlike the number of heads, so that axes cannot be confused."""
-    n_heads = (model.cfg.n_heads, model.cfg.n_key_value_heads)
-    return next(count for count in (3, 4, 5) if count not in n_heads)
-
-
 def attends_to_later(model: HookedModel) -> bool:
     """Whether the last of three tokens changes the logits at the two tokens before it."""
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1]], device=device_of(model))
-    with frozen_in_eval_mode(model), torch.no_grad(), acting_hooks(model):
+    with trial_of(model):
         try:
             # Without a mask, which the bridge of GPT-1 takes for a causal one.
             logits = model(tokens % vocabulary_of(model))[:, :-1].float()
         except RuntimeError:  # not known: it cannot run, as verify_hooks says
             return False
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
-
-
-def cannot_run(model: Any, error: RuntimeError) -> str:
-    """The message for a model whose forward fails, mostly by its type of numbers."""
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    cure = "float32 (dtype=torch.float32)"
-    name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
-    return f"{name} cannot run in {dtype}: {str(error)[:200]}; " + (
-        "its configuration does not fit the code of the model"
-        if dtype == "float32"
-        else f"use {cure}; if that fails too, its configuration does not fit the code of the model"
-    )
 
 
 def _make_leaf(resid: Tensor, hook: Any) -> Tensor:

@@ -33,7 +33,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise AssertionError("a model ran before its weights were checked")
 
-    monkeypatch.setattr("anchorlens.models.load._few_logits", run)
+    monkeypatch.setattr("anchorlens.models.load.logits_of", run)
 
 
 def save(weights: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:

@@ -1,0 +1,86 @@
+"""Trials of a model on a few tokens: one pass, one comparison, one message if it cannot run."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import ModelError
+from ..system.put_back import safe_context
+from .acting_hooks import ModuleHook, acting_hooks
+from .hooked import Hook, HookedModel, device_of, vocabulary_of
+from .kv_cache import inputs_without_cache
+from .model_state import frozen_in_eval_mode, without_user_hooks
+
+
+def n_tokens_of(model: HookedModel) -> int:
+    """Tokens of a trial: 3 to 5, unlike the number of heads, so that axes cannot be confused."""
+    n_heads = (model.cfg.n_heads, model.cfg.n_key_value_heads)
+    return next(count for count in (3, 4, 5) if count not in n_heads)
+
+
+def tiny_tokens(model: HookedModel) -> Int[Tensor, "1 position"]:
+    """The tokens 0, 1, ... of a trial."""
+    return torch.arange(n_tokens_of(model), device=device_of(model))[None] % vocabulary_of(model)
+
+
+@safe_context
+def trial_of(
+    model: Any,
+    hooks: Sequence[Hook] = (),
+    of_modules: Sequence[ModuleHook] = (),
+    *,
+    gradients: bool = False,
+) -> Iterator[None]:
+    """Inside, a frozen model runs with these hooks and without those of the user."""
+    with (
+        frozen_in_eval_mode(model),
+        without_user_hooks(model),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(gradients),
+        acting_hooks(model, hooks, of_modules=of_modules),
+    ):
+        yield
+
+
+def logits_of(model: Any, tokens: Int[Tensor, "1 position"]) -> Float[Tensor, "1 position vocab"]:
+    """The logits of a whole prompt, from a hooked model or one of transformers.
+
+    Raises:
+        ModelError: The model cannot run in its type of numbers, or takes no attention mask.
+    """
+    name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
+    try:
+        output = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))
+    except RuntimeError as error:  # XGLM in float64, OLMo 2 in bfloat16
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        cure = "its configuration does not fit the code of the model"
+        if dtype != "float32":
+            cure = f"use float32 (dtype=torch.float32); if that fails too, {cure}"
+        raise ModelError(f"{name} cannot run in {dtype}: {str(error)[:200]}; {cure}") from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ModelError(
+            f"the model in {name} cannot run a padded batch: {error}; its forward has to take "
+            "attention_mask, as the models of transformers do"
+        ) from error
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
+
+
+def small_loss(logits: Float[Tensor, "1 position vocab"]) -> Float[Tensor, ""]:
+    """A loss of the last token, so small that the gradient of an untrained model is finite."""
+    return logits[:, -1, :16].float().log_softmax(-1)[:, 0].sum()
+
+
+def relative_difference(computed: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest expected number."""
+    return float((computed - expected).abs().max() / expected.abs().max())
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The relative difference of logits up to which two ways to compute them are equal."""
+    return max(1e-3, 8 * torch.finfo(dtype).eps)
