@@ -6,8 +6,7 @@ model.
 
 from typing import TYPE_CHECKING
 
-from .system.public_names import imported_at_first_use
-from .system.versions import installed_version
+from .system.package import imported_at_first_use, installed_version
 
 # PyTorch, pandas and SciPy take seconds to import; `anchorlens --help` needs none of them.
 if TYPE_CHECKING:

@@ -175,7 +175,7 @@ def asked_by_isinstance(tree: ast.Module) -> set[str]:
 
 
 def test_no_file_asks_isinstance_of_a_protocol() -> None:
-    """Its answer depends on the version of Python: see system/methods.py."""
+    """Its answer depends on the version of Python: see system/arguments.py."""
     known = protocols()
     asked = {name: asked_by_isinstance(tree) & known for name, tree in TREES.items()}
     assert not any(asked.values()), asked

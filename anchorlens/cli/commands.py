@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from ..errors import AnchorlensError
+from ..system.package import installed_version
 from ..system.processes import was_launched
 from ..system.signals import Stopped, signals_raise
 from ..system.texts import printable
-from ..system.versions import installed_version
 from .options import Check, Common, Contexts, Demo, Models, Paper, Run
 from .output import lasting_streams, say
 from .wording import in_words_of_the_command, need_less_memory

@@ -21,8 +21,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch, check_batch
 from ..system.arguments import checked
 from ..system.digest_file import read_tensors, to_bytes_with_digest
-from ..system.files import write_atomically, write_text
-from ..system.parsing import bytes_of, parsed
+from ..system.files import bytes_of, parsed, write_atomically, write_text
 from .compression import cache_of_tokens
 from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids

@@ -17,9 +17,8 @@ from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
 from ..prompts.batch import PromptBatch, check_batch, on_both
 from ..prompts.segment_names import OTHER, PADDING
-from ..system.arguments import checked
+from ..system.arguments import checked, has_methods
 from ..system.devices import sent
-from ..system.methods import has_methods
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from ..models.kv_cache import KeyValues
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.record import Contributions, Record
-from ..system.arguments import checked
-from ..system.methods import has_methods
+from ..system.arguments import checked, has_methods
 
 ContributionsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]

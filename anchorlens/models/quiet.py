@@ -4,9 +4,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-
-from ..system.put_back import put_back, safe_context
 
 # The libraries that load models and examples, by the names of their loggers and modules.
 _LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets", "accelerate")
@@ -39,24 +36,6 @@ def quiet_libraries() -> Iterator[None]:
         draw_downloads()
         for name in _LIBRARIES:
             stack.enter_context(_errors_only(logging.getLogger(name)))
-        yield
-
-
-@safe_context
-def gguf_bar_of_transformers() -> Iterator[None]:
-    """Inside, the bar of reading a .gguf file is one of transformers, which can be switched off.
-
-    Otherwise transformers takes that bar from tqdm, without asking whether bars are wanted.
-    """
-    import transformers.modeling_gguf_pytorch_utils as of_gguf
-    from transformers.utils import logging as of_transformers
-
-    before = getattr(of_gguf, "tqdm", None)
-    if before is None:  # a version that has no such bar
-        yield
-        return
-    with put_back(partial(setattr, of_gguf, "tqdm", before)):
-        of_gguf.tqdm = of_transformers.tqdm
         yield
 
 

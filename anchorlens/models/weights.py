@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from ..errors import ModelError
 from ..system.processes import process_device
 from ..system.warn import warn_user
-from .quiet import gguf_bar_of_transformers
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 # Masks and positions that older versions of transformers stored, and newer versions compute.
@@ -48,10 +47,9 @@ def read_weights(name: str, tokenizer: Any, dtype: torch.dtype | None) -> tuple[
     """Weights and tokenizer of a hub name, a folder or a .gguf file."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    is_gguf = name.endswith(".gguf")
-    if is_gguf:
+    if name.endswith(".gguf"):
         dtype = dtype or torch.float32
-    with _reading(name), gguf_bar_of_transformers() if is_gguf else nullcontext():
+    with _reading(name):
         source, options = _source(name)
         config = AutoConfig.from_pretrained(source, **options)
         # The fused kernels never form the pattern that the hooks need. It is set here because

@@ -17,8 +17,7 @@ from ..models.kv_cache import without_cache
 from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, longest_prompt
-from ..system.arguments import checked
-from ..system.methods import has_methods
+from ..system.arguments import checked, has_methods
 from ..system.names import name_of
 
 WeightsOfBatch = Callable[

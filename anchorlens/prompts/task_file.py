@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import DataError, PromptError
 from ..system.arguments import checked
-from ..system.parsing import parsed
+from ..system.files import parsed
 from .chat import ChatTask
 from .datafiles import READERS
 from .draw import Examples, examples_of_task, task_of_name

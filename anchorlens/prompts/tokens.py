@@ -4,7 +4,7 @@ import unicodedata
 from typing import Any
 
 from ..errors import PromptError
-from ..system.methods import has_methods
+from ..system.arguments import has_methods
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 

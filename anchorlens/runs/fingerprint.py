@@ -15,8 +15,8 @@ from ..models.model_identity import ADDRESS, identity
 from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
 from ..system.names import name_of
+from ..system.package import installed_version
 from ..system.processes import is_main
-from ..system.versions import installed_version
 from ..system.warn import warn_user
 from .identity import identity_of
 

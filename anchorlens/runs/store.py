@@ -16,8 +16,7 @@ from torch import Tensor
 from ..errors import StoreError
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
-from ..system.files import remove_temporary_files, write_atomically
-from ..system.parsing import bytes_of
+from ..system.files import bytes_of, remove_temporary_files, write_atomically
 from ..system.warn import warn_user
 
 _FILES = re.compile(r"(run\.json|rows-\d{5,}\.safetensors)(\.[\w.-]+\.tmp)?")

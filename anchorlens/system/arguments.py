@@ -263,6 +263,16 @@ def missing_from(value: Any, protocol: Any) -> list[str]:
     return missing
 
 
+def has_methods(value: object, *names: str) -> bool:
+    """Whether all of these attributes exist and can be called.
+
+    ``isinstance`` with a protocol depends on the version of Python: until 3.11 it evaluates
+    properties of the object, and from 3.12 on it overlooks attributes that come from
+    ``__getattr__``. So the functions next to the protocols of the package ask in this way.
+    """
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
 def in_words(hint: Any, several: bool = False) -> str:
     """An annotation as a noun, with its article or in the plural."""
     origin, args = get_origin(hint), get_args(hint)

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..errors import StoreError
-from .parsing import bytes_of, parsed
+from .files import bytes_of, parsed
 
 _KEY = "anchorlens"
 

@@ -8,7 +8,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers.modeling_gguf_pytorch_utils as of_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
@@ -21,7 +20,6 @@ from transformers import (
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models.quiet import quiet_libraries
 from anchorlens.models.weights import read_model_files
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.filterwarnings("error")]
@@ -251,22 +249,6 @@ def test_a_gguf_file_gives_the_logits_of_its_weights(
     tokens = torch.tensor([byte_level("Review: what a film")["input_ids"]])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), weights(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_the_bar_of_a_gguf_file_is_quiet_with_the_others(
-    tmp_path: Path, byte_level: Any, capfd: Any
-) -> None:
-    bar = of_gguf.tqdm
-    write_gguf(tmp_path / "tiny.gguf", qwen2())
-    load(tmp_path / "tiny.gguf", byte_level)
-    assert "GGUF tensors" in capfd.readouterr().err
-    with quiet_libraries():
-        load(tmp_path / "tiny.gguf", byte_level)
-        assert capfd.readouterr().err == ""
-        (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing more")
-        with pytest.raises(ModelError):
-            load(tmp_path / "broken.gguf", byte_level)
-    assert of_gguf.tqdm is bar
 
 
 @pytest.mark.usefixtures("nothing_runs")

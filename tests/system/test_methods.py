@@ -8,7 +8,7 @@ import anchorlens as al
 from anchorlens.contexts.query_pass import is_context
 from anchorlens.metrics.metric import checks_batches, has_observe_prefix, is_metric
 from anchorlens.passes.losses import needs_continuations, needs_positions
-from anchorlens.system.methods import has_methods
+from anchorlens.system.arguments import has_methods
 
 
 class Wrapper:

@@ -8,7 +8,7 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.runs import fingerprint
-from anchorlens.system import versions
+from anchorlens.system import package as versions
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

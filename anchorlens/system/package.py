@@ -1,9 +1,10 @@
-"""Public names of a package, each imported when it is first used."""
+"""A package: its public names, each imported when it is first used, and its version."""
 
 import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,16 @@ def _imported(module: str, name: str) -> Any:
     """What ``from module import name`` gives."""
     found = import_module(module)
     return getattr(found, name) if hasattr(found, name) else import_module(f"{module}.{name}")
+
+
+def installed_version(package: str) -> str:
+    """The version of a package; "unknown" for a checkout on the path that was not installed.
+
+    Examples:
+        >>> installed_version("no-such-package")
+        'unknown'
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
