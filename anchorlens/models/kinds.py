@@ -37,6 +37,10 @@ QUERY_AND_KEY = (
 # after.
 NORMS_AFTER = ("ln1_post", "ln1")
 
+# Rotary embeddings, by a part of their kind, that depend on the length of a text (see rotary.py):
+# by whether it is above a number of tokens, and by the longest text that the model ran.
+LONGER_ROTATES, LAST_TEXT_ROTATES = "longrope", "dynamic"
+
 
 def original_of(model: Any) -> Any:
     """The model inside a bridge; None for a HookedTransformer."""

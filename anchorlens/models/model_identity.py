@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..system.checksum import digest_of
 from .kinds import config_of, is_bridge, original_of
+from .rotary import follows_the_prompts
 
 # The address in an object's default repr tells nothing about the object.
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -59,22 +60,11 @@ def _contents(model: Any) -> Iterator[tuple[str, Tensor]]:
                 module.named_buffers(path, recurse=False, remove_duplicate=False),
             )
             for name, tensor in tensors:
-                if id(tensor) in counted or _follows_the_prompts(module, name):
+                if id(tensor) in counted or follows_the_prompts(module, name):
                     continue
                 counted.add(id(tensor))
                 yield name, tensor
                 yield from _beside(name, tensor)
-
-
-def _follows_the_prompts(module: Any, name: str) -> bool:
-    """Whether each pass computes the buffer again from the length of its prompts.
-
-    Such a buffer depends on the last pass. The values from which it is computed are in another
-    buffer (``original_inv_freq``) and in the configuration.
-    """
-    kinds = str(getattr(module, "rope_type", ""))
-    changing = "longrope" in kinds or "dynamic" in kinds
-    return changing and name.endswith("inv_freq") and not name.endswith("original_inv_freq")
 
 
 def _beside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import PromptError
-from .kinds import config_of
+from .kinds import LAST_TEXT_ROTATES, LONGER_ROTATES, config_of
 
 _SHORTER_PROMPTS = "shorter prompts (build_prompts(..., max_length=..., drop_too_long=True))"
 
@@ -73,7 +73,7 @@ def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
 
 def _refuse_dynamic(model: Any, length: int) -> None:
     """Raise an error for a text whose rotations depend on earlier passes."""
-    limits = [limit for kind, limit in _kinds(model) if "dynamic" in kind]
+    limits = [limit for kind, limit in _kinds(model) if LAST_TEXT_ROTATES in kind]
     if limits and length >= min(limits):
         raise PromptError(
             f"a text has {length} tokens, but from {min(limits)} tokens on this model (dynamic "
@@ -84,7 +84,7 @@ def _refuse_dynamic(model: Any, length: int) -> None:
 
 def _switches(model: Any) -> list[int]:
     """The lengths above which all positions are rotated differently."""
-    return sorted({limit for kind, limit in _kinds(model) if "dynamic" not in kind})
+    return sorted({limit for kind, limit in _kinds(model) if LAST_TEXT_ROTATES not in kind})
 
 
 def _kinds(model: Any) -> Iterator[tuple[str, int]]:
@@ -95,11 +95,22 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
     longest = getattr(config, "max_position_embeddings", None)
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "")))
-        if "dynamic" in kind and longest is not None:
+        if LAST_TEXT_ROTATES in kind and longest is not None:
             yield kind, longest
         elif "long_factor" in rope:  # longrope, also by its older name su
             own = getattr(config, "original_max_position_embeddings", longest)
             yield kind, rope.get("original_max_position_embeddings", own)
+
+
+def follows_the_prompts(module: Any, buffer: str) -> bool:
+    """Whether each pass computes a buffer again from the length of its prompts.
+
+    Such a buffer depends on the last pass. The values from which it is computed are in another
+    buffer (``original_inv_freq``) and in the configuration.
+    """
+    kind = str(getattr(module, "rope_type", ""))
+    changing = LONGER_ROTATES in kind or LAST_TEXT_ROTATES in kind
+    return changing and buffer.endswith("inv_freq") and not buffer.endswith("original_inv_freq")
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:

@@ -1,14 +1,12 @@
 """Heads whose gradient is stopped: the same logits, and no gradient through these heads."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL
-from comparison import batch_of, tokenizer, weights_of
-from measures import hooks_on
+from comparison import batch_of
 from test_matrix import LINE, hooked
 from tiny_models import questions
 from torch import Tensor
@@ -113,22 +111,6 @@ def test_a_run_has_no_saliency_in_detached_heads(gpt2: Any) -> None:
         progress=False,
     )["saliency_flows"]
     assert not maps.per_head[1, 0].any() and maps.per_head[1, 1].any()
-
-
-@pytest.mark.without_jaxtyping
-def test_the_trial_leaves_no_trace_and_runs_once() -> None:
-    weights = deepcopy(weights_of("Llama", torch.float32))
-    model = al.load_model(weights, tokenizer=tokenizer())
-    calls: list[int] = []
-    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    before, state = hooks_on(model), torch.get_rng_state()
-    with torch.inference_mode():
-        al.detach_heads(model, 0, 0)
-    al.detach_heads(model, 1, 1)
-    assert calls == [1] and hooks_on(model) == before
-    assert torch.equal(torch.get_rng_state(), state)
-    parameters = list(model.parameters())
-    assert all(p.grad is None and p.requires_grad for p in parameters)
 
 
 @pytest.mark.parametrize(

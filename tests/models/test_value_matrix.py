@@ -5,6 +5,7 @@
 
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from test_matrix import LINE, hooked
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models import head_values
+from anchorlens.models import head_outputs, head_values
+from anchorlens.models.head_outputs import require_separate_heads
 from anchorlens.models.head_values import require_transformed_values, transformed_values
 from anchorlens.models.hooked import hooks_by_layer, pattern_name, values_name
 
@@ -90,24 +92,27 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
         assert difference(total.detach(), outputs[layer]) <= 1e-5
 
 
-def test_the_trial_leaves_no_trace_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "trial", "requires"),
+    [
+        (head_values, "_layers_with_other_outputs", require_transformed_values),
+        (head_outputs, "_layers_that_mix", lambda model: require_separate_heads(model, [0])),
+    ],
+    ids=["values", "outputs"],
+)
+def test_a_trial_leaves_no_trace_and_runs_once(
+    file: Any, trial: str, requires: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
     calls: list[int] = []
-    handle = model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    trials: list[Any] = []
-    trial = head_values._layers_with_other_outputs
-
-    def counted(model: Any) -> dict[int, str]:
-        trials.append(model)
-        return trial(model)
-
-    monkeypatch.setattr(head_values, "_layers_with_other_outputs", counted)
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    counted = Mock(wraps=getattr(file, trial))
+    monkeypatch.setattr(file, trial, counted)
     before, state = hooks_on(model), torch.get_rng_state()
     with torch.inference_mode():
-        require_transformed_values(model)
-    require_transformed_values(model)
-    assert trials == [model]
+        requires(model)
+    requires(model)
+    counted.assert_called_once_with(model)
     assert not calls and hooks_on(model) == before  # hooks of users do not act
-    handle.remove()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
