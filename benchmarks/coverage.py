@@ -29,7 +29,7 @@ from anchorlens.metrics.accuracy import comparison
 from anchorlens.metrics.distances import pair_auc, rank_correlation
 from anchorlens.results.bootstrap import population_of, with_intervals
 
-Rows = Mapping[str, Tensor]
+Contributions = al.Contributions
 Trial = tuple[dict[str, Tensor], Tensor]
 TRIALS = 25  # independent trials in a call: layers, or methods
 CLASSES = 6
@@ -58,10 +58,8 @@ class MeanRecord(al.Record):
     mean: Float[Tensor, " layer"]
 
 
-def mean_result(rows: Rows) -> MeanRecord:
-    sets = rows["demonstrations_id"]
-    means = [rows["value"][sets == number].mean(0) for number in sets.unique()]
-    return MeanRecord(mean=torch.stack(means).mean(0))
+def mean_result(rows: Contributions) -> MeanRecord:
+    return MeanRecord(mean=rows.mean(rows["value"]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,7 +78,7 @@ class CutRecord(al.Record):
     means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
 
 
-def cut_result(rows: Rows) -> CutRecord:
+def cut_result(rows: Contributions) -> CutRecord:
     label, word = rows["label_kept"], rows["word_overlap"]
     return CutRecord(
         word_loyalty=word.mean(0),
@@ -269,7 +267,7 @@ def nearly_all(share: float) -> Callable[[Prompts], Trial]:
 def true_gaps() -> CutRecord:
     """The gaps of very many prompts, each with draws of its own."""
     many = Prompts([1], 0.0, torch.Generator().manual_seed(1))
-    every = [cut_result(cut(many)) for _ in range(40000)]
+    every = [cut_result(Contributions(cut(many))) for _ in range(40000)]
     means: dict[str, Any] = {
         name: torch.stack([getattr(one, name) for one in every]).mean() for name in CUTS
     }
@@ -303,7 +301,7 @@ def correlation_trial(prompts: Prompts) -> Trial:
     return distances(prompts), true_correlation().expand(TRIALS)
 
 
-QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "mean, normal": (normal_mean, mean_result, "mean"),
     "mean, skewed": (skewed_mean, al.SaliencyFlows().result, "flows"),
     "share": (share, al.SaliencyFlows().result, "share"),
@@ -315,14 +313,14 @@ QUANTITIES: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], s
     "gain 0.2": (gain_of((0.6, *[0.8] * 10), 0.5), comparison, "gain"),
     "gain 0.05": (gain_of((0.9, *[0.95] * 10), 0.8), comparison, "gain"),
 }
-SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+SLOW: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "anchor distance": (distance_trial, al.AnchorDistances().result, "anchor_distance"),
     "correlation": (correlation_trial, al.AnchorDistances().result, "correlation"),
 }
 
 
 CUTS = ("label_gap", "word_gap", "word_loyalty", "kl")
-OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]] = {
+OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Contributions], Any], str]] = {
     "label gap": (cut_trial("label_gap"), cut_result, "label_gap"),
     "word gap": (cut_trial("word_gap"), cut_result, "word_gap"),
     "word loyalty": (cut_trial("word_loyalty"), cut_result, "word_loyalty"),
@@ -332,20 +330,22 @@ OF_CUTS: dict[str, tuple[Callable[[Prompts], Trial], Callable[[Rows], Any], str]
 }
 
 
-def plain_interval(result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int) -> Tensor:
+def plain_interval(
+    result: Callable[[Contributions], Any], rows: Contributions, name: str, resamples: int
+) -> Tensor:
     """Plain percentiles within sets. Prompts are pooled only if each has a separate set."""
-    sets = rows["demonstrations_id"]
+    sets = rows.sets
     if len(sets.unique()) == len(sets):
         sets = torch.zeros_like(sets)
-    rows = {**rows, "demonstrations_id": sets}
+    rows = Contributions(rows, sets)
     strata = [(sets == number).nonzero().flatten() for number in sets.unique()]
     drawn = []
     generator = torch.Generator().manual_seed(0)
     for _ in range(resamples):
         chosen = torch.cat(
-            [rows[torch.randint(len(rows), (len(rows),), generator=generator)] for rows in strata]
+            [of[torch.randint(len(of), (len(of),), generator=generator)] for of in strata]
         )
-        drawn.append(getattr(result({k: v[chosen] for k, v in rows.items()}), name))
+        drawn.append(getattr(result(rows.prompts(chosen)), name))
     ends = torch.tensor([0.025, 0.975], dtype=torch.double)
     return torch.stack(drawn).double().nanquantile(ends, dim=0)
 
@@ -360,8 +360,7 @@ def coverage(
     while sum(map(len, covered)) < repeats:
         prompts = Prompts(sizes, effect, torch.Generator().manual_seed(len(covered)))
         rows, true = trial(prompts)
-        rows["demonstrations_id"] = prompts.sets
-        low, high = interval(result, rows, name, resamples)
+        low, high = interval(result, Contributions(rows, prompts.sets), name, resamples)
         # By definition, a gain over itself and a distance from itself are 0, and the largest is 1.
         trials = torch.ones_like(true).bool()
         if name in ("gain", "anchor_distance"):
@@ -371,10 +370,10 @@ def coverage(
 
 
 def package_interval(
-    result: Callable[[Rows], Any], rows: Rows, name: str, resamples: int
+    result: Callable[[Contributions], Any], rows: Contributions, name: str, resamples: int
 ) -> Tensor:
     """The package's interval."""
-    record = with_intervals(result, rows, resamples=resamples, info={})
+    record = with_intervals(result, rows, sets=rows.sets, resamples=resamples, info={})
     return record.intervals[name]
 
 

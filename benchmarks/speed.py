@@ -130,7 +130,8 @@ def indices_of(passes: Sequence[Any], ids: Tensor) -> tuple[Tensor, dict[str, Te
         name: al.loyalty(torch.cat(clean), logits, ids).word_loyalty
         for name, logits in of_all.items()
     }
-    return al.AttentionAUCROC().result(joined).aucroc, words
+    contributions = al.Contributions(joined, joined["demonstrations_id"])
+    return al.AttentionAUCROC().result(contributions).aucroc, words
 
 
 def isolation_and_aucroc(

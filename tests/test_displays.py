@@ -64,6 +64,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.reweight_demonstrations(model, batch, beta)
     yield from (trained(model, steps=0), al.NoContext())
     yield al.NoContext().query_pass(model, batch)
+    yield trained(model, steps=0).prefix
     yield al.Accuracy().observe(model, batch)
     with al.Study(model, [batch], {"experiment": "depths " * 99}, progress=False) as study:
         yield from (study, study.plan(), study.plan([al.Accuracy()], share_prefix=False))
@@ -77,7 +78,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
     yield al.Verbalizer([[1, 2], [5]])
-    yield al.Results()
+    yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
 
 
 @pytest.mark.filterwarnings("ignore:intervals of")

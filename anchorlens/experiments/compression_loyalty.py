@@ -34,7 +34,8 @@ from ..prompts.build import build_prompts
 from ..prompts.examples import Example
 from ..prompts.tasks import Task
 from ..results import captions, figures
-from ..results.record import Contributions, Record, require_gold, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import Record, require_gold
 from ..runs.study import Study, checked_batches, describe
 from ..system.arguments import checked
 from ..system.names import name_of
@@ -253,7 +254,6 @@ def _rows(
             (len(batch),), float(context.size), dtype=torch.double, device="cpu"
         ),
         "bytes_whole": torch.full((len(batch),), whole_size, dtype=torch.double, device="cpu"),
-        "demonstrations_id": batch.on_cpu.demonstrations_id,
     }
 
 
@@ -377,7 +377,7 @@ def _record(contributions: Contributions) -> CompressionRecord:
     means |= {
         f"random_{name}": contributions[f"random_{row}"].mean(0) for name, row in row_of.items()
     }
-    top = torch.stack([_best_draw(of_set) for of_set in rows_by_set(contributions)]).mean(0)
+    top = torch.stack([_best_draw(of_set) for of_set in contributions.of_sets()]).mean(0)
     return CompressionRecord(
         **means,
         whole_accuracy=contributions["whole_correct"].mean(),

@@ -27,7 +27,8 @@ from ..passes.forward import run_pass
 from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
-from ..results.record import Contributions, Record, require_gold
+from ..results.contributions import Contributions
+from ..results.record import Record, require_gold
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
@@ -315,7 +316,6 @@ def _rows(
             for name in of_contexts[0]
         },
         "whole_correct": _correct(whole_logits, batch),
-        "demonstrations_id": batch.on_cpu.demonstrations_id,
     }
 
 

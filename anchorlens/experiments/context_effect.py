@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..contexts.query_pass import Context, QueryPass, is_context
@@ -98,7 +98,7 @@ def prefix_effect(
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             query_pass = pass_after(context, model, batch)
             queries = query_pass.batch
-            of_prompts = effect_contributions(
+            return effect_contributions(
                 model,
                 queries,
                 effect.segments_of(queries),
@@ -106,12 +106,11 @@ def prefix_effect(
                 prefix=query_pass.prefix,
                 hooks=query_pass.hooks,
             )
-            # One context stands before all queries, whatever their demonstrations were.
-            same = torch.zeros(len(queries), dtype=torch.long, device="cpu")
-            return {**of_prompts, "prefix_id": same}
 
         collected = study.collect(contributions_of)
-        return study.record(lambda values: effect_record(values, tuple(keys)), collected)
+        # One context stands before all queries, whatever their demonstrations were.
+        result = partial(effect_record, segments=tuple(keys), same_prefix=True)
+        return study.record(result, collected)
 
 
 def check_context(context: Context) -> None:

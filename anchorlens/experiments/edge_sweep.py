@@ -25,7 +25,8 @@ from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..results import captions, figures
-from ..results.record import Contributions, Record
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..results.results import Results
 from ..runs.runner import Runner
 from ..runs.study import Study

@@ -28,7 +28,7 @@ from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results.record import Contributions, rows_by_set
+from ..results.contributions import Contributions
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.devices import on_one_device, widest
@@ -188,7 +188,7 @@ def integrated_flows(
                 name: torch.stack(on_one_device(values), 1).cpu().double()
                 for name, values in by_layer.items()
             }
-            return rows_of_sums(sums, batch) | totals | {"output": whole.cpu().double()}
+            return rows_of_sums(sums) | totals | {"output": whole.cpu().double()}
 
         contributions = study.collect(contributions_of)
         info: dict[str, Any] = {"integrated gradient": name, "steps": steps}
@@ -239,15 +239,14 @@ class ScaledPattern:
 
 def _record(metric: SegmentFlows, contributions: Contributions) -> IntegratedFlowsRecord:
     """The flows, and the means of what their edges sum to and should sum to."""
-    flows, sets = metric.result(contributions), rows_by_set(contributions)
+    flows = metric.result(contributions)
     values: dict[str, Any] = {
-        name: torch.stack([of_set[name].mean(0) for of_set in sets]).mean(0)
-        for name in ("change", "attributed")
+        name: contributions.mean(contributions[name]) for name in ("change", "attributed")
     }
     return IntegratedFlowsRecord(**flows.tensors() | values, info=flows.info)
 
 
-def _warn_if_incomplete(contributions: Contributions, steps: int) -> None:
+def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None:
     """Warn of layers where the attributions of prompts do not sum to F(A) - F(0)."""
     change, attributed = contributions["change"], contributions["attributed"]
     error = (attributed - change).abs().mean(0)

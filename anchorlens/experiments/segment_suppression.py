@@ -18,7 +18,8 @@ from ..models.hooked import HookedModel
 from ..passes.forward import logits_at
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results.record import Contributions, Record, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..results.segment_figures import segment_by_segment
 from ..runs.study import Study
 from ..system.arguments import checked
@@ -130,7 +131,7 @@ def segment_suppression(
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             kl = _kl_of_batch(model, batch, chosen.segments_of(batch))
-            return {"kl": kl, "demonstrations_id": batch.on_cpu.demonstrations_id}
+            return {"kl": kl}
 
         contributions = study.collect(contributions_of)
         names = chosen.names_of(study.batches[0])
@@ -139,9 +140,8 @@ def segment_suppression(
 
 def record_of(contributions: Contributions) -> SegmentSuppressionRecord:
     """Means over prompts, then over sets."""
-    sets = [of_set["kl"].nanmean(0) for of_set in rows_by_set(contributions)]
     return SegmentSuppressionRecord(
-        kl=torch.stack(sets).nanmean(0), kl_of_prompts=contributions["kl"]
+        kl=contributions.mean(contributions["kl"]), kl_of_prompts=contributions["kl"]
     )
 
 

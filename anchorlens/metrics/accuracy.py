@@ -14,7 +14,8 @@ from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
-from ..results.record import Contributions, Record, require_gold
+from ..results.contributions import Contributions
+from ..results.record import Record, require_gold
 from ..system.arguments import checked
 from .aucroc import predicted_class
 from .metric import Observation, observes_nothing

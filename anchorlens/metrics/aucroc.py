@@ -15,8 +15,9 @@ from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch, check_label_words
 from ..results import captions, figures
 from ..results.bootstrap import interval_of_independent_sets
+from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
-from ..results.record import Contributions, IntervalOfMean, Record, rows_by_set
+from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
@@ -126,7 +127,6 @@ class AttentionAUCROC:
                 "rounding": torch.tensor(
                     [[max(roundings), max(smallest)]] * len(batch), device="cpu"
                 ).double(),
-                "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
 
         return Observation(contributions, hooks_by_layer(model, pattern_name, store_scores))
@@ -138,7 +138,7 @@ class AttentionAUCROC:
     def result(self, contributions: Contributions) -> AttentionAUCROCRecord:
         """AUCROC of each set, the mean over sets, then R_l."""
         of_sets = []
-        for of_set in rows_by_set(contributions):
+        for of_set in contributions.of_sets():
             attention = of_set["attention"].double()  # [prompt, layer, head, class]
             # The sum over heads is one more series beside the heads: all are sorted at once.
             series = torch.cat([attention.sum(2, keepdim=True), attention], dim=2)

@@ -23,7 +23,8 @@ from ..models.hooked import (
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
-from ..results.record import Contributions, IntervalOfMean, Record, require_gold, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import IntervalOfMean, Record, require_gold
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
@@ -163,7 +164,6 @@ class AnchorDistances:
                 "queries": _by_layer(queries),
                 "label_logits": batch.label_scores(logits).cpu().double(),
                 "gold": gold,
-                "demonstrations_id": batch.on_cpu.demonstrations_id,
             }
             return values if keys is None else values | keys.contributions(logits, clean_logits)
 
@@ -202,7 +202,7 @@ class AnchorDistances:
 
     def result(self, contributions: Contributions) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and its correlation with the confusions."""
-        sets = rows_by_set(contributions)
+        sets = contributions.of_sets()
         distance = torch.stack(
             [
                 key_distances(of_set["queries"], of_set["keys"].mean(0), self.directions)

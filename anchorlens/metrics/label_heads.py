@@ -16,7 +16,8 @@ from ..hooks import random_positions
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
-from ..results.record import Contributions, Record, require_gold
+from ..results.contributions import Contributions
+from ..results.record import Record, require_gold
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, sent
 from .aucroc import predicted_class

@@ -17,7 +17,8 @@ from ..prompts.arrays import holds_integers
 from ..prompts.batch import PromptBatch, check_label_words
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
-from ..results.record import Contributions, Record
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import widest
 from .aucroc import predicted_class

@@ -17,7 +17,8 @@ from ..models.hooked import Hook, HookedModel, check_fits, refuse_folded_value_b
 from ..models.kv_cache import KeyValues
 from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
-from ..results.record import Contributions, Record
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..system.arguments import checked, has_methods
 
 ContributionsOfBatch = Callable[

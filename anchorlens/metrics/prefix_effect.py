@@ -15,7 +15,8 @@ from ..models.kv_cache import KeyValues
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
-from ..results.record import Contributions, Record, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.names import name_of
 from .metric import Observation, observes_nothing
@@ -300,32 +301,36 @@ def effect_contributions(
     # The second moments of m b are what is needed, but these would be d_head times as many numbers.
     wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
     by_layer["taken"] = by_layer["taken"].to(wide)
-    ids = batch.on_cpu.demonstrations_id
-    return {**by_layer, "demonstrations_id": ids, "prefix_id": ids}
+    return by_layer
 
 
-def effect_record(contributions: Contributions, segments: Sequence[str]) -> PrefixEffectRecord:
-    """The record of the contributions of all prompts."""
-    sets = rows_by_set(contributions)
+def effect_record(
+    contributions: Contributions, segments: Sequence[str], *, same_prefix: bool = False
+) -> PrefixEffectRecord:
+    """The record of the contributions of all prompts.
 
-    def mean(name: str) -> Tensor:
-        return torch.stack([of_set[name].double().nanmean(0) for of_set in sets]).nanmean(0)
-
-    shares = torch.stack([_shares_of_directions(of_set["taken"].double()) for of_set in sets])
-    # Contributions of pooled sets have one id, but a position is the same token only within a set.
-    prefixes = rows_by_set(
-        {"within": contributions["within"], "demonstrations_id": contributions["prefix_id"]}
+    Args:
+        contributions: From ``effect_contributions``.
+        segments: The names of the segments of the prefix.
+        same_prefix: Whether all prompts have one prefix, whatever their demonstrations are.
+    """
+    shares = [_shares_of_directions(each["taken"].double()) for each in contributions.of_sets()]
+    directions = torch.stack(shares)
+    # Also where sets are pooled, a position is the same token only after the same demonstrations.
+    prefixes = [contributions] if same_prefix else contributions.of_demonstrations()
+    stolen, bos, direct, indirect = (
+        contributions.mean(contributions[name].double())
+        for name in ("stolen_by_segment", "bos", "direct", "indirect")
     )
-    stolen_by_segment = mean("stolen_by_segment")
     return PrefixEffectRecord(
-        stolen=stolen_by_segment.sum(-1),
-        stolen_by_segment=stolen_by_segment,
-        bos=mean("bos"),
-        direct=mean("direct"),
-        indirect=mean("indirect"),
-        concentration=shares.amax(-1).mean(0),
-        effective_rank=torch.special.entr(shares).sum(-1).exp().mean(0),
-        spread=torch.stack([_spread(of_set["within"]) for of_set in prefixes]).nanmean(0),
+        stolen=stolen.sum(-1),
+        stolen_by_segment=stolen,
+        bos=bos,
+        direct=direct,
+        indirect=indirect,
+        concentration=directions.amax(-1).mean(0),
+        effective_rank=torch.special.entr(directions).sum(-1).exp().mean(0),
+        spread=torch.stack([_spread(each["within"]) for each in prefixes]).nanmean(0),
         invariance=_largest(contributions["deviation"], 0),
         info={"segments": tuple(segments)},
     )

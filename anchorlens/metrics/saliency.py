@@ -19,8 +19,9 @@ from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..prompts.edges import as_edge_set, check_edges
 from ..results import captions, figures
+from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
-from ..results.record import Contributions, Record, rows_by_set
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
 from .metric import Observation
@@ -153,9 +154,7 @@ class SaliencyFlows:
         counts = torch.stack([edges.counts() for edges in chosen], dim=1)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            ids = batch.on_cpu.demonstrations_id
-            of_edges = sums.contributions(logits, clean_logits)
-            return {**of_edges, "counts": counts, "demonstrations_id": ids}
+            return {**sums.contributions(logits, clean_logits), "counts": counts}
 
         return Observation(contributions, *product_hooks(model, sums.add), sums.add_rows)
 
@@ -177,14 +176,9 @@ class SaliencyFlows:
         mean over sets.
         """
         counts = contributions["counts"].double()[:, None]
-        means = {
-            "flows": contributions["sums"].double() / counts,
-            "head_flows": contributions["head_sums"].double() / counts[:, None],
-            "demonstrations_id": contributions["demonstrations_id"],
-        }
-        sets = rows_by_set(means)
-        flows = torch.stack([of_set["flows"].nanmean(0) for of_set in sets])
-        heads = torch.stack([of_set["head_flows"].nanmean(0) for of_set in sets])
+        of_prompts = contributions["sums"].double() / counts
+        of_heads = contributions["head_sums"].double() / counts[:, None]
+        flows = contributions.means_of_sets(of_prompts)
         count, functions = len(self.edges), self._functions()
         _warn_of_flows_without_edges(self.edges, contributions["counts"])
         asked = flows[..., :count]
@@ -201,8 +195,8 @@ class SaliencyFlows:
             deep_share=share[deep].mean(0),
             share_change=share[deep].mean(0) - share[shallow].mean(0),
             deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
-            per_head=heads[..., :count].nanmean(0),
-            per_prompt=means["flows"][..., :count],
+            per_head=contributions.mean(of_heads)[..., :count],
+            per_prompt=of_prompts[..., :count],
             info={"flows": tuple(self.edges)},
         )
 

@@ -14,7 +14,8 @@ from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_nam
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import prefix_figures
-from ..results.record import Contributions, Record, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import on_one_device
 from .metric import Observation
@@ -129,8 +130,7 @@ class SegmentAttention:
         sums = self._sums(model, batch, batch.first_query)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            ids = batch.on_cpu.demonstrations_id
-            return {**sums.contributions(logits, None), "counts": counts, "demonstrations_id": ids}
+            return {**sums.contributions(logits, None), "counts": counts}
 
         return Observation(contributions, sums.hooks)
 
@@ -147,21 +147,13 @@ class SegmentAttention:
         of_prompts = (
             contributions["sums"].double() / contributions["counts"].double()[:, None, None]
         )
-        values = {
-            "attention": of_prompts,
-            "kurtosis": kurtosis_of_heads(vertical_scores(of_prompts, self.apart)),
-            "demonstrations_id": contributions["demonstrations_id"],
-        }
-        sets = rows_by_set(values)
-        attention, kurtosis = (
-            torch.stack([of_set[name].nanmean(0) for of_set in sets]).nanmean(0)
-            for name in ("attention", "kurtosis")
-        )
+        kurtosis = kurtosis_of_heads(vertical_scores(of_prompts, self.apart))
+        attention = contributions.mean(of_prompts)
         names = () if self.segments is None else tuple(self.segments)
         return SegmentAttentionRecord(
             attention=attention,
             scores=vertical_scores(attention, self.apart),
-            kurtosis=kurtosis,
+            kurtosis=contributions.mean(kurtosis),
             info={"apart": self.apart} | ({"segment_names": names} if names else {}),
         )
 

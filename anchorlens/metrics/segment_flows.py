@@ -17,7 +17,8 @@ from ..models.hooked import Hook, HookedModel, check_fits
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.segment_names import SEGMENTS
-from ..results.record import Contributions, Record, rows_by_set
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
 from ..system.names import name_of
@@ -159,7 +160,7 @@ class SegmentFlows:
         sums = SegmentSums(self.segments_of(batch), self.weight, batch.first_query)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return rows_of_sums(sums, batch)
+            return rows_of_sums(sums)
 
         use_rows = None if isinstance(self.weight, WithValues) else sums.add_rows
         return Observation(contributions, *self._hooks(model, sums), use_rows)
@@ -197,24 +198,12 @@ class SegmentFlows:
         counts = contributions["counts"].double()
         totals, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
         of_prompts = totals / counts[:, None]  # 0 / 0 is NaN where there is no edge
-        means = {
-            "flow": of_prompts,
-            "flow_of_heads": of_heads / counts[:, None, None],
-            "total": totals,
-            "edges": counts,
-            "demonstrations_id": contributions["demonstrations_id"],
-        }
-        sets = rows_by_set(means)
-        mean = {
-            name: torch.stack([of_set[name].nanmean(0) for of_set in sets]).nanmean(0)
-            for name in ("flow", "total", "edges", "flow_of_heads")
-        }
         names = () if self.segments is None else tuple(self.segments)
         return SegmentFlowsRecord(
-            flow=mean["flow"],
-            total=mean["total"],
-            edges=mean["edges"],
-            flow_of_heads=mean["flow_of_heads"],
+            flow=contributions.mean(of_prompts),
+            total=contributions.mean(totals),
+            edges=contributions.mean(counts),
+            flow_of_heads=contributions.mean(of_heads / counts[:, None, None]),
             flow_of_prompts=of_prompts,
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
@@ -253,14 +242,10 @@ def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(info.get("segment_names") or info.get("segments") or SEGMENTS)
 
 
-def rows_of_sums(sums: SegmentSums, batch: PromptBatch) -> dict[str, Tensor]:
+def rows_of_sums(sums: SegmentSums) -> dict[str, Tensor]:
     """What each prompt of a batch contributes to a ``SegmentFlowsRecord``."""
     counts = edge_counts(sums.segments)
-    return {
-        **sums.contributions(),
-        "counts": counts,
-        "demonstrations_id": batch.on_cpu.demonstrations_id,
-    }
+    return {**sums.contributions(), "counts": counts}
 
 
 def edge_counts(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..system.warn import warn_user
-from .record import Contributions, Record
+from .contributions import Contributions
+from .record import Record
 
 _R = TypeVar("_R", bound=Record)
 
@@ -132,7 +133,7 @@ def warn_if_few_units(sets: Int[Tensor, " prompt"]) -> None:
 
 def with_intervals(
     result: Callable[[Contributions], _R],
-    contributions: Contributions,
+    contributions: Mapping[str, Tensor],
     *,
     resamples: int,
     info: Mapping[str, Any],
@@ -156,8 +157,7 @@ def with_intervals(
         contributions: The numbers that each prompt contributes.
         resamples: Number of resamples; 0 gives no intervals.
         info: Where the numbers come from; see ``Record``.
-        sets: The set of demonstrations of each prompt; by default the row ``demonstrations_id``,
-            or a single set if there is no such row.
+        sets: The set of demonstrations of each prompt; by default all have the same.
         seed: Seed of a separate generator; the global random state is not touched.
 
     Returns:
@@ -168,15 +168,10 @@ def with_intervals(
         single unit in all but ``proportions``, ``differences`` and ``ranges``, and for a mean over
         a single random draw.
     """
-    count = len(next(iter(contributions.values())))
-    if sets is None:
-        sets = contributions.get(
-            "demonstrations_id", torch.zeros(count, dtype=torch.long, device="cpu")
-        )
-    population = population_of(sets)
-    if "demonstrations_id" in contributions:
-        contributions = {**contributions, "demonstrations_id": population.sets}
-    record = result(contributions)
+    demonstrations = Contributions(contributions, sets).sets
+    population = population_of(demonstrations)
+    everything = Contributions(contributions, population.sets, demonstrations)
+    record = result(everything)
     drawn_info = {
         "drawn": population.name,
         "units": population.units,
@@ -198,16 +193,16 @@ def with_intervals(
         warnings.simplefilter("ignore")
         for _ in range(resamples):
             chosen = population.draw(generator)
-            resampled = result({name: values[chosen] for name, values in contributions.items()})
+            resampled = result(everything.prompts(chosen))
             for name in averaged:
                 drawn[name].append(getattr(resampled, name))
         if len(population.strata) > 1 and (record.means_over_sets or record.stored_by_set):
             for prompts in population.strata:
-                rows_of_set = {name: values[prompts] for name, values in contributions.items()}
+                of_set = everything.prompts(prompts)
                 count = resamples if record.means_over_sets else 0  # else only the values count
                 options: dict[str, Any] = {"resamples": count, "info": {}, "seed": seed}
-                records_of_sets.append(with_intervals(result, rows_of_set, **options))
-        of_draws, count_of_draws = _errors_of_draws(result, record, contributions)
+                records_of_sets.append(with_intervals(result, of_set, sets=of_set.sets, **options))
+        of_draws, count_of_draws = _errors_of_draws(result, record, everything)
     stacked = {name: torch.stack(values).double() for name, values in drawn.items()}
     intervals = {name: _percentiles(values, population) for name, values in stacked.items()}
     for name, count in record.proportions().items():
@@ -372,9 +367,8 @@ def _errors_of_draws(
     without: list[_R] = []
     for draw in range(count if count > 1 else 0):
         others = [number for number in range(count) if number != draw]
-        without.append(
-            result({**contributions, **{name: contributions[name][:, others] for name in random}})
-        )
+        fewer = {name: contributions[name][:, others] for name in random}
+        without.append(result(contributions.replaced(fewer)))
     variances = {}
     for name in record.means_over_draws:
         value = getattr(record, name).double()

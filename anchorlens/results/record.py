@@ -20,7 +20,6 @@ from ..system.texts import printable
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
-Contributions = Mapping[str, Tensor]
 IntervalOfMean = Callable[[Tensor, Tensor], Tensor]  # from the values and bounds of the sets
 _R = TypeVar("_R", bound="Record")
 _BOUNDS = "intervals."  # before the name of a field, in a file
@@ -346,15 +345,6 @@ def meaning_of(kind: type[Record]) -> str:
 def has_plot(record: Record) -> bool:
     """Whether the class of a record defines a plot."""
     return type(record).plot is not Record.plot
-
-
-def rows_by_set(contributions: Contributions) -> list[dict[str, Tensor]]:
-    """The contributions of each set of demonstrations."""
-    ids = contributions["demonstrations_id"]
-    return [
-        {name: values[ids == set_id] for name, values in contributions.items()}
-        for set_id in ids.unique().tolist()
-    ]
 
 
 def require_gold(gold: Tensor | None, what: str) -> Tensor:

@@ -29,7 +29,6 @@ from ..models.hooked import (
 from ..passes.memory import joined
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
-from ..results.record import Contributions
 from ..results.results import Results
 from ..system.arguments import checked
 from .checks import require_metrics
@@ -230,7 +229,7 @@ def _rows(
         with torch.no_grad():
             _show(metric.name, observation.hooks, cache, "", batch, number)
             _show(metric.name, observation.backward_hooks[::-1], cache, _GRADIENT, batch, number)
-            of_metric: Contributions = observation.contributions(logits.clone(), None)
+            of_metric = observation.contributions(logits.clone(), None)
         contributions |= {f"{metric.name}/{name}": values for name, values in of_metric.items()}
     return contributions
 

@@ -35,7 +35,8 @@ from ..passes.shared_prefix import (
     shared_tokens,
 )
 from ..prompts.batch import PromptBatch
-from ..results.record import Contributions, Record
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
 from ..trials.how_to_run import HowToRun
@@ -166,8 +167,8 @@ class Runner:
 
     def results(
         self,
-        contributions: Contributions,
-        record: Callable[[Callable[[Contributions], Record], Contributions], Record],
+        contributions: Mapping[str, Tensor],
+        record: Callable[[Callable[[Contributions], Record], Mapping[str, Tensor]], Record],
         known: Mapping[str, Record],
     ) -> Results:
         """The record of every metric after the known records; see ``results_of``."""
@@ -289,8 +290,8 @@ def _use_rows(metrics: Sequence[Metric], observations: Sequence[Observation]) ->
 
 def results_of(
     metrics: Sequence[Metric],
-    contributions: Contributions,
-    record: Callable[[Callable[[Contributions], Record], Contributions], Record],
+    contributions: Mapping[str, Tensor],
+    record: Callable[[Callable[[Contributions], Record], Mapping[str, Tensor]], Record],
     known: Mapping[str, Record],
     failures: Mapping[str, str],
 ) -> Results:

@@ -27,7 +27,8 @@ from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
-from ..results.record import Contributions, Record
+from ..results.contributions import Contributions
+from ..results.record import Record
 from ..results.results import Results
 from ..system.arguments import checked
 from ..system.processes import (
@@ -293,7 +294,7 @@ class Study:
     def record(
         self,
         result: Callable[[Contributions], R],
-        contributions: Contributions,
+        contributions: Mapping[str, Tensor],
         info: Mapping[str, Any] | None = None,
     ) -> R:
         """The record of all contributions, with its intervals.
@@ -313,7 +314,10 @@ class Study:
 
     @checked
     def results(
-        self, plan: Runner, contributions: Contributions, known: Mapping[str, Record] | None = None
+        self,
+        plan: Runner,
+        contributions: Mapping[str, Tensor],
+        known: Mapping[str, Record] | None = None,
     ) -> Results:
         """The record of every metric of a plan, after the records that are known already.
 
@@ -322,7 +326,7 @@ class Study:
         """
 
         def record(
-            result: Callable[[Contributions], Record], contributions: Contributions
+            result: Callable[[Contributions], Record], contributions: Mapping[str, Tensor]
         ) -> Record:
             attention = plan.how.attention
             of_attention = {"attention": attention} if attention else {}

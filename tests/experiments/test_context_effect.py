@@ -55,7 +55,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
     rows = effect_contributions(
         gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks
     )
-    expected = effect_record(rows, ["context"])
+    expected = effect_record(al.Contributions(rows), ["context"])
     for name in ("stolen", "direct", "concentration", "effective_rank", "spread"):
         assert getattr(effect, name).allclose(getattr(expected, name), atol=1e-5), name
     assert (effect.indirect - expected.indirect).abs().max() < 1e-5

@@ -107,10 +107,9 @@ def test_fewer_than_two_predicted_classes_give_nan_and_a_warning() -> None:
         "attention": torch.rand(3, 4, 2, 2, dtype=torch.double),
         "predicted": torch.tensor([1, 1, 1]),
         "rounding": torch.zeros(3, 2),
-        "demonstrations_id": torch.tensor([5, 5, 5]),
     }
     with pytest.warns(UserWarning, match=r"1 of 1 sets .* fewer than two classes.*more or other"):
-        record = al.AttentionAUCROC().result(rows)
+        record = al.AttentionAUCROC().result(al.Contributions(rows))
     assert record.aucroc.isnan().all() and record.aucroc.shape == (4,)
     assert record.per_head.isnan().all() and record.per_head.shape == (4, 2)
     assert record.r.isnan().all()
@@ -131,14 +130,8 @@ def test_sets_of_demonstrations_are_averaged_before_r_is_computed() -> None:
     predicted = torch.randint(4, (20,), generator=generator)
     attention[torch.arange(20), :, :, predicted] += 0.5
     sets = torch.tensor([4, 8]).repeat(10)
-    record = al.AttentionAUCROC().result(
-        {
-            "attention": attention,
-            "predicted": predicted,
-            "rounding": torch.zeros(20, 2),
-            "demonstrations_id": sets,
-        }
-    )
+    rows = {"attention": attention, "predicted": predicted, "rounding": torch.zeros(20, 2)}
+    record = al.AttentionAUCROC().result(al.Contributions(rows, sets))
     expected = torch.tensor(
         [
             sum(

@@ -211,17 +211,17 @@ def test_the_record_of_a_run_equals_plain_transformers(
     assert {"anchor_distance", "pair_auc"} <= set(record.intervals)
 
 
-def rows_of(n_layers: int, sets: list[int], seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def rows_of(n_layers: int, sets: list[int], gold: Tensor | None = None) -> al.Contributions:
+    generator = torch.Generator().manual_seed(0)
     n = len(sets)
-    return {
+    rows = {
         "queries": torch.randn(n, n_layers, 8, generator=generator),
         "keys": torch.randn(n, n_layers, 3, 8, generator=generator),
         "positions": torch.tensor([3.0, 9.0, 20.0], dtype=torch.double).expand(n, 3),
         "label_logits": torch.randn(n, 3, generator=generator, dtype=torch.double),
-        "gold": torch.arange(n) % 3,
-        "demonstrations_id": torch.tensor(sets),
+        "gold": torch.arange(n) % 3 if gold is None else gold,
     }
+    return al.Contributions(rows, torch.tensor(sets))
 
 
 @pytest.mark.parametrize(("n_layers", "expected"), [(48, 32), (12, 8), (3, 2), (1, 0)])
@@ -313,8 +313,7 @@ def test_a_class_without_anchor_raises_an_error_before_any_pass(
 
 
 def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
-    rows = rows_of(2, [0] * 9)
-    rows["gold"] = torch.arange(9) % 2
+    rows = rows_of(2, [0] * 9, gold=torch.arange(9) % 2)
     with pytest.warns(UserWarning, match="some pairs of classes have no prompts of both"):
         record = al.AnchorDistances(directions=2).result(rows)
     assert record.pair_auc[2].isnan().all() and not record.pair_auc[0, 1].isnan()

@@ -165,7 +165,7 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     logits[:, 30] = 1.0  # class 0 is predicted for both
     rows = observation.contributions(logits, None)
     assert rows["tokens"].tolist() == [12, 10] and rows["classes"].tolist() == [2, 2]
-    record = metric.result(rows)
+    record = metric.result(al.Contributions(rows))
     first = record.scores[0] * 2  # sums over the two prompts
     assert first[0].tolist() == [0.875, 0.625, -0.625, 1.0]
     assert first[1].tolist() == [0.625, 0.375, 0.375, 0.0]
@@ -204,10 +204,11 @@ def test_a_score_that_equals_its_threshold_does_not_count() -> None:
         "tokens": torch.tensor([20, 21, 40, 19]),
         "classes": torch.tensor([1, 1, 1, 1]),
     }
-    record = al.LabelHeads(draws=1).result(rows)
+    record = al.LabelHeads(draws=1).result(al.Contributions(rows))
     assert record.share.flatten().tolist() == [0.5] * 4  # of 21 and 40 tokens
     assert record.random_share.flatten().tolist() == [0.0] * 4
-    of_two = al.LabelHeads(draws=1).result({**rows, "classes": torch.tensor([2, 2, 2, 2])})
+    two = al.Contributions({**rows, "classes": torch.tensor([2, 2, 2, 2])})
+    of_two = al.LabelHeads(draws=1).result(two)
     assert of_two.random_share.flatten().tolist() == [0.0, 0.5, 0.5, 0.0]
     assert of_two.share.flatten().tolist() == [0.5, 1.0, 1.0, 0.5]
 
@@ -222,7 +223,8 @@ def test_a_target_that_reads_all_tokens_alike_has_no_gap(gpt2: Any) -> None:
     pattern /= pattern.sum(1, keepdim=True)
     for _, act in observation.hooks:
         act(pattern.expand(len(batch), 2, -1, -1), hook=None)
-    record = metric.result(observation.contributions(torch.zeros(4, gpt2.cfg.d_vocab), None))
+    given = observation.contributions(torch.zeros(4, gpt2.cfg.d_vocab), None)
+    record = metric.result(al.Contributions(given))
     tokens = batch.attention_mask.sum(1).double()
     expected = (6 / tokens).mean()
     for values in (record.scores, record.random_scores):

@@ -193,9 +193,8 @@ def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
     segments, rows = metric.segments_of(batch), metric.rows_of(batch)
     cut = al.edges.between(al.edges.query(batch), segments.any(1))
     hooks = al.block_edges(llama, cut, range(3))
-    effect = effect_record(
-        effect_contributions(llama, batch, segments, rows, hooks=hooks), list(metric.keys)
-    )
+    given = effect_contributions(llama, batch, segments, rows, hooks=hooks)
+    effect = effect_record(al.Contributions(given), list(metric.keys))
     for name in ("stolen", "direct", "indirect"):
         assert not getattr(effect, name).any(), name
     for name in ("concentration", "effective_rank", "spread"):
@@ -236,13 +235,13 @@ def test_other_metrics_of_the_run_share_the_demonstrations(gpt2: Any) -> None:
     assert_same(results["prefix_effect"], replace(alone, info={}), 1e-12)
 
 
-def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> dict[str, Tensor]:
+def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> al.Contributions:
     """Contributions of one layer, one head and one segment."""
     count = len(taken)
     ones, known = torch.ones(count, 1, 1), torch.ones(count, 1)
     weights = torch.full((count, 1, POSITIONS), torch.nan)
     weights[:, 0, : within.shape[1]] = within
-    return {
+    rows = {
         "stolen_by_segment": ones[..., None] / 2,
         "bos": ones * torch.nan,
         "direct": known,
@@ -250,9 +249,8 @@ def rows_by_hand(taken: Tensor, within: Tensor, ids: list[int]) -> dict[str, Ten
         "taken": taken[:, None, None],
         "within": weights,
         "deviation": torch.arange(count)[:, None] / 10,
-        "demonstrations_id": torch.tensor(ids),
-        "prefix_id": torch.tensor(ids),
     }
+    return al.Contributions(rows, torch.tensor(ids))
 
 
 def test_directions_and_spread_equal_numpy() -> None:
@@ -277,7 +275,7 @@ def test_sets_of_demonstrations_are_compared_with_themselves() -> None:
     rows = rows_by_hand(taken, within, [0, 0, 0, 1, 1])
     record = effect_record(rows, ["all"])
     assert float(record.concentration) == 1 and float(record.spread) == 0
-    pooled = effect_record({**rows, "demonstrations_id": torch.zeros(5)}, ["all"])
+    pooled = effect_record(al.Contributions(rows, torch.zeros(5), rows.sets), ["all"])
     assert float(pooled.concentration) == pytest.approx(8 / 11) and float(pooled.spread) == 0
     single = effect_record(rows_by_hand(taken[:1], within[:1], [0]), ["all"])
     assert float(single.concentration) == 1 and single.spread.isnan().all()

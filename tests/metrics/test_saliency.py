@@ -318,9 +318,9 @@ def test_shares_of_flows_are_averaged_over_sets_of_demonstrations(gpt2: Any) -> 
         "sums": torch.rand(5, 2, 4, generator=generator),
         "head_sums": torch.rand(5, 2, 3, 4, generator=generator),
         "counts": torch.tensor([[3, 1, 5, 2]] * 4 + [[4, 1, 7, 3]]),
-        "demonstrations_id": torch.tensor([7, 9, 7, 7, 9]),
     }
-    record = al.SaliencyFlows().result(rows)
+    sets = torch.tensor([7, 9, 7, 7, 9])
+    record = al.SaliencyFlows().result(al.Contributions(rows, sets))
     flows = rows["sums"].double() / rows["counts"][:, None]
     first, second = (flows[prompts].mean(0) for prompts in ([0, 2, 3], [1, 4]))
     three = [means[:, :3] for means in (first, second)]
@@ -342,9 +342,8 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
         "sums": sums[None],
         "head_sums": sums[None, :, None],
         "counts": torch.ones(1, 4),
-        "demonstrations_id": torch.zeros(1, dtype=torch.long),
     }
-    record = al.SaliencyFlows().result(rows)
+    record = al.SaliencyFlows().result(al.Contributions(rows))
     # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
     torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])
     assert float(record.deep_pq_over_tq) == 6  # the median of 6 / 2 and 9 / 1

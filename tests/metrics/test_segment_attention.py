@@ -85,7 +85,7 @@ def test_kurtosis_is_that_of_each_text_and_then_the_mean() -> None:
     sets = torch.tensor([5] * 8 + [9] * 4)
     counts = torch.ones(texts, count, count)
     metric = al.SegmentAttention(apart=apart)
-    record = metric.result({"sums": attention, "counts": counts, "demonstrations_id": sets})
+    record = metric.result(al.Contributions({"sums": attention, "counts": counts}, sets))
     of_texts = np.full((texts, layers, heads), np.nan)
     for text, layer, head in np.ndindex(of_texts.shape):
         of_head = attention[text, layer, head].numpy()

@@ -345,19 +345,20 @@ class UserMetric:
             effects.append((stored.pop() * gradient).flatten(1).sum(1))
 
         def rows(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return {"effect": effects[0].cpu(), "demonstrations_id": batch.demonstrations_id.cpu()}
+            return {"effect": effects[0].cpu()}
 
         point = "blocks.1.attn.hook_z"
         return al.Observation(rows, [(point, store)], [(point, multiply)])
 
     def result(self, rows: Any) -> Any:
         return al.SaliencyFlows().result(
-            {
-                "sums": rows["effect"][:, None, None].expand(-1, 1, 4),
-                "head_sums": rows["effect"][:, None, None, None].expand(-1, 1, 1, 4),
-                "counts": torch.ones(len(rows["effect"]), 4),
-                "demonstrations_id": rows["demonstrations_id"],
-            }
+            rows.replaced(
+                {
+                    "sums": rows["effect"][:, None, None].expand(-1, 1, 4),
+                    "head_sums": rows["effect"][:, None, None, None].expand(-1, 1, 1, 4),
+                    "counts": torch.ones(len(rows["effect"]), 4),
+                }
+            )
         )
 
 

@@ -236,7 +236,7 @@ def difference_of_keys(model: Any, batch: al.PromptBatch, expected: Reference) -
     metric = al.AnchorDistances(directions=DIRECTIONS)
     observation = metric.observe(model, batch)
     rows = observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
-    distances = metric.result(rows).anchor_distance
+    distances = metric.result(al.Contributions(rows)).anchor_distance
     products = torch.einsum("plx,plcx->lpc", rows["queries"].double(), rows["keys"].double())
     worst = 0.0
     for layer in range(model.cfg.n_layers):

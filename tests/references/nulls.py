@@ -42,7 +42,7 @@ def flows(queries: int, sets: int, generator: torch.Generator) -> al.Record:
     own = torch.rand(len(ids), LAYERS, 4, generator=generator).double()
     sums = means[ids] * (common.log() * own.log())
     rows = {"sums": sums, "head_sums": sums[:, :, None], "counts": torch.ones(len(ids), 4)}
-    return judged(al.SaliencyFlows().result, rows | {"demonstrations_id": ids}, ids)
+    return judged(al.SaliencyFlows().result, rows, ids)
 
 
 def isolation(queries: int, sets: int, generator: torch.Generator) -> al.Record:
@@ -72,7 +72,6 @@ def attention(queries: int, sets: int, generator: torch.Generator) -> al.Record:
         "attention": (scores + tilt[:, None, None]).exp(),
         "predicted": predicted,
         "rounding": torch.tensor([[1e-5, 0.0]] * len(ids)),
-        "demonstrations_id": ids,
     }
     return judged(al.AttentionAUCROC().result, rows, ids)
 
@@ -92,7 +91,6 @@ def distances(queries: int, sets: int, generator: torch.Generator) -> al.Record:
         "positions": torch.randperm(CLASSES, generator=generator).double().expand(len(ids), -1),
         "label_logits": logits,
         "gold": gold,
-        "demonstrations_id": ids,
     }
     # Its verdict comes from a permutation test, and not from the interval.
     return judged(al.AnchorDistances().result, rows, ids, resamples=1)

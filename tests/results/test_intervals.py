@@ -25,7 +25,6 @@ from anchorlens.results.bootstrap import (
     wilson,
     with_intervals,
 )
-from anchorlens.results.record import rows_by_set
 
 ROUGH = "intervals of {} are rough: with fewer than 20"
 
@@ -131,7 +130,6 @@ def test_intervals_of_shares_and_differences_always_have_a_width() -> None:
     attention = torch.stack([torch.ones(20), torch.arange(20.0)], dim=-1)[:, None, None]
     attention_rows = {"attention": attention, "predicted": (torch.arange(20) >= 10).long()}
     attention_rows["rounding"] = torch.zeros(20, 2)
-    attention_rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
     aucroc = with_intervals(al.AttentionAUCROC().result, attention_rows, resamples=50, info={})
     assert aucroc.aucroc.tolist() == [1.0]
     half = norm.ppf(0.975) * sqrt(2) / 22  # of one better and one worse prompt in 22
@@ -231,9 +229,10 @@ class Trials(al.Record):
         return {"share": 1}
 
 
-def trials_of(rows: Mapping[str, Tensor]) -> Trials:
-    means = torch.stack([of_set["value"].mean(0) for of_set in rows_by_set(rows)]).mean(0)
-    return Trials(mean=means, share=rows["right"].mean(0), gain=rows["difference"].mean(0))
+def trials_of(rows: al.Contributions) -> Trials:
+    return Trials(
+        mean=rows.mean(rows["value"]), share=rows["right"].mean(0), gain=rows["difference"].mean(0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,9 +261,9 @@ def test_intervals_contain_the_true_value(sizes: list[int], effect: float) -> No
     # One method answers 8 of 10 prompts correctly, the other these and 1 more of 10.
     limits = norm.ppf([0.8, 0.9]) * sqrt(1 + effect**2)
     right, other = ((noise < limit).double() for limit in limits)
-    rows = {"value": noise, "right": right, "difference": other - right, "demonstrations_id": sets}
+    rows = {"value": noise, "right": right, "difference": other - right}
     sets_are_given = min(sizes) >= 10
-    record = with_intervals(trials_of, rows, resamples=200, info={})
+    record = with_intervals(trials_of, rows, sets=sets, resamples=200, info={})
     if sets_are_given:
         chances = [torch.special.ndtr(limit - effects).mean(0) for limit in limits]
         true = {"mean": effects.mean(0), "share": chances[0], "gain": chances[1] - chances[0]}
@@ -408,7 +407,6 @@ def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> Non
         "positions": torch.arange(4.0, dtype=torch.double).expand(60, -1),
         "label_logits": torch.randn(60, 4, generator=generator, dtype=torch.double),
         "gold": torch.arange(60) % 4,
-        "demonstrations_id": sets,
     }
     metric = al.AnchorDistances()
     alone = [
@@ -417,7 +415,7 @@ def test_intervals_of_distances_are_the_mean_of_those_of_each_given_set() -> Non
         ).intervals["anchor_distance"]
         for number in range(3)
     ]
-    record = with_intervals(metric.result, rows, resamples=20, info={})
+    record = with_intervals(metric.result, rows, sets=sets, resamples=20, info={})
     expected = torch.stack(alone).mean(0)
     torch.testing.assert_close(record.intervals["anchor_distance"], expected)
     low, high = expected
@@ -437,8 +435,7 @@ def test_intervals_of_auc_over_given_sets_contain_the_true_value(sizes: list[int
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
         rows["rounding"] = torch.zeros(len(predicted), 2)
-        rows["demonstrations_id"] = sets
-        record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
+        record = with_intervals(al.AttentionAUCROC().result, rows, sets=sets, resamples=50, info={})
         low, high = record.intervals["aucroc"]
         assert ((low <= record.aucroc) & (record.aucroc <= high) & (low >= 0) & (high <= 1)).all()
         contained += ((low <= true) & (true <= high)).tolist()
@@ -454,7 +451,6 @@ def test_intervals_contain_the_true_value_if_classes_are_separated_perfectly() -
         both = torch.from_numpy(np.stack([np.ones_like(scores), scores], axis=-1))
         rows = {"attention": both[:, :, None], "predicted": torch.from_numpy(predicted)}
         rows["rounding"] = torch.zeros(len(predicted), 2)
-        rows["demonstrations_id"] = torch.zeros(20, dtype=torch.long)
         record = with_intervals(al.AttentionAUCROC().result, rows, resamples=50, info={})
         low, high = record.intervals["aucroc"]
         contained += ((low <= true) & (true <= high)).tolist()

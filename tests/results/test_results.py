@@ -19,7 +19,6 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import MetricError, StoreError
 from anchorlens.results.bootstrap import with_intervals
-from anchorlens.results.record import rows_by_set
 from anchorlens.system.digest_file import to_bytes_with_digest
 
 NAN = float("nan")
@@ -337,34 +336,37 @@ def test_a_warning_of_a_result_appears_once() -> None:
     assert len(caught) == 1
 
 
-def mean_over_sets(rows: Mapping[str, Tensor]) -> Other:
-    return mean_of({"value": torch.stack([of_set["value"].mean() for of_set in rows_by_set(rows)])})
+def mean_over_sets(given: al.Contributions) -> Other:
+    return Other(mean=given.mean(given["value"]))
 
 
 def test_prompts_are_resampled_within_their_sets() -> None:
     values = torch.cat([torch.zeros(20), torch.full((10,), 100.0)])
     values += torch.rand(30, generator=torch.Generator().manual_seed(0))
-    rows = {"value": values, "demonstrations_id": torch.tensor([4] * 20 + [2] * 10)}
-    record = with_intervals(mean_over_sets, rows, resamples=100, info={})
+    sets = torch.tensor([4] * 20 + [2] * 10)
+    record = with_intervals(mean_over_sets, {"value": values}, sets=sets, resamples=100, info={})
     low, high = record.intervals["mean"]
     assert 50 < low <= float(record.mean) <= high < 51
 
 
 def test_sets_of_one_prompt_each_are_pooled() -> None:
     values = torch.rand(30, generator=torch.Generator().manual_seed(0))
-    separate = {"value": values, "demonstrations_id": torch.arange(30)}
-    pooled = {"value": values, "demonstrations_id": torch.zeros(30, dtype=torch.long)}
     ours, expected = (
-        with_intervals(mean_over_sets, rows, resamples=50, info={}) for rows in (separate, pooled)
+        with_intervals(mean_over_sets, {"value": values}, sets=sets, resamples=50, info={})
+        for sets in (torch.arange(30), None)
     )
     assert float(ours.mean) == pytest.approx(float(values.mean()))
     assert torch.equal(ours.intervals["mean"], expected.intervals["mean"])
 
 
-def test_rows_by_set_groups_the_rows_of_each_set() -> None:
-    rows = {"demonstrations_id": torch.tensor([7, 3, 7]), "value": torch.tensor([1.0, 2.0, 3.0])}
-    values = [of_set["value"].tolist() for of_set in rows_by_set(rows)]
-    assert sorted(values) == [[1.0, 3.0], [2.0]]
+def test_means_are_over_the_prompts_of_each_set_and_then_over_sets() -> None:
+    values, demonstrations = torch.tensor([1.0, 2.0, 4.0, NAN]), torch.tensor([7, 3, 7, 5])
+    given = al.Contributions({"value": values}, demonstrations)
+    assert [of_set["value"].tolist() for of_set in given.of_sets()][::2] == [[2.0], [1.0, 4.0]]
+    assert float(given.mean(values)) == 2.25
+    pooled = al.Contributions({"value": values}, torch.zeros(4), demonstrations)
+    assert float(pooled.mean(values)) == pytest.approx(7 / 3)
+    assert [each.sets.tolist() for each in pooled.of_demonstrations()] == [[0], [0], [0, 0]]
 
 
 RECORDS = [

@@ -401,7 +401,7 @@ def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
             return al.Observation(lambda logits, clean: {"largest": logits.amax(1).cpu()})
 
         def result(self, rows: Any) -> al.Record:
-            return al.Accuracy().result({"correct": rows["largest"], **rows})
+            return al.Accuracy().result(rows.replaced({"correct": rows["largest"]}))
 
     batches = questions(gpt2, 3)
     with al.Study(gpt2, batches, {"experiment": "plain"}, **QUIET) as study:
