@@ -71,7 +71,7 @@ def main() -> None:
         for task, template in (("questions", "trec"), ("sentiment", "sst2")):
             found = claims_of(model, task, template, seed=number)
             total.update(claim.verdict.value for claim in found)
-            print(number, task, *(f"{claim.estimate.text()} {claim.verdict};" for claim in found))
+            print(number, task, *(f"{claim.estimate} {claim.verdict};" for claim in found))
     print(f"{count} models:", dict(total))
     if total[al.Verdict.AGREES.value]:
         raise SystemExit("a model with random weights agrees with a claim of the paper")

@@ -36,7 +36,7 @@ from .analysis import analysed, file_name, forget_analysis, make_folders, rows_f
 from .before_weights import check_depth, check_length, checked_tokenizer
 from .options import Contexts, Demo, Dtype, Paper, Run
 from .output import PrintedTable
-from .summary import of_contexts
+from .summary import numbers_of
 from .tasks import ChosenTask, chosen_task, examples_of_package
 from .trained_contexts import (
     SplitPrompts,
@@ -203,7 +203,7 @@ def contexts(options: Contexts) -> None:
     results = {task: {"contexts": record, **training_records(trained)}}
     title = f"What stands before a query: contexts for {options.model}"
     report = _report(results, out, title=title, settings=saved)
-    values = {"task": task, "contexts": of_contexts(record), "texts": texts}
+    values = {"task": task, "contexts": numbers_of(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
     after = f"the flows in the demonstrations: anchorlens run --model {options.model} --task {task}"
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")

@@ -93,26 +93,23 @@ class ContextsRecord(Record):
 
     def table(self) -> pd.DataFrame:
         """The main numbers as text, with intervals: a row for each context."""
+
+        def texts(name: str, form: str = ".2f") -> list[str]:
+            return [format(self.estimate(name, k), form) for k in range(len(self.accuracy))]
+
         kilobytes, milliseconds = self.bytes_stored / 1000, 1000 * self.seconds
         columns = {
-            "accuracy": self._texts("accuracy", "{:.2f}"),
-            "gain over the first": self._texts("gain_over_first", "{:+.2f}"),
-            "gain over demonstrations": self._texts("gain_over_demonstrations", "{:+.2f}"),
-            "label loyalty": self._texts("label_loyalty", "{:.2f}"),
-            "word loyalty": self._texts("word_loyalty", "{:.2f}"),
-            "KL in nats": self._texts("kl", "{:.2f}"),
+            "accuracy": texts("accuracy"),
+            "gain over the first": texts("gain_over_first", "+.2f"),
+            "gain over demonstrations": texts("gain_over_demonstrations", "+.2f"),
+            "label loyalty": texts("label_loyalty"),
+            "word loyalty": texts("word_loyalty"),
+            "KL in nats": texts("kl"),
             "KB stored": [f"{value:.0f}" for value in kilobytes.tolist()],
             "ms a query": [f"{value:.1f}" for value in milliseconds.tolist()],
-            "stolen attention": self._texts("stolen", "{:.2f}"),
+            "stolen attention": texts("stolen"),
         }
         return pd.DataFrame(columns, index=pd.Index(self.info["contexts"], name="context"))
-
-    def _texts(self, name: str, form: str) -> list[str]:
-        values = [form.format(value) for value in getattr(self, name).tolist()]
-        if name not in self.intervals:
-            return values
-        ends = [[form.format(end) for end in bound.tolist()] for bound in self.intervals[name]]
-        return [f"{value} [{low}, {high}]" for value, low, high in zip(values, *ends, strict=True)]
 
     def plot(self) -> go.Figure:
         """Accuracy, loyalties and stolen attention of each context, as bars with intervals."""

@@ -124,6 +124,16 @@ class CutEdgesRecord(Record):
         """Shares of prompts."""
         return dict.fromkeys(("label_loyalty", "random_label_loyalty", "control_label_loyalty"), 1)
 
+    def shared_heading(self) -> str:
+        """All isolations of a task are drawn in one figure, and so are all cuts of other edges."""
+        return "isolation" if self.is_isolation else "cut edges"
+
+    @classmethod
+    @checked
+    def plot_together(cls, records: Mapping[str, Record]) -> go.Figure:
+        """Several cuts side by side; see ``SweepResults.plot``."""
+        return SweepResults(records).plot()
+
     def plot(self) -> go.Figure:
         """Loyalty of the cut and of the random draws."""
         return SweepResults({"cut": self}).plot()

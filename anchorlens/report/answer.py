@@ -14,7 +14,6 @@ from .claims import (
     Claim,
     Verdict,
     accuracy_of,
-    estimate,
     first_layers,
     first_layers_isolation,
     judge_distances,
@@ -87,7 +86,7 @@ def _on_isolation(records: Collection[Record]) -> Iterator[str]:
     record = first_layers_isolation(records)
     if record is not None:
         label, random_label, word, random_word = (
-            estimate(record, f"{name}_loyalty").percent()
+            record.estimate(f"{name}_loyalty").percent()
             for name in ("label", "control_label", "word", "control_word")
         )
         words = f"by {word} and by {random_word}"
@@ -102,9 +101,9 @@ def _on_isolation(records: Collection[Record]) -> Iterator[str]:
 def _on_flows(records: Collection[Record]) -> Iterator[str]:
     for record in records:
         if isinstance(record, SaliencyFlowsRecord) and _has_flows_of_the_paper(record):
-            into = estimate(record, "shallow_share", 0).percent()
-            out_of = estimate(record, "deep_share", 1).percent()
-            times = estimate(record, "deep_pq_over_tq").text(digits=1)
+            into = record.estimate("shallow_share", 0).percent()
+            out_of = record.estimate("deep_share", 1).percent()
+            times = f"{record.estimate('deep_pq_over_tq'):.1f}"
             yield (
                 "Per pair of tokens, in the first third of the layers the flow from texts to label "
                 f"words (S_wp) is {into} of the three mean flows; in the last third that from "
@@ -118,7 +117,7 @@ def _on_rest(records: Collection[Record]) -> Iterator[str]:
         if isinstance(record, AttentionAUCROCRecord) and not record.deep_aucroc.isnan():
             yield (
                 "In the last third of the layers the attention to the label words tells the "
-                f"predicted label with an AUCROC of {estimate(record, 'deep_aucroc').text()}, "
+                f"predicted label with an AUCROC of {record.estimate('deep_aucroc')}, "
                 "where 0.5 is chance and 1 is certain."
             )
 

@@ -15,6 +15,7 @@ from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
 from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
+from ..results.estimate import Estimate
 from ..results.record import Record
 from ..system.arguments import checked
 from .contents import contents_of
@@ -46,36 +47,7 @@ class Verdict(StrEnum):
     CANNOT_TELL = "cannot tell"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval; NaN where there is none."""
-
-    value: float
-    low: float
-    high: float
-
-    def text(self, digits: int = 2) -> str:
-        """For example ``0.42 [0.21, 0.60]``."""
-        # Adding 0 makes -0.00 to 0.00.
-        value, low, high = (f"{round(x, digits) + 0.0:.{digits}f}" for x in self._numbers)
-        return self._with_interval(value, low, high)
-
-    def percent(self) -> str:
-        """For example ``42 % [21, 60]``."""
-        value, low, high = (f"{round(100 * x, 0) + 0.0:.0f}" for x in self._numbers)
-        return self._with_interval(f"{value} %", low, high)
-
-    @property
-    def _numbers(self) -> tuple[float, float, float]:
-        return self.value, self.low, self.high
-
-    def _with_interval(self, value: str, low: str, high: str) -> str:
-        if isnan(self.value):
-            return "no number"
-        return value if isnan(self.low) or isnan(self.high) else f"{value} [{low}, {high}]"
-
-
-NO_NUMBER = Estimate(nan, nan, nan)
+NO_NUMBER = Estimate(nan)
 
 
 @dataclass(frozen=True)
@@ -103,7 +75,7 @@ class Claim:
     reason: str
 
     def __repr__(self) -> str:
-        number, scope = self.estimate.text(), f"; for {self.scope}" if self.scope else ""
+        number, scope = self.estimate, f"; for {self.scope}" if self.scope else ""
         return f"Claim({self.verdict}: {self.statement[:-1]}: {number}{scope})"
 
 
@@ -149,13 +121,6 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
     return [_judged(measured, ability) for measured in _numbers_of(records)]
 
 
-def estimate(record: Record, name: str, *index: int) -> Estimate:
-    """A number of a record with its interval."""
-    bounds = record.intervals.get(name)
-    low, high = (nan, nan) if bounds is None else (float(bound[index]) for bound in bounds)
-    return Estimate(float(getattr(record, name)[index]), low, high)
-
-
 def estimate_over_sets(
     record: Record, name: str, *index: int, ends: tuple[float, float] = (-inf, inf)
 ) -> Estimate:
@@ -163,14 +128,14 @@ def estimate_over_sets(
 
     Of several sets with at least ten queries each, it is the t interval of the sets' numbers.
     """
-    number = estimate(record, name, *index)
+    number = record.estimate(name, *index)
     of_sets = record.info.get("of_sets", {}).get(name)
     if of_sets is None:
         return number
     values = np.array([np.array(of_set, dtype=float)[index] for of_set in of_sets])
     values = values[~np.isnan(values)]
     if len(values) < 2:
-        return Estimate(number.value, nan, nan)
+        return Estimate(number.value)
     half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / sqrt(len(values))
     low, high = np.clip([number.value - half, number.value + half], *ends).tolist()
     return Estimate(number.value, low, high)
@@ -193,7 +158,7 @@ def accuracy_of(records: Iterable[Record]) -> tuple[Estimate, float] | None:
         elif isinstance(record, AccuracyRecord):
             counts = record.info.get("queries_per_class")
         if counts:
-            return estimate(record, "accuracy"), max(counts) / sum(counts)
+            return record.estimate("accuracy"), max(counts) / sum(counts)
     return None
 
 
@@ -268,7 +233,7 @@ def _judged(measured: _Measured, ability: str) -> Claim:
         verdict, reason = Verdict.CANNOT_TELL, ability
     elif measured.test is not None:
         verdict, reason = measured.test
-    elif isnan(number.low) or isnan(number.high):
+    elif not number.has_interval:
         verdict, reason = Verdict.CANNOT_TELL, "the number has no interval"
     elif number.low > limit:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"
@@ -345,7 +310,7 @@ def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
     """
     draws = record.random_label_loyalty.double()
     if len(draws) < 2:
-        return Estimate(number.value, nan, nan)
+        return Estimate(number.value)
     half = float(stdtrit(len(draws) - 1, 0.975) * draws.std())
     low, high = (
         number.value + side * sqrt((end - number.value) ** 2 + half**2)
@@ -375,7 +340,7 @@ def _of_distances(record: AnchorDistancesRecord) -> _Measured:
         "rank correlation, over pairs of classes, of the distance of keys with how well the model "
         f"tells the two classes apart, in layer {layer}",
         # Its interval over queries does not speak of other classes.
-        Estimate(number, nan, nan),
+        Estimate(number),
         limit=0.0,
         paper="the most confused pair of TREC is also the predicted one (Figure 6)",
         scope=f"other keys of these {count} classes",

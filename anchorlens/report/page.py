@@ -14,8 +14,6 @@ import plotly.graph_objects as go
 import plotly.io
 
 from ..errors import AnchorlensError
-from ..experiments.context_comparison import ContextsRecord
-from ..experiments.edge_sweep import CutEdgesRecord, SweepResults
 from ..results.record import Record, has_plot, meaning_of
 from ..runs.fingerprint import versions
 from ..system.arguments import checked
@@ -232,24 +230,19 @@ def _sections(
     figures: dict[str, Any],
     common: Mapping[str, Any],
 ) -> Iterator[_Section]:
-    """A section for each record; all isolations are one, and so are all cuts of other edges."""
-    drawn = {
-        name: record
-        for name, record in records.items()
-        if isinstance(record, CutEdgesRecord) and name not in figures
-    }
+    """A section for each record; records that share a heading are drawn together."""
+    shared = {name: record.shared_heading() for name, record in records.items()}
     for number, (name, record) in enumerate(records.items()):
+        alike = [each for each in records if shared[name] and shared[each] == shared[name]]
+        alike = [each for each in alike if each not in figures]
         section_id = _id(chapter_id, number, name)
-        if name not in drawn:
+        if len(alike) < 2 or name in figures:
             figure = figures.pop(name) if name in figures else _plot_of(record)
             yield _section(section_id, name, {"": record}, figure, common)
-            continue
-        alike = {each: drawn[each].is_isolation for each in drawn}
-        cuts = {each: drawn[each] for each in drawn if alike[each] == alike[name]}
-        if name == next(iter(cuts)):
-            several = "isolation" if alike[name] else "cut edges"
-            heading = name if len(cuts) == 1 else several
-            yield _section(section_id, heading, cuts, SweepResults(cuts).plot(), common)
+        elif name == alike[0]:
+            several = {each: records[each] for each in alike}
+            figure = record.plot_together(several)
+            yield _section(section_id, record.shared_heading(), several, figure, common)
 
 
 def _section(
@@ -265,7 +258,7 @@ def _section(
     return replace(
         _figure_section(section_id, _heading(heading), figure),
         caption=record.caption or meaning_of(type(record)),
-        table=record.table() if isinstance(record, ContextsRecord) else None,
+        table=record.table() if hasattr(record, "table") else None,
         fields=_fields(record),
         columns=list(frame.columns),
         rows=frame.map(_text).to_numpy().tolist(),

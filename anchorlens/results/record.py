@@ -17,6 +17,7 @@ from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
 from ..system.texts import printable
+from .estimate import Estimate
 from .html_tables import folded, note, table, titled
 from .in_short import axes_in_short, interval_in_short, shape_in_short, values_in_short
 
@@ -133,6 +134,40 @@ class Record:
         resamples of nothing but zeros do not differ.
         """
         return {}
+
+    @checked
+    def estimate(self, name: str, *index: int) -> Estimate:
+        """A number of the record with its 95 % interval, whose text has both.
+
+        Args:
+            name: The field.
+            index: The position on each of its axes.
+
+        Raises:
+            MetricError: There is no such number.
+
+        Examples:
+            >>> record = al.run(model, batches, [al.Accuracy()], progress=False)["accuracy"]
+            >>> f"accuracy {record.estimate('accuracy'):.1f}"
+            'accuracy ... [..., ...]'
+        """
+        axes = self.axes().get(name)
+        if axes is None or len(index) != len(axes):
+            expected = "one of " + ", ".join(self.axes()) if axes is None else f"an index of {axes}"
+            raise MetricError(
+                f"a number of a {type(self).__name__} has the name of a field and an index of each "
+                f"of its axes: expected {expected}; got {name!r} and {index}"
+            )
+        bounds = self.intervals.get(name)
+        ends = () if bounds is None else (float(bound[index]) for bound in bounds)
+        return Estimate(float(getattr(self, name)[index]), *ends)
+
+    def shared_heading(self) -> str:
+        """The heading of a report's section in which records are drawn together; "" for alone.
+
+        A class that gives one has a ``plot_together``, which takes the records by name.
+        """
+        return ""
 
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:

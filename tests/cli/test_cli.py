@@ -296,6 +296,6 @@ def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(
     with pytest.warns(UserWarning, match="no result for anchor_distances"):
         assert call(monkeypatch, "run", *arguments, "--depth", "1", "--draws", "1") == 0
     printed = capsys.readouterr()
-    assert "S_pq share" in printed.out
+    assert "(S_wp) is" in printed.out
     assert (out / "report.html").exists()
     assert (out / "questions" / "saliency_flows.safetensors").exists()

@@ -36,9 +36,9 @@ def test_contexts_are_trained_compared_and_reported(
     assert "no prefix from anchors: positions cannot be rebased" in printed.err
     printed_values = json.loads(printed.out)
     values = printed_values["contexts"]
-    assert values["anchors only"]["kl"]["value"] == float(record.kl[2])
+    assert values["kl"]["anchors only"]["value"] == float(record.kl[2])
     low, high = record.intervals["accuracy"][:, 2].tolist()
-    assert values["anchors only"]["accuracy"]["interval"] == [low, high]
+    assert values["accuracy"]["anchors only"]["interval"] == [low, high]
     prefix = al.PrefixContext.load(tmp_path / "sentiment" / "prefix.safetensors")
     assert prefix.training is not None
     assert len(prefix.tokens) == 2 and len(prefix.training.losses) == 1

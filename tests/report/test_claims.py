@@ -13,8 +13,9 @@ import torch
 import anchorlens as al
 from anchorlens.errors import AnchorlensError
 from anchorlens.report.answer import headline, sentences, surprises
-from anchorlens.report.claims import Estimate, Verdict
+from anchorlens.report.claims import Verdict
 from anchorlens.results.bootstrap import with_intervals
+from anchorlens.results.estimate import Estimate
 
 AGREES, DISAGREES, CANNOT_TELL = Verdict.AGREES, Verdict.DOES_NOT_AGREE, Verdict.CANNOT_TELL
 
@@ -117,7 +118,7 @@ def test_all_claims_agree_where_all_intervals_are_above_their_limits() -> None:
     assert [claim.limit for claim in judged] == [0.25, 2, 0, 0.5, 0]
     fall = judged[0].estimate  # the fall of S_wp: its change with the opposite sign
     assert [round(x, 6) for x in (fall.value, fall.low, fall.high)] == [0.5, 0.3, 0.6]
-    assert judged[2].estimate.text() == "0.50 [0.20, 0.70]"
+    assert str(judged[2].estimate) == "0.50 [0.20, 0.70]"
     assert headline(judged) == "Yes: all five claims of the paper agree."
     assert headline(judged[:2]) == "All 2 claims of the paper that were compared agree."
 
@@ -278,7 +279,7 @@ def test_two_classes_have_no_correlation_to_judge() -> None:
     (claim,) = al.claims({"a": record})
     assert claim.verdict == CANNOT_TELL
     assert "there are fewer than three pairs of classes, all pairs are equal" in claim.reason
-    assert claim.estimate.text() == "no number"
+    assert str(claim.estimate) == "no number"
 
 
 def test_the_answer_says_the_numbers_in_words() -> None:
@@ -329,5 +330,5 @@ def test_records_of_a_sweep_are_found_and_equal_names_are_an_error() -> None:
 
 
 def test_small_negative_numbers_are_shown_as_zero() -> None:
-    assert Estimate(-0.001, -0.004, 0.002).text() == "0.00 [0.00, 0.00]"
+    assert str(Estimate(-0.001, -0.004, 0.002)) == "0.00 [0.00, 0.00]"
     assert Estimate(-0.001, -0.004, 0.002).percent() == "0 % [0, 0]"

@@ -14,7 +14,7 @@ from scipy.stats import binomtest, norm, t
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.cli.summary import number_with_interval, text_of
+from anchorlens.errors import MetricError
 from anchorlens.experiments.edge_sweep import _record as record_of_cut
 from anchorlens.results.bootstrap import (
     Population,
@@ -174,8 +174,12 @@ def test_a_single_prompt_has_intervals_of_shares_only() -> None:
     assert record.intervals["word_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
     assert record.intervals["label_loyalty"].tolist() == pytest.approx([0.2065, 1.0], abs=1e-4)
     assert record.plot().to_json() and len(record.to_frame())
-    assert text_of(number_with_interval(record, "kl")) == "1.00"
-    assert text_of(number_with_interval(record, "label_loyalty")) == "1.00 [0.21, 1.00]"
+    assert str(record.estimate("kl")) == "1.00"
+    assert f"{record.estimate('label_loyalty'):+.1f}" == "+1.0 [+0.2, +1.0]"
+    assert str(record.estimate("label_kept", 0)) == "1.00"
+    for name, index in (("kl", [0]), ("label_kept", []), ("none", [])):
+        with pytest.raises(MetricError, match="the name of a field and an index of each"):
+            record.estimate(name, *index)
 
 
 def test_a_run_of_few_prompts_warns_of_its_intervals_once(gpt2: Any) -> None:
