@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from .prompts import relabeling as relabeling
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts.build import build_prompts as build_prompts
+    from .prompts.build import build_segments as build_segments
     from .prompts.chat import ChatTask as ChatTask
     from .prompts.edge_set import EdgeSet as EdgeSet
     from .prompts.examples import Example as Example
@@ -125,7 +126,6 @@ if TYPE_CHECKING:
     from .prompts.relabeling import relabel as relabel
     from .prompts.sample import sample_prompts as sample_prompts
     from .prompts.segment_names import SEGMENTS as SEGMENTS
-    from .prompts.segments import build_segments as build_segments
     from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task

@@ -31,8 +31,7 @@ from .models.hooked import (
     z_name,
 )
 from .prompts import edges as edge_sets
-from .prompts.arrays import holds_integers
-from .prompts.batch import PromptBatch, check_inside
+from .prompts.batch import PromptBatch, check_inside, holds_integers
 from .prompts.edge_set import Edges, EdgeSet
 from .system.arguments import checked
 from .system.devices import sent

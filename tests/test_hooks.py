@@ -149,7 +149,7 @@ def test_edges_of_one_prompt_apply_to_all_prompts(gpt2: Any, batch: al.PromptBat
     doubled: dict[str, Any] = {
         name: torch.cat([value, value])
         for name, value in vars(single).items()
-        if isinstance(value, Tensor) and name != "label_token_ids"
+        if isinstance(value, Tensor)
     }
     expected = logits_of(gpt2, single, al.block_edges(gpt2, edges.wp(single), range(3)))
     ours = logits_of(

@@ -240,7 +240,7 @@ def prompts_of_next_tokens(batch: PromptBatch, tokens: Int[Tensor, " position"])
     rows: dict[str, Any] = {
         name: value.expand(count, *value.shape[1:])
         for name, value in vars(prompt).items()
-        if isinstance(value, Tensor) and name not in ("label_token_ids", "gold")
+        if isinstance(value, Tensor) and name != "gold"
     }
     targets = torch.arange(count, device=tokens.device)
     return replace(prompt, **(rows | {"gold": None, "target_positions": targets}))

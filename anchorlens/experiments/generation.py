@@ -22,7 +22,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
-from ..prompts.segments import TextPiece, build_segments
+from ..prompts.build import TextPiece, build_segments
 from ..system.arguments import checked
 from ..system.texts import printable
 from ..system.torch_state import own_random_state

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..models.hooked import HookedModel
-from ..prompts.arrays import holds_integers
-from ..prompts.batch import PromptBatch, check_label_words
+from ..prompts.batch import PromptBatch, check_label_words, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
 from ..results import captions, figures
 from ..results.contributions import Contributions

@@ -260,7 +260,8 @@ def refuse_longer_than(context: int, longest: int) -> None:
 def check_fits(model: HookedModel, batch: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
     lengths, token = batch.on_cpu.attention_mask.sum(1), int(batch.on_cpu.tokens.max())
-    label = max((max(words) for words in batch.word_token_ids), default=-1)
+    words = () if batch.verbalizer is None else batch.verbalizer.token_ids
+    label = max(map(max, words), default=-1)
     refuse_longer_than(model.cfg.n_ctx, int(lengths.max()))
     if batch.is_whole:  # after a prefix, kv_cache compares the lengths
         refuse_rotations_in_a_batch(model, int(lengths.min()), batch.tokens.shape[1])

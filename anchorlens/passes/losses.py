@@ -321,7 +321,8 @@ def word_cross_entropy(
 
 def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
     """The tokens of the label word of each class, as the demonstrations write it."""
-    if not batch.has_label_words or batch.verbalizer is not None:
+    verbalizer = batch.verbalizer
+    if verbalizer is None or not verbalizer.has_one_word_a_class:
         raise MetricError(
             "the label word of each class must be known, one for each class; give their tokens, "
             "al.word_cross_entropy([[...], [...]])"
@@ -332,7 +333,7 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
         ends = zip(classes.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
         for label, first, last in ends:
             words.setdefault(label, set()).add(tuple(row[first : last + 1]))
-    for label, first_token in enumerate(batch.label_token_ids.tolist()):
+    for label, (first_token, *_) in enumerate(verbalizer.token_ids):
         found = words.get(label, set())
         if len(found) != 1 or next(iter(found))[0] != first_token:
             raise MetricError(
@@ -340,7 +341,7 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
                 f"begins with the token {first_token}; got {sorted(found)}. Give the tokens of "
                 "each class, al.word_cross_entropy([[...], [...]])"
             )
-    return tuple(next(iter(words[label])) for label in range(len(batch.label_token_ids)))
+    return tuple(next(iter(words[label])) for label in range(len(verbalizer.token_ids)))
 
 
 def _gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:

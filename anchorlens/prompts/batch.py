@@ -1,26 +1,29 @@
-"""The record of one batch of prompts: tokens and the positions that analyses need."""
+"""The record of one batch of prompts: tokens and the positions that analyses need.
+
+1. A batch is made of tokens and positions, which are compared with the annotations of its fields.
+2. Numbers that Python reads come from ``on_cpu``: for each one on a GPU, Python would wait.
+3. What gives another batch (fewer prompts, other columns) gives it on the CPU too.
+"""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property
 from reprlib import Repr
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
-from jaxtyping import Bool, Float, Int, jaxtyped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
-from ..system.arguments import checked
+from ..system.arguments import checked, is_array
 from ..system.devices import sent
-from .arrays import as_integers, as_mask, holds_integers
 from .prompt_html import NO_SEGMENT, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
 from .token_texts import token_texts
-from .verbalizer import Verbalizer, label_scores
+from .verbalizer import Verbalizer
 
-_NO_TENSORS = ("labels", "verbalizer", "segment_names", "begins_with_bos", "first_query")
 _OF_EACH_TOKEN = ("tokens", "attention_mask", "segments")
 _POSITIONS = ("label_positions", "label_ends", "target_positions", "query_start")
 _SHOWN = 150  # tokens at each end of a prompt that a notebook shows unasked
@@ -44,7 +47,6 @@ class PromptBatch:
             write ``dataclasses.replace(batch, label_positions=batch.label_ends)``.
         label_classes: Class of each anchor.
         target_positions: The last token, where the label is predicted (the paper's q).
-        label_token_ids: First token of each class's label word, the first word if it has several.
         gold: True class of each query, or None.
         segments: Segment of each token, an index into ``segment_names``; -1 for padding and for
             tokens without a segment.
@@ -52,9 +54,9 @@ class PromptBatch:
         demonstrations_id: Number of the set of demonstrations; equal for prompts that share it.
         index: Index of each prompt's query in the list of queries, because batches are ordered by
             length.
-        labels: The label words, by class, if they are known; the first of each class.
-        verbalizer: All label words of each class and how they give its score, or None where each
-            class has one word. See ``label_scores``.
+        verbalizer: The label words of each class as tokens, and how they give its score; None in
+            batches of segments, which have none. See ``label_scores`` and ``label_token_ids``.
+        labels: The label words as texts, by class, if they are known; the first of each class.
         segment_names: Names of the segments: ``al.SEGMENTS``, or your own.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
@@ -67,14 +69,13 @@ class PromptBatch:
     label_ends: Int[Tensor, "batch anchor"]
     label_classes: Int[Tensor, "batch anchor"]
     target_positions: Int[Tensor, " batch"]
-    label_token_ids: Int[Tensor, " class"]
     gold: Int[Tensor, " batch"] | None
     segments: Int[Tensor, "batch position"]
     query_start: Int[Tensor, " batch"]
     demonstrations_id: Int[Tensor, " batch"]
     index: Int[Tensor, " batch"]
-    labels: tuple[str, ...] = ()
     verbalizer: Verbalizer | None = None
+    labels: tuple[str, ...] = ()
     segment_names: tuple[str, ...] = SEGMENTS
     begins_with_bos: bool = False
     first_query: int = 0
@@ -174,16 +175,36 @@ class PromptBatch:
         return int(same.long().cumprod(0).sum())
 
     @property
-    def has_label_words(self) -> bool:
-        """Whether the prompts have classes with label words; batches of segments have none."""
-        return len(self.label_token_ids) > 0
+    def positions(self) -> Int[Tensor, " position"]:
+        """The number of each column, from 0."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
 
     @property
-    def word_token_ids(self) -> Sequence[Sequence[int]]:
-        """First token of every label word, by class."""
-        if self.verbalizer is not None:
-            return self.verbalizer.token_ids
-        return [[token] for token in self.on_cpu.label_token_ids.tolist()]
+    def starts(self) -> Int[Tensor, " batch"]:
+        """Position of the first token of each prompt."""
+        return self.attention_mask.long().argmax(1)
+
+    @property
+    def up_to_target(self) -> Bool[Tensor, "batch position"]:
+        """The tokens of each prompt up to its target; later ones cannot influence it."""
+        return self.attention_mask & (self.positions <= self.target_positions[:, None])
+
+    @property
+    def from_query(self) -> Bool[Tensor, "batch position"]:
+        """The tokens of each prompt from the first of its query on."""
+        return self.attention_mask & (self.positions >= self.query_start[:, None])
+
+    @property
+    def has_label_words(self) -> bool:
+        """Whether the prompts have classes with label words; batches of segments have none."""
+        return self.verbalizer is not None
+
+    @property
+    def label_token_ids(self) -> Int[Tensor, " class"]:
+        """First token of each class's label word, of its first word if it has several."""
+        words = () if self.verbalizer is None else self.verbalizer.token_ids
+        ids = torch.tensor([first for first, *_ in words], dtype=torch.long, device="cpu")
+        return sent(ids, self.tokens.device)
 
     @checked
     def label_scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
@@ -200,7 +221,7 @@ class PromptBatch:
             >>> predictions = batch.label_scores(logits).argmax(-1)
         """
         check_label_words([self])
-        return label_scores(logits, self.verbalizer or self.label_token_ids)
+        return cast(Verbalizer, self.verbalizer).scores(logits)
 
     @property
     def is_whole(self) -> bool:
@@ -255,9 +276,7 @@ class PromptBatch:
 
         def chosen(batch: PromptBatch) -> PromptBatch:
             rows: dict[str, Any] = {
-                name: value[start:stop:step]
-                for name, value in batch._tensors().items()
-                if name != "label_token_ids"
+                name: value[start:stop:step] for name, value in batch._tensors().items()
             }
             for name in _OF_EACH_TOKEN:
                 rows[name] = rows[name][:, first : last + 1]
@@ -290,8 +309,8 @@ class PromptBatch:
 
     def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         """The first position of each prompt, and the first position after it."""
-        mask = self.attention_mask.long()
-        return mask.argmax(1), mask.shape[1] - mask.flip(1).argmax(1)
+        last = self.attention_mask.flip(1).long().argmax(1)
+        return self.starts, self.tokens.shape[1] - last
 
     def _columns_from(self, starts: Int[Tensor, " batch"]) -> "PromptBatch":
         """Rows that begin at ``starts`` and are as long as the longest prompt.
@@ -342,9 +361,8 @@ class PromptBatch:
         *,
         label_positions: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
         label_classes: Int[Tensor, "batch anchor"] | Sequence[Sequence[int]],
-        label_token_ids: Int[Tensor, " class"] | Sequence[int],
+        label_token_ids: Int[Tensor, " class"] | Sequence[int] | Verbalizer,
         gold: Int[Tensor, " batch"] | Sequence[int] | None = None,
-        verbalizer: Verbalizer | None = None,
         attention_mask: Int[Tensor, "batch position"]
         | Bool[Tensor, "batch position"]
         | None = None,
@@ -357,10 +375,9 @@ class PromptBatch:
             tokens: Token ids, padded on either side.
             label_positions: Position of each label word, in order of appearance.
             label_classes: Class of each label word.
-            label_token_ids: First token of each class's label word, all different.
+            label_token_ids: First token of each class's label word, all different; an
+                ``al.Verbalizer`` where classes have several words.
             gold: True class of each prompt.
-            verbalizer: All label words of each class, where classes have several; the first of each
-                are ``label_token_ids``.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the label is predicted; the last token of each row by default.
             begins_with_bos: Whether the first token of each prompt is a BOS.
@@ -382,46 +399,26 @@ class PromptBatch:
             >>> batch.target_positions.tolist()
             [5]
         """
-        mask = as_mask(tokens, attention_mask)
-        device, (size, length) = tokens.device, tokens.shape
-        last = length - 1 - mask.flip(1).long().argmax(1)
-
-        integers = partial(as_integers, device=device)
-        anchors = integers("label_positions", label_positions, (size, None))
-        classes = integers("label_classes", label_classes, (size, anchors.shape[1]))
-        ids = integers("label_token_ids", label_token_ids, (None,))
-        target = (
-            last
-            if target_positions is None
-            else integers("target_positions", target_positions, (size,))
-        )
-        golds = None if gold is None else integers("gold", gold, (size,))
-        query_start = anchors.max(1).values + 1
-        segments = torch.full_like(tokens, QUERY, dtype=torch.long)
-        positions = torch.arange(length, device=device)
-        segments[positions < query_start[:, None]] = OTHER
-        batch = cls(
-            tokens=tokens,
-            attention_mask=mask,
-            label_positions=anchors,
-            label_ends=anchors,
-            label_classes=classes,
-            target_positions=target,
-            label_token_ids=ids,
-            verbalizer=verbalizer,
-            gold=golds,
-            segments=segments,
-            query_start=query_start,
-            demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
-            index=torch.arange(size, device=device),
+        if not isinstance(label_token_ids, Verbalizer):
+            label_token_ids = Verbalizer([[int(token)] for token in label_token_ids])
+        batch = as_batch(
+            tokens,
+            attention_mask,
+            label_positions=label_positions,
+            label_ends=label_positions,
+            label_classes=label_classes,
+            target_positions=target_positions,
+            gold=gold,
+            verbalizer=label_token_ids,
             begins_with_bos=begins_with_bos,
         )
-        check_inside(batch, "target_positions")
-        _check_positions(batch)
         _check_words(batch)
-        segments.scatter_(1, anchors, LABEL).scatter_(1, target[:, None], TARGET)
-        segments[~mask] = PADDING
-        return replace(batch, demonstrations_id=demonstrations_ids(batch))
+        query_start = batch.label_positions.amax(1) + 1
+        segments = torch.where(batch.positions < query_start[:, None], OTHER, QUERY)
+        segments.scatter_(1, batch.label_positions, LABEL)
+        segments.scatter_(1, batch.target_positions[:, None], TARGET)
+        segments[~batch.attention_mask] = PADDING
+        return replace(batch, segments=segments, query_start=query_start).to(tokens.device)
 
     @classmethod
     @checked
@@ -463,32 +460,14 @@ class PromptBatch:
             >>> batch
             PromptBatch(batch 1, position 6; segments ('question', 'step', 'answer'))
         """
-        mask = as_mask(tokens, attention_mask)
-        device, size = tokens.device, len(tokens)
-        segments = as_integers("segments", segments, tuple(tokens.shape), device=device)
-        if target_positions is None:
-            target = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
-        else:
-            target = as_integers("target_positions", target_positions, (size,), device=device)
-        none = torch.zeros(size, 0, dtype=torch.long, device=device)
-        batch = cls(
-            tokens=tokens,
-            attention_mask=mask,
-            label_positions=none,
-            label_ends=none,
-            label_classes=none,
-            target_positions=target,
-            label_token_ids=none[0],
-            gold=None,
+        return as_batch(
+            tokens,
+            attention_mask,
             segments=segments,
-            query_start=mask.long().argmax(1),
-            demonstrations_id=torch.zeros(size, dtype=torch.long, device=device),
-            index=torch.arange(size, device=device),
+            target_positions=target_positions,
             segment_names=tuple(names),
             begins_with_bos=begins_with_bos,
-        )
-        check_prompts(batch)
-        return replace(batch, demonstrations_id=demonstrations_ids(batch))
+        ).to(tokens.device)
 
 
 class LeadingTokens(PromptBatch):
@@ -508,14 +487,11 @@ def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) ->
 
 
 def _segments_to_show(prompt: PromptBatch) -> tuple[list[int], Sequence[str]]:
-    """The segment of each token of a single prompt, and names; one for tokens without a segment."""
+    """The segments of a prompt's tokens, and all names, with one more for tokens of no segment."""
     names, segments = prompt.segment_names, prompt.segments[0].tolist()
     if names == SEGMENTS:
         return segments, names
-    return [len(names) if segment == PADDING else segment for segment in segments], (
-        *names,
-        NO_SEGMENT,
-    )
+    return [len(names) if k == PADDING else k for k in segments], (*names, NO_SEGMENT)
 
 
 def digest(tokens: Sequence[int]) -> int:
@@ -528,8 +504,7 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     """A number for the tokens of each prompt up to its last label word, or for all its tokens."""
     inside = batch.attention_mask
     if batch.has_label_words:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        inside = inside & (positions <= batch.label_ends.max(1, keepdim=True).values)
+        inside = inside & (batch.positions <= batch.label_ends.amax(1, keepdim=True))
     rows = zip(batch.tokens, inside, strict=True)
     ids = [digest(tokens[mask].tolist()) for tokens, mask in rows]
     return torch.tensor(ids, device=batch.tokens.device)
@@ -538,6 +513,68 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
 def longest_prompt(batches: Sequence[PromptBatch]) -> int:
     """The number of tokens of the longest prompt."""
     return max(int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches)
+
+
+def as_batch(
+    tokens: Int[Tensor, "batch position"], attention_mask: Tensor | None = None, **given: Any
+) -> PromptBatch:
+    """Tokens and what is known of them as a checked batch on the CPU.
+
+    Args:
+        tokens: Token ids, padded on either side.
+        attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
+        given: Other fields, whose positions and classes may be lists; None is as not given. By
+            default there are no label words, no segments, and targets are the last tokens.
+
+    Raises:
+        PromptError: A field is wrong; see ``check_prompts``.
+    """
+    _check_axes({"tokens": tokens})
+    tokens, axes = tokens.cpu(), _axes_of_fields()
+    mask = torch.ones_like(tokens) if attention_mask is None else attention_mask.cpu()
+    if not ((mask == 0) | (mask == 1)).all():
+        raise PromptError(
+            "attention_mask must hold 1 for tokens and 0 for padding, and nothing else"
+        )
+    known: dict[str, Any] = {"tokens": tokens, "attention_mask": mask.bool()}
+    for name, value in given.items():
+        if value is not None:
+            known[name] = _as_integers(name, value) if name in axes else value
+    _check_axes({name: value for name, value in known.items() if name in axes})
+    size, length = tokens.shape
+    none, zeros = tokens.new_zeros(size, 0).long(), tokens.new_zeros(size).long()
+    batch = PromptBatch(
+        **{
+            "label_positions": none,
+            "label_ends": none,
+            "label_classes": none,
+            "target_positions": length - 1 - mask.flip(1).long().argmax(1),
+            "gold": None,
+            "segments": torch.full_like(tokens, PADDING, dtype=torch.long),
+            "query_start": mask.long().argmax(1),
+            "demonstrations_id": zeros,
+            "index": torch.arange(size, device="cpu"),
+            **known,
+        }
+    )
+    check_prompts(batch)
+    if "demonstrations_id" in known:
+        return batch
+    return replace(batch, demonstrations_id=demonstrations_ids(batch))
+
+
+def _as_integers(name: str, values: Any) -> Tensor:
+    """A tensor or lists as a tensor of whole numbers; one of other numbers stays as it is."""
+    try:
+        tensor = torch.as_tensor(values, device="cpu")
+    except (ValueError, TypeError) as error:  # rows of unequal lengths
+        raise PromptError(f"{name} must be a table of whole numbers: {error}") from error
+    return tensor.long() if holds_integers(tensor) or not tensor.numel() else tensor
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    """Whether the type of a tensor is an integer type (not bool)."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def check_label_words(batches: Sequence[PromptBatch]) -> None:
@@ -560,43 +597,66 @@ def check_batch(batch: PromptBatch) -> None:
 
 
 def check_prompts(batch: PromptBatch) -> None:
-    """Check that the tensors of a batch agree: ``dataclasses.replace`` can make one that is wrong.
+    """Check that the fields of a batch agree: ``dataclasses.replace`` can make one that is wrong.
 
     Raises:
         PromptError: A tensor has a wrong type or shape, a position lies outside its prompt or not
             before the target, or a class or segment is out of range.
     """
-    hints = get_type_hints(PromptBatch)
-    with jaxtyped("context"):  # compares the length of each axis across all tensors
-        for name in [name for name in hints if name not in _NO_TENSORS]:
-            value, hint = getattr(batch, name), hints[name]
-            if isinstance(value, hint):
-                continue
-            got = (
-                f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            )
-            raise PromptError(
-                f"{name} of a batch must be {getattr(hint, '__name__', hint)}, with axes as long "
-                f"as those of its other tensors; got {got}. Build batches with build_prompts or "
-                "PromptBatch.from_positions"
-            )
-    batch = batch.on_cpu
-    if batch.tokens.numel() == 0:
-        raise PromptError(f"a batch has at least one token; got {tuple(batch.tokens.shape)}")
     if batch.first_query:
         raise PromptError(
             f"the prompts are to be run from position {batch.first_query}, but keys of 0 tokens "
             "are cached; a batch of whole prompts has first_query=0"
         )
+    _check_axes({name: getattr(batch, name) for name in _axes_of_fields()})
+    batch = batch.on_cpu
     if not batch.attention_mask.any(1).all():
         row = int((~batch.attention_mask.any(1)).nonzero()[0])
         raise PromptError(f"prompt {row} is padding only")
     if (batch.tokens < 0).any():
-        raise PromptError(f"tokens count from 0; got {int(batch.tokens.min())}")
+        raise PromptError(
+            "tokens must be whole numbers from 0, also under padding; got "
+            f"{int(batch.tokens.min())}"
+        )
     _check_segments(batch)
     check_inside(batch, "target_positions")
     if batch.has_label_words or batch.label_positions.numel():
         _check_positions(batch)
+
+
+@cache
+def _axes_of_fields() -> dict[str, list[str]]:
+    """The axes of each tensor of a batch, as its annotation names them."""
+    hints = get_type_hints(PromptBatch)
+    arrays = {name: (get_args(hint) or [hint])[0] for name, hint in hints.items()}
+    return {name: hint.dim_str.split() for name, hint in arrays.items() if is_array(hint)}
+
+
+def _check_axes(values: Mapping[str, Any]) -> None:
+    """Check that tensors have the axes of their annotations, each axis of one length in all."""
+    lengths: dict[str, int] = {}
+    for name, value in values.items():
+        axes = _axes_of_fields()[name]
+        if name == "gold" and value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise PromptError(
+                f"{name} of a batch must be a tensor; got {value!r}; build batches with "
+                "build_prompts or PromptBatch.from_positions"
+            )
+        expected, shape = [lengths.get(axis) for axis in axes], tuple(value.shape)
+        fits = len(shape) == len(axes) and all(
+            length == known if known is not None else length or axis == "anchor"
+            for axis, length, known in zip(axes, shape, expected, strict=True)
+        )
+        if not fits:
+            words = ", ".join(axes) + "," * (len(axes) == 1)
+            here = "" if None in expected else f" = {tuple(expected)}"
+            raise PromptError(f"{name} must have the shape ({words}){here}; got {shape}")
+        if holds_integers(value) == (name == "attention_mask"):
+            kind = "True or False" if name == "attention_mask" else "whole numbers from 0"
+            raise PromptError(f"{name} must be {kind}, a tensor of them; got {value.dtype}")
+        lengths.update(zip(axes, shape, strict=True))
 
 
 def check_inside(
@@ -667,7 +727,11 @@ def _check_words(batch: PromptBatch) -> None:
 
 def _check_positions(batch: PromptBatch) -> None:
     """Check that positions are inside their prompt and before the target, and classes in range."""
-    classes = len(batch.label_token_ids)
+    if not isinstance(batch.verbalizer, Verbalizer):
+        raise PromptError(
+            f"the verbalizer of a batch is an al.Verbalizer; got {batch.verbalizer!r}"
+        )
+    classes = len(batch.verbalizer.token_ids)
     check_inside(batch, "label_positions")
     check_inside(batch, "label_ends")
     if batch.label_positions.shape[1] == 0:
@@ -699,17 +763,3 @@ def _check_positions(batch: PromptBatch) -> None:
                 f"{name} must be classes from 0 to {classes - 1}, one for each of the {classes} "
                 f"label_token_ids; got {sorted(set(values.flatten().tolist()))}"
             )
-    ids = batch.label_token_ids.tolist()
-    if len(set(ids)) < len(ids):
-        raise PromptError(f"label_token_ids must be different; got {ids}")
-    if min(ids) < 0:
-        raise PromptError(f"label_token_ids count from 0; got {ids}")
-    if not isinstance(batch.verbalizer, Verbalizer | None):
-        raise PromptError(
-            f"the verbalizer of a batch is an al.Verbalizer; got {batch.verbalizer!r}"
-        )
-    if [row[0] for row in batch.word_token_ids] != ids:
-        raise PromptError(
-            "the first tokens of a verbalizer must be label_token_ids, in the order of the "
-            f"classes; got {batch.verbalizer!r} and {ids}"
-        )

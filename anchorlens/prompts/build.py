@@ -1,31 +1,31 @@
-"""Builds batches of prompts with known positions from demonstrations and queries.
+"""Builds batches of prompts with known positions: of demonstrations and queries, or named pieces.
 
-Only this file turns texts into tokens. A prompt is joined from pieces (a text, a label word, the
-format around them), so that the piece of every character is known. The character offsets of the
-tokenizer then give the piece of every token. Token ids are never searched.
+1. Each prompt is written as pieces of text, and its tokens are found with the piece of each.
+2. Prompts of one length stand together, and a batch takes the next few of them.
+3. A batch is padded to its longest prompt, and checked as one of your own tokens is.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.warn import warn_user
-from .batch import PromptBatch, digest
+from .batch import PromptBatch, as_batch
 from .checks import demonstrations_by_query
 from .examples import Example
 from .label_tokens import first_tokens
 from .segment_names import OTHER, PADDING, TARGET
-from .tasks import Task
+from .tasks import Piece, Task
 from .tokens import check_tokenizer
 from .verbalizer import Verbalizer
 from .written import WrittenPrompt, write_prompt
+
+TextPiece = tuple[str | None, str]
 
 
 @checked
@@ -75,21 +75,21 @@ def build_prompts(
         raise PromptError(f"max_length must be a whole number from 1; got {max_length}")
     sets = demonstrations_by_query(task, demonstrations, queries)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
+    pairs = enumerate(zip(sets, examples, strict=True))
+    written = [
+        _written_query(tokenizer, task, demos, query, index) for index, (demos, query) in pairs
+    ]
+    words = first_tokens(tokenizer, task, written, sets, examples)
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
     too_long: list[_Prompt] = []
-    written = [
-        write_prompt(tokenizer, task, demos, query, index)
-        for index, (demos, query) in enumerate(zip(sets, examples, strict=True))
-    ]
-    word_ids = first_tokens(tokenizer, task, written)
-    for index, text in enumerate(written):
-        prompt = _locate(tokenizer, task, text, index, word_ids)
+    for index, (text, query) in enumerate(zip(written, examples, strict=True)):
+        prompt = _prompt_of_query(tokenizer, task, text, query, index, words)
         is_too_long = limit is not None and len(prompt.tokens) > limit
         (too_long if is_too_long else prompts).append(prompt)
     if too_long:
         count = f"{len(too_long)} of {len(queries)} prompts are longer than {limit} tokens"
-        names = f"(queries {[prompt.query_index for prompt in too_long[:10]]}, the longest has " + (
+        names = f"(queries {[prompt.number for prompt in too_long[:10]]}, the longest has " + (
             f"{max(len(prompt.tokens) for prompt in too_long)} tokens)"
         )
         if not drop_too_long or not prompts:
@@ -98,143 +98,197 @@ def build_prompts(
                 "Python"
             )
         warn_user(f"{count} and are left out {names}")
-    # Sets in the order of their first prompt, so that the prompts of a set are adjacent.
-    rank = {prompt.set_id: k for k, prompt in reversed(list(enumerate(prompts)))}
-    prompts.sort(key=lambda prompt: (rank[prompt.set_id], len(prompt.tokens), prompt.query_index))
-    pad_token = tokenizer.pad_token_id or 0
-    ids = torch.tensor([words[0] for words in word_ids], device="cpu")
-    verbalizer = None if task.has_one_word_a_class else Verbalizer(word_ids, task.score)
-    return [
-        replace(
-            _pad(prompts[start : start + batch_size], ids, padding_side, pad_token),
-            labels=task.first_words,
-            verbalizer=verbalizer,
-        )
-        for start in range(0, len(prompts), batch_size)
-    ]
+    return _batches(
+        tokenizer,
+        prompts,
+        batch_size,
+        padding_side,
+        verbalizer=Verbalizer(words, task.score),
+        labels=task.first_words,
+    )
+
+
+@checked
+def build_segments(
+    tokenizer: Any,
+    prompts: Sequence[Sequence[TextPiece]],
+    *,
+    batch_size: int = 8,
+    padding_side: Literal["left", "right"] = "right",
+) -> list[PromptBatch]:
+    """Tokenize prompts of named pieces, and return batches that know the segment of each token.
+
+    The pieces of a prompt are joined as they are, so that spaces between them belong into the
+    pieces. A token that lies in two pieces belongs to that of its last character.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer (``model.tokenizer``). Prompts begin with BOS if
+            and only if it adds one; BOS is in no segment.
+        prompts: For each prompt its pieces in order: (name of the segment, text). Pieces of one
+            name are one segment; a piece with the name None is in no segment. A prompt may lack
+            segments that others have.
+        batch_size: Largest number of prompts in a batch.
+        padding_side: Side on which shorter prompts are padded. Results do not depend on it.
+
+    Returns:
+        Batches ordered by length; ``PromptBatch.index`` holds the index of each prompt in
+        ``prompts``. The target position is the last token of each prompt.
+
+    Raises:
+        PromptError: There are no prompts, a piece is no (name, text), a piece with a name has no
+            token of its own, or the tokenizer gives no character offsets or adds a special token
+            at the end.
+
+    Examples:
+        >>> [batch] = al.build_segments(
+        ...     model.tokenizer, [[("question", "Who?"), ("answer", " Me, of course.")]])
+        >>> batch.segment_names
+        ('question', 'answer')
+        >>> loss = al.span_cross_entropy("answer")
+        >>> results = al.run(model, [batch], [al.SegmentFlows()], loss=loss, progress=False,
+        ...                  resamples=0)
+    """
+    check_tokenizer(tokenizer, batch_size)
+    _check_pieces(prompts)
+    names = tuple(dict.fromkeys(name for pieces in prompts for name, _ in pieces if name))
+    written = [_prompt_of_pieces(tokenizer, pieces, names, k) for k, pieces in enumerate(prompts)]
+    return _batches(tokenizer, written, batch_size, padding_side, segment_names=names)
 
 
 class _Prompt(NamedTuple):
     tokens: list[int]
-    segments: Int[np.ndarray, " position"]
-    anchors: list[tuple[int, int, int]]  # first token, last token, class
-    query_start: int
-    gold: int | None
-    query_index: int
-    set_id: int
+    segments: list[int]
+    number: int  # of the query or list of pieces
     begins_with_bos: bool
+    query_start: int = 0
+    words: Sequence[tuple[int, int, int]] = ()  # first token, last token, class
+    gold: int | None = None
+
+    @property
+    def demonstrations(self) -> tuple[int, ...]:
+        """The tokens up to the last label word; none in prompts of segments."""
+        return tuple(self.tokens[: max((last for _, last, _ in self.words), default=-1) + 1])
 
 
-def _locate(
+def _written_query(
+    tokenizer: Any, task: Task, demos: Sequence[Example], query: Example, index: int
+) -> WrittenPrompt:
+    pieces = task.write(tokenizer, demos, query.text)
+    written = write_prompt(tokenizer, pieces, task.adds_special_tokens)
+    if not written.end:
+        raise PromptError(
+            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
+            "token at which the label is predicted; put a word before {label} or drop the query"
+        )
+    if written.query_start() is None:
+        raise PromptError(
+            f"the tokenizer gives no tokens for the query {written.end!r}; leave query {index} "
+            "out, or, if it gives none for any text, add its files (such as tokenizer.json) to the "
+            "folder of the model"
+        )
+    return written
+
+
+def _prompt_of_query(
     tokenizer: Any,
     task: Task,
     written: WrittenPrompt,
+    query: Example,
     index: int,
     word_ids: Sequence[Sequence[int]],
 ) -> _Prompt:
     """The positions of all parts of a prompt."""
-    text, tokens, special = written.text, written.tokens, written.special
-    bounds = np.array(written.spans)
-    starts, ends = bounds.T
-    sizes = [len(piece.text) for piece in written.pieces]
-    # A token belongs to the piece of its last character: a space belongs to the word after it.
-    segment_of_character = np.repeat([piece.segment for piece in written.pieces], sizes)
-    segments = segment_of_character[np.maximum(ends - 1, 0)]
-    segments[np.array(special) & (starts == ends)] = OTHER
-    anchors = []
-    position = 0
-    for piece in written.pieces:
-        stop = position + len(piece.text)
-        if piece.label is not None:
-            first, last = _word(tokenizer, tokens, bounds, text, position, stop)
-            if tokens[first] != word_ids[piece.label][0]:
-                raise PromptError(
-                    f"label word {piece.text!r} begins with the token "
-                    f"{tokenizer.convert_ids_to_tokens(tokens[first])!r} in a demonstration, but "
-                    f"with {tokenizer.convert_ids_to_tokens(word_ids[piece.label][0])!r} after a "
-                    "query; change the template around {label} so that both are the same"
-                )
-            anchors.append((first, last, piece.label))
-        position = stop
-    begins_with_bos = special[0]
+    tokens, words = written.tokens, written.words(tokenizer)
+    for first, last, label in words:
+        expected, got = word_ids[label][0], tokens[first]
+        if got != expected:
+            start, stop = written.spans[first, 0], written.spans[last, 1]
+            raise PromptError(
+                f"label word {written.text[start:stop]!r} begins with the token "
+                f"{tokenizer.convert_ids_to_tokens(got)!r} in a demonstration, but with "
+                f"{tokenizer.convert_ids_to_tokens(expected)!r} after a query; change the template "
+                "around {label} so that both are the same"
+            )
+    segments = [OTHER if k < 0 else written.pieces[k].segment for k in written.piece_of_token()]
+    begins_with_bos = bool(written.added[0])
     if not task.adds_special_tokens and tokens[0] == tokenizer.bos_token_id:
         begins_with_bos, segments[0] = True, OTHER
     segments[-1] = TARGET
-    return _Prompt(
-        tokens=tokens,
-        segments=segments,
-        anchors=anchors,
-        query_start=written.query_start,
-        gold=written.query.label,
-        query_index=index,
-        set_id=digest(tokens[: max(last for _, last, _ in anchors) + 1]),
-        begins_with_bos=begins_with_bos,
-    )
+    start = written.query_start() or 0
+    return _Prompt(tokens, segments, index, begins_with_bos, start, words, query.label)
 
 
-def _word(
-    tokenizer: Any,
-    tokens: list[int],
-    spans: Int[np.ndarray, "position 2"],
-    text: str,
-    start: int,
-    stop: int,
-) -> tuple[int, int]:
-    """First and last token of the characters [start, stop).
-
-    The characters must begin where a token begins and end where a token ends.
-    """
-    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < stop))
-    if not len(inside):
+def _check_pieces(prompts: Sequence[Sequence[TextPiece]]) -> None:
+    if not prompts:
         raise PromptError(
-            f"the tokenizer gives no token for the label word {text[start:stop]!r}; choose another"
+            "prompts is a list of prompts, each a list of (name, text), "
+            f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
         )
-    first, last = int(inside[0]), int(inside[-1])
-    if spans[first][0] != start or spans[last][1] != stop:
-        side = "before" if spans[first][0] != start else "after"
-        wrong = first if side == "before" else last
-        raise PromptError(
-            f"label word {text[start:stop]!r} merges with what stands {side} it in the token "
-            f"{tokenizer.convert_ids_to_tokens(tokens[wrong])!r} "
-            f"({text[slice(*spans[wrong])]!r}), so it has no position of its own; put the space "
-            "into the label word (' Positive', template 'Sentiment:{label}') or change the template"
-        )
-    return first, last
+    for number, pieces in enumerate(prompts):
+        if not pieces or any(name == "" for name, _ in pieces):
+            raise PromptError(
+                f"prompt {number} must be a list of (name, text), where the name may be None; got "
+                f"{pieces!r}"
+            )
+        if not any(text for _, text in pieces):
+            raise PromptError(f"prompt {number} has no text; got {pieces!r}")
+        if not any(name for name, _ in pieces):
+            raise PromptError(f"prompt {number} has no piece with a name; name at least one")
 
 
-def _pad(
-    prompts: Sequence[_Prompt], ids: Int[Tensor, " class"], side: str, pad_token: int
+def _prompt_of_pieces(
+    tokenizer: Any, pieces: Sequence[TextPiece], names: Sequence[str], number: int
+) -> _Prompt:
+    of_names = [PADDING if name is None else names.index(name) for name, _ in pieces]
+    texts = [text for _, text in pieces]
+    written = write_prompt(tokenizer, [*map(Piece, texts, of_names)])
+    piece_of_token = written.piece_of_token().tolist()
+    for k, (name, text) in enumerate(pieces):
+        if name is not None and k not in piece_of_token:
+            raise PromptError(
+                f"the piece {text!r} of segment {name!r} in prompt {number} has no token of its "
+                "own: it is empty, or a part of a token of the next piece; join the two, or move "
+                "the space between them"
+            )
+    segments = [PADDING if k < 0 else of_names[k] for k in piece_of_token]
+    return _Prompt(written.tokens, segments, number, bool(written.added[0]))
+
+
+def _batches(
+    tokenizer: Any, prompts: list[_Prompt], size: int, side: str, **of_all: Any
+) -> list[PromptBatch]:
+    """Batches of prompts, by set of demonstrations, then by length; ``of_all`` are equal fields."""
+    # Sets in the order of their first prompt, so that the prompts of a set are adjacent.
+    rank = {prompt.demonstrations: k for k, prompt in reversed([*enumerate(prompts)])}
+    prompts = sorted(prompts, key=lambda p: (rank[p.demonstrations], len(p.tokens), p.number))
+    pad_token = tokenizer.pad_token_id or 0
+    starts = range(0, len(prompts), size)
+    return [_padded(prompts[k : k + size], side, pad_token, of_all) for k in starts]
+
+
+def _padded(
+    prompts: Sequence[_Prompt], side: str, pad_token: int, of_all: dict[str, Any]
 ) -> PromptBatch:
-    length = max(len(prompt.tokens) for prompt in prompts)
-    shifts = [length - len(prompt.tokens) if side == "left" else 0 for prompt in prompts]
+    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        tensors = [torch.tensor(row, device="cpu") for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
-    def padded(rows: Sequence[Any], value: int) -> Tensor:
-        whole = np.full((len(rows), length), value, dtype=np.int64)
-        for k, (shift, row) in enumerate(zip(shifts, rows, strict=True)):
-            whole[k, shift : shift + len(row)] = row
-        return torch.from_numpy(whole)
-
-    def anchors(part: int) -> Tensor:
-        return torch.tensor(
-            [[anchor[part] for anchor in prompt.anchors] for prompt in prompts], device="cpu"
-        )
-
-    shift = torch.tensor(shifts, device="cpu")
-    segments = padded([prompt.segments for prompt in prompts], PADDING)
-    ends = shift + torch.tensor([len(prompt.tokens) - 1 for prompt in prompts], device="cpu")
+    mask = padded([[1] * len(prompt.tokens) for prompt in prompts], 0)
+    starts = mask.argmax(1)
+    fields: dict[str, Any] = dict(of_all)
+    if prompts[0].words:
+        words = torch.tensor([prompt.words for prompt in prompts], device="cpu")
+        fields["label_positions"] = words[..., 0] + starts[:, None]
+        fields["label_ends"] = words[..., 1] + starts[:, None]
+        fields["label_classes"] = words[..., 2]
     golds = [prompt.gold for prompt in prompts if prompt.gold is not None]
-    return PromptBatch(
-        tokens=padded([prompt.tokens for prompt in prompts], pad_token),
-        attention_mask=segments != PADDING,
-        label_positions=anchors(0) + shift[:, None],
-        label_ends=anchors(1) + shift[:, None],
-        label_classes=anchors(2),
-        target_positions=ends,
-        label_token_ids=ids,
-        gold=torch.tensor(golds, device="cpu") if golds else None,
-        segments=segments,
-        query_start=shift + torch.tensor([prompt.query_start for prompt in prompts], device="cpu"),
-        demonstrations_id=torch.tensor([prompt.set_id for prompt in prompts], device="cpu"),
-        index=torch.tensor([prompt.query_index for prompt in prompts], device="cpu"),
+    return as_batch(
+        padded([prompt.tokens for prompt in prompts], pad_token),
+        mask,
+        segments=padded([prompt.segments for prompt in prompts], PADDING),
+        query_start=starts + torch.tensor([p.query_start for p in prompts], device="cpu"),
+        gold=golds or None,
+        index=[prompt.number for prompt in prompts],
         begins_with_bos=all(prompt.begins_with_bos for prompt in prompts),
+        **fields,
     )

@@ -10,20 +10,34 @@ from itertools import chain
 from typing import Any
 
 from ..errors import PromptError
+from .examples import Example
 from .tasks import Task
 from .tokens import encode
 from .written import WrittenPrompt
 
 
-def first_tokens(tokenizer: Any, task: Task, prompts: Sequence[WrittenPrompt]) -> list[list[int]]:
+def first_tokens(
+    tokenizer: Any,
+    task: Task,
+    prompts: Sequence[WrittenPrompt],
+    sets: Sequence[Sequence[Example]],
+    queries: Sequence[Example],
+) -> list[list[int]]:
     """The first token of each label word of each class, which must be the same after all queries.
+
+    Args:
+        tokenizer: The tokenizer of the prompts.
+        task: The task of the prompts.
+        prompts: The written prompts.
+        sets: The demonstrations of each prompt.
+        queries: The query of each prompt.
 
     Raises:
         PromptError: A label word changes the tokens of a prompt, begins with another token than
             after the first query, or with that of another word.
     """
     words = [*chain.from_iterable(task.words)]
-    written = _written_words(tokenizer, task, words, prompts)
+    written = _written_words(tokenizer, task, words, sets, queries)
     after = _after_all_queries(tokenizer, task, words, written, prompts)
     _check_different(tokenizer, written, after[0])
     for index, tokens in enumerate(after):
@@ -41,18 +55,21 @@ def first_tokens(tokenizer: Any, task: Task, prompts: Sequence[WrittenPrompt]) -
 
 
 def _written_words(
-    tokenizer: Any, task: Task, words: Sequence[str], prompts: Sequence[WrittenPrompt]
+    tokenizer: Any,
+    task: Task,
+    words: Sequence[str],
+    sets: Sequence[Sequence[Example]],
+    queries: Sequence[Example],
 ) -> list[str]:
     """The words as they stand after the queries.
 
     A chat template is a program that is run for each query with one of the words, in turn: to run
     it with every word takes longer than the model for conversations with many turns.
     """
-    first = prompts[0]
-    written = [task.written_word(tokenizer, first.demos, first.query.text, word) for word in words]
-    for index, prompt in enumerate(prompts[1:], start=1):
+    written = [task.written_word(tokenizer, sets[0], queries[0].text, word) for word in words]
+    for index, (demos, query) in enumerate(zip(sets, queries, strict=True)):
         k = index % len(words)
-        again = task.written_word(tokenizer, prompt.demos, prompt.query.text, words[k])
+        again = task.written_word(tokenizer, demos, query.text, words[k])
         if again != written[k]:
             raise PromptError(
                 f"the chat template writes label word {words[k]!r} as {again!r} after "

@@ -1,7 +1,7 @@
 """Tasks: how demonstrations and queries are written (template, label words, separator)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -10,8 +10,43 @@ from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.names import name_of
 from .examples import BUNDLED, Example
-from .scores import Score, mean
 from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
+
+Score = Callable[[Any, int], Any]
+"""From the log probabilities of a class's words, Float[batch, word], and the axis of the words (-1)
+to the score of the class, Float[batch]: ``mean``, ``torch.sum``, ``torch.logsumexp`` and others."""
+
+
+def mean(log_probs: Any, axis: int) -> Any:
+    """The mean of the log probabilities: the score of a class if nothing else is said."""
+    return log_probs.mean(axis)
+
+
+def check_score(score: Any) -> None:
+    """Raise an error unless a function gives one number a prompt, for one word and for several."""
+    if not callable(score):
+        raise PromptError(
+            "score is a function of (log probabilities, axis) to one number a prompt, such as "
+            f"torch.mean, torch.sum, torch.amax or torch.logsumexp; got {score!r}"
+        )
+    import torch  # takes seconds
+
+    for words in (1, 3):
+        log_probs = torch.full((2, words), -1.0, device="cpu")
+        try:
+            values = score(log_probs, -1)
+        except TypeError as error:
+            raise PromptError(
+                f"score {name_of(score)} must take (log probabilities, axis), as torch.mean does: "
+                f"{error}"
+            ) from error
+        if not isinstance(values, torch.Tensor) or values.shape != (2,):
+            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise PromptError(
+                f"score {name_of(score)} must give one number a prompt: for log probabilities of "
+                f"the shape (2, {words}) and axis -1 the shape (2,); got {got}. Of torch's "
+                "functions, mean, sum, amax (not max) and logsumexp do"
+            )
 
 
 class Piece(NamedTuple):
@@ -92,8 +127,6 @@ class Task:
                 f"label words must be different and not blank; got {list(self.labels)}"
             )
         if self.score is not mean:
-            from .verbalizer import check_score  # it imports PyTorch, which takes seconds
-
             check_score(self.score)
         # One word in a list is the same task as the word alone.
         labels = tuple(words[0] if len(words) == 1 else words for words in self.words)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,14 +9,18 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
+from ..system.devices import sent
 from ..system.names import name_of
-from .scores import Score, mean
+from .tasks import Score, check_score, mean
 
 
 @checked
 @dataclass(frozen=True)
 class Verbalizer:
-    """Several label words for each class, and how their log probabilities give its score.
+    """The label words of each class, and how their log probabilities give its score.
+
+    Where each class has one word, and no score of your own is given, the score is the logit of the
+    word. It differs from the log probability by the same number for all classes of a prompt.
 
     Attributes:
         token_ids: First token of each label word, by class; all different.
@@ -43,13 +46,13 @@ class Verbalizer:
         ids = [token for row in rows for token in row]
         if not ids or min(ids) < 0:
             raise PromptError(
-                "token_ids of a verbalizer are lists of whole numbers from 0, a list for each "
-                f"class, such as [[1, 2], [5]]; got {rows!r}"
+                "the tokens of label words are whole numbers from 0, a list for each class, such "
+                f"as [[1, 2], [5]]; got {rows!r}"
             )
         if not all(rows) or len(set(ids)) < len(ids):
             raise PromptError(
-                "token_ids of a verbalizer must be different, with at least one for each class; "
-                f"got {rows!r}"
+                "the first tokens of label words must be different, with at least one for each "
+                f"class; got {rows!r}"
             )
         check_score(self.score)
         object.__setattr__(self, "token_ids", tuple(tuple(row) for row in rows))
@@ -58,15 +61,22 @@ class Verbalizer:
         # The repr of a function holds an address, which differs between processes.
         return f"Verbalizer(token_ids={self.token_ids}, score={name_of(self.score)})"
 
+    @property
+    def has_one_word_a_class(self) -> bool:
+        """Whether the logit of one word is the score of a class."""
+        return self.score is mean and all(len(row) == 1 for row in self.token_ids)
+
     @checked
     def scores(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch class"]:
-        """Score of each class, from log probabilities over the whole vocabulary, in nats.
+        """Score of each class: its logit, or from log probabilities over the whole vocabulary.
 
-        They are computed in float32 at least.
+        Log probabilities are in nats, and computed in float32 at least.
 
         Raises:
             PromptError: ``score`` gives no numbers for these logits.
         """
+        if self.has_one_word_a_class:
+            return label_scores(logits, torch.tensor(self.token_ids, device="cpu")[:, 0])
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = exact.logsumexp(-1, keepdim=True)
         classes = [self.score(exact[:, list(ids)] - total, -1) for ids in self.token_ids]
@@ -82,36 +92,7 @@ class Verbalizer:
 def label_scores(
     logits: Float[Tensor, "batch vocab"], labels: Int[Tensor, " class"] | Verbalizer
 ) -> Float[Tensor, "batch class"]:
-    """Score of each class: the logit of its label word, or what a verbalizer gives.
-
-    A logit and a log probability differ by the same number for all classes of a prompt, so that
-    predictions and shares are the same with either.
-    """
+    """Score of each class: the logit of its label word, or what a verbalizer gives."""
     if isinstance(labels, Verbalizer):
         return labels.scores(logits)
-    return logits[:, labels.to(logits.device)]
-
-
-def check_score(score: Any) -> None:
-    """Raise an error unless a function gives one number a prompt, for one word and for several."""
-    if not callable(score):
-        raise PromptError(
-            "score is a function of (log probabilities, axis) to one number a prompt, such as "
-            f"torch.mean, torch.sum, torch.amax or torch.logsumexp; got {score!r}"
-        )
-    for words in (1, 3):
-        log_probs = torch.full((2, words), -1.0, device="cpu")
-        try:
-            values = score(log_probs, -1)
-        except TypeError as error:
-            raise PromptError(
-                f"score {name_of(score)} must take (log probabilities, axis), as torch.mean does: "
-                f"{error}"
-            ) from error
-        if not isinstance(values, Tensor) or values.shape != (2,):
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise PromptError(
-                f"score {name_of(score)} must give one number a prompt: for log probabilities of "
-                f"the shape (2, {words}) and axis -1 the shape (2,); got {got}. Of torch's "
-                "functions, mean, sum, amax (not max) and logsumexp do"
-            )
+    return logits[:, sent(labels, logits.device)]

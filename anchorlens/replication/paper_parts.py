@@ -34,7 +34,6 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
-from ..prompts.verbalizer import label_scores
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
 
@@ -303,10 +302,11 @@ def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[N
     )
     whole = target_logits(setting.model, batches, progress=False)
     logits = target_logits(setting.model, textless, progress=False)
-    words = textless[0].verbalizer or textless[0].label_token_ids
+    words = textless[0].verbalizer
+    assert words is not None
     record = loyalty(whole, logits, words)
     gold = torch.tensor([query.label for query in setting.queries], device="cpu")
-    accuracy = (predicted_class(label_scores(logits, words)) == gold).double().mean()
+    accuracy = (predicted_class(words.scores(logits)) == gold).double().mean()
     yield from _row_2("Text_anchor", record.label_loyalty, record.word_loyalty, accuracy)
 
 

@@ -436,7 +436,8 @@ def describe_prompts(batches: Sequence[PromptBatch]) -> dict[str, Any]:
     """The prompts to which numbers belong."""
     ids = torch.cat([batch.demonstrations_id for batch in batches])
     verbalizer = batches[0].verbalizer
-    several_words = {} if verbalizer is None else {"verbalizer": repr(verbalizer)}
+    is_plain = verbalizer is None or verbalizer.has_one_word_a_class
+    several_words = {} if is_plain else {"verbalizer": repr(verbalizer)}
     names = batches[0].segment_names
     own_segments = {} if names == SEGMENTS else {"segments": names}
     return {
@@ -479,8 +480,7 @@ def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     for batch in batches:
         check_prompts(batch)
         check_fits(model, batch)
-        words = [(each.label_token_ids.tolist(), each.verbalizer) for each in (batch, batches[0])]
-        if words[0] != words[1]:
+        if batch.verbalizer != batches[0].verbalizer:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"
             )

@@ -91,10 +91,9 @@ def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
         changed(target_positions=batch.target_positions + 1000),
         changed(target_positions=torch.zeros_like(batch.target_positions)),
         changed(target_positions=batch.target_positions[:1]),
-        changed(label_token_ids=batch.label_token_ids + 100_000),
-        changed(label_token_ids=batch.label_token_ids - 100_000),
-        changed(label_token_ids=batch.label_token_ids[:0]),
-        changed(label_token_ids=batch.label_token_ids * 0),
+        changed(verbalizer=al.Verbalizer((batch.label_token_ids[:, None] + 100_000).tolist())),
+        changed(verbalizer=None),
+        changed(verbalizer=batch.label_token_ids),
         changed(first_query=7),
         changed(first_query=-1),
     ]

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.models import rotary
-from anchorlens.prompts import build
+from anchorlens.prompts.written import WrittenPrompt
 from anchorlens.runs import fingerprint, study
 from anchorlens.runs.identity import Identity
 from anchorlens.trials import may_share
@@ -91,7 +91,7 @@ def test_a_section_finds_no_fault(section: Section, count: int) -> None:
         (odd_lengths, 50, [rotary, may_share], "rotate_alike", lambda *_: True),
         (odd_edges, 6, [Tensor], "nanmean", Tensor.mean),
         (odd_turns, 20, [al.ChatTask], "written_word", lambda *given: given[-1]),
-        (fuzzed_prompts, 20, [build], "_word", lambda *given: ends_early(*given)),
+        (fuzzed_prompts, 20, [WrittenPrompt], "words", lambda *given: ends_early(*given)),
     ],
 )
 def test_the_attack_finds_each_kind(
@@ -109,9 +109,8 @@ def test_the_attack_finds_each_kind(
         attack(section, count, phases=[Phase.generate])
 
 
-def ends_early(*given: Any, find: Any = build._word) -> tuple[int, int]:
-    first, last = find(*given)
-    return first, max(first, last - 1)
+def ends_early(*given: Any, find: Any = WrittenPrompt.words) -> list[tuple[int, int, int]]:
+    return [(first, max(first, last - 1), label) for first, last, label in find(*given)]
 
 
 def test_every_wrong_value_is_refused() -> None:

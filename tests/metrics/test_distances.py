@@ -255,7 +255,7 @@ def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
             label_positions=batch.label_positions[:, column],
             label_ends=batch.label_ends[:, column],
             label_classes=batch.label_classes[:, column] * 0,
-            label_token_ids=batch.label_token_ids[:1],
+            verbalizer=al.Verbalizer([batch.label_token_ids[:1].tolist()]),
         )
         single_observation = al.AnchorDistances().observe(gpt2, single)
         logits = run_pass(gpt2, single, observers=single_observation.hooks)

@@ -129,7 +129,7 @@ def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
         np.testing.assert_allclose(losses, expected[batch.index], atol=1e-5)
 
     def by_hand(logits: Any, batch: Any) -> Any:
-        words = [[int(t) for t in row] for row in batch.word_token_ids]
+        words = [[int(t) for t in row] for row in batch.verbalizer.token_ids]
         of_words = logits.softmax(-1)
         best = torch.stack([of_words[:, row].amax(-1) for row in words], 1)
         return -(best / best.sum(1, keepdim=True)).log().gather(1, batch.gold[:, None])[:, 0]
@@ -178,9 +178,8 @@ def test_words_beyond_the_vocabulary_raise_an_error(gpt2: Any) -> None:
         torch.tensor([[5, 1, 6, 2, 7, 8]]),
         label_positions=[[1, 3]],
         label_classes=[[0, 1]],
-        label_token_ids=[1, 2],
+        label_token_ids=al.Verbalizer([[1, 10**6], [2]]),
         gold=[0],
-        verbalizer=al.Verbalizer([[1, 10**6], [2]]),
     )
     with pytest.raises(PromptError, match="token 1000000 is outside the model's vocabulary"):
         al.run(gpt2, [batch], [al.Accuracy()], **QUIET)

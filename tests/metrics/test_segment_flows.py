@@ -466,7 +466,7 @@ def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
     [
         ({"segments": [[0] * 9, [0] * 9]}, "prompt 1 has padding in a segment"),
         ({"segments": [[3] * 9, [-1] * 9]}, "segments are numbers from 0 to 2"),
-        ({"segments": [[0] * 9]}, r"segments must have the shape \(2, 9\)"),
+        ({"segments": [[0] * 9]}, r"segments must have the shape .* = \(2, 9\)"),
         ({"names": ["a", "a", "b"]}, "segments have different names"),
         ({"names": []}, "segments have different names"),
         ({"segments": [[-2] * 9] * 2}, "segments are numbers from 0 to 2, .*; got -2 to -2"),

@@ -130,7 +130,7 @@ def test_label_tokens_are_those_after_the_generation_prompt(kind: str, name: str
         ]
         for w in task.words
     ]
-    assert [list(row) for row in batch.word_token_ids] == expected
+    assert batch.verbalizer == al.Verbalizer(expected, torch.amax)
     assert batch.labels == ("Negative", "Positive")
 
 

@@ -79,7 +79,7 @@ def test_scores_have_a_gradient() -> None:
 
 def test_a_batch_without_several_words_scores_by_its_logits(byte_level: Any) -> None:
     (batch,) = al.build_prompts(byte_level, al.TASKS["sst2"], DEMOS, ["x"])
-    assert batch.verbalizer is None
+    assert batch.verbalizer == al.Verbalizer([[token] for token in batch.label_token_ids.tolist()])
     logits = torch.randn(1, len(byte_level))
     assert torch.equal(batch.label_scores(logits), logits[:, batch.label_token_ids])
 
@@ -102,10 +102,9 @@ def test_batches_from_positions_take_several_words() -> None:
     arguments: dict[str, Any] = {
         "label_positions": [[1, 3]],
         "label_classes": [[0, 1]],
-        "label_token_ids": [1, 2],
     }
     tokens = torch.tensor([[5, 1, 6, 2, 7, 8]])
-    batch = al.PromptBatch.from_positions(tokens, verbalizer=words, **arguments)
+    batch = al.PromptBatch.from_positions(tokens, label_token_ids=words, **arguments)
     check_batch(batch)
     logits = torch.arange(9.0)[None]
     expected = log_softmax(np.arange(9.0))
@@ -114,12 +113,14 @@ def test_batches_from_positions_take_several_words() -> None:
         [(expected[1] + expected[3]) / 2, expected[2]],
         rtol=1e-6,
     )
-    with pytest.raises(
-        PromptError, match=r"must be label_token_ids, .*\(\(2,\), \(1, 3\)\).* \[1,"
-    ):
-        al.PromptBatch.from_positions(tokens, verbalizer=al.Verbalizer([[2], [1, 3]]), **arguments)
-    with pytest.raises(PromptError, match=r"must be label_token_ids, .*and \[1, 2\]"):
-        check_batch(replace(batch, verbalizer=al.Verbalizer([[1], [2], [3]])))
+    assert batch.label_token_ids.tolist() == [1, 2]
+    exchanged = al.Verbalizer([[2], [1, 3]])
+    with pytest.raises(PromptError, match=r"no label word is the token of its class"):
+        al.PromptBatch.from_positions(tokens, label_token_ids=exchanged, **arguments)
+    wrongs: list[Any] = [None, [[1], [2]]]
+    for wrong in wrongs:
+        with pytest.raises(PromptError, match=r"is an al.Verbalizer; got (None|\[\[1\], \[2\]\])"):
+            check_batch(replace(batch, verbalizer=wrong))
 
 
 def test_words_with_one_first_token_raise_an_error(tokenizer: Any) -> None:
@@ -165,8 +166,8 @@ def test_wrong_scores_raise_an_error(score: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([], "lists of whole numbers from 0"),
-        ([[1], [-2]], "lists of whole numbers from 0"),
+        ([], "whole numbers from 0, a list for each class"),
+        ([[1], [-2]], "whole numbers from 0, a list for each class"),
         ([[1], []], "at least one for each class"),
         ([[1, 2], [2]], r"must be different, .*got \[\[1, 2\], \[2\]\]"),
     ],

@@ -116,11 +116,14 @@ def test_impossible_paths_are_refused(gpt2: Any) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"tokens": torch.ones(1, 6)}, "tokens must be whole numbers from 0, .*; got torch.float"),
+        ({"tokens": torch.ones(1, 6)}, "tokens must be whole numbers from 0, .*got torch.float"),
         ({"tokens": torch.full((1, 6), -3)}, "tokens must be whole numbers from 0, .*; got -3"),
         ({"attention_mask": torch.full((1, 6), NAN)}, "attention_mask must hold 1 for tokens"),
         ({"attention_mask": torch.full((1, 6), 2)}, "attention_mask must hold 1 for tokens"),
-        ({"label_positions": torch.tensor([[1j, 3]])}, "label_positions must be integers"),
+        (
+            {"label_positions": torch.tensor([[1j, 3]])},
+            "label_positions must be whole .*complex",
+        ),
     ],
 )
 def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str) -> None:

@@ -115,7 +115,9 @@ REFUSED: list[tuple[Callable[[Any, list[al.PromptBatch]], Any], type[AnchorlensE
     (lambda m, b: run(m, [], METRICS), PromptError, "no batches to run"),
     (
         lambda m, b: run(
-            m, [*b, replace(b[0], label_token_ids=b[0].label_token_ids.flip(0))], METRICS
+            m,
+            [*b, replace(b[0], verbalizer=al.Verbalizer([[token] for token in range(6)]))],
+            METRICS,
         ),
         PromptError,
         "same label words; run each task by itself",
