@@ -63,10 +63,9 @@ if TYPE_CHECKING:
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )
     from .experiments.segment_suppression import segment_suppression as segment_suppression
-    from .experiments.sites import Site as Site
+    from .hooks import Site as Site
     from .hooks import block_edges as block_edges
     from .hooks import detach_heads as detach_heads
-    from .hooks import isolate as isolate
     from .hooks import isolate_labels as isolate_labels
     from .hooks import isolate_random as isolate_random
     from .hooks import reweight_anchors as reweight_anchors

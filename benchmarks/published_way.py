@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.hooks import random_positions
 
 Cuts = Mapping[str, tuple[Sequence[int], int | None]]  # layers, and the draw of a random control
 
@@ -53,7 +52,7 @@ def isolated_logits(
             for name, (layers, draw) in cuts.items():
                 words = prompt.anchors
                 if draw is not None:
-                    drawn = random_positions(batch.prompt(row), draw)[0]
+                    drawn = al.edges.random_positions(batch.prompt(row), draw)[0]
                     words = drawn.nonzero().flatten().tolist()
                 edges = plain.edges_into(words, prompt)
                 logits[name].append(

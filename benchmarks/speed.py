@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import anchorlens as al
-from anchorlens.models.hooked import layer_numbers
 from anchorlens.models.weights import read_weights
 from anchorlens.passes.shared_prefix import SharedPrefixes, after_shared, no_hooks
 from anchorlens.trials.how_to_run import HowToRun, how_to_run
@@ -145,7 +144,7 @@ def isolation_and_aucroc(
 
 def cuts_of(model: Any, sites: Mapping[str, al.Site]) -> dict[str, Any]:
     """The layers and the draw of each change; a draw of None isolates the label words."""
-    numbers = {name: layer_numbers(model, site.layers) for name, site in sites.items()}
+    numbers = {name: site.layers_of(model) for name, site in sites.items()}
     return {f"{name}/{draw}": (numbers[name], draw) for name in sites for draw in (None, DRAW)}
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     model = al.load_model(options.model)
     loss = al.span_cross_entropy("answer")
     parts: dict[str, Any] = {
-        name: partial(al.edges.group, name=name) for name in ("question", "step 1", "step 2")
+        name: partial(al.edges.segment, name=name) for name in ("question", "step 1", "step 2")
     }
     parts["prediction"] = loss.positions  # the tokens that predict those of the answer
     for order, shuffled in {"in order": False, "shuffled": True}.items():

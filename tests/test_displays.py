@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, get_type_hints
 
 import pytest
@@ -72,7 +71,6 @@ def instances(model: Any) -> Iterator[Any]:
     training, held_out = questions(model, 2, batch_size=1)
     yield al.train_soft_prompt(model, [training], held_out=[held_out], steps=0, progress=False)
     yield al.hard_prompt(model, [300] * 99, held_out=[held_out])
-    yield al.isolate_labels(model, batch, range(3))
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
     yield from (*al.claims(flows), al.Verdict.AGREES)
     yield al.plot_prompt(model, batch)
@@ -112,8 +110,7 @@ def displays(model: Any) -> list[Any]:
     context = replace(al.compress(model, batch), info={"model": HOSTILE, "positions": HOSTILE})
     prefix = replace(trained(model, steps=0), info={"model": HOSTILE, "dtype": HOSTILE})
     named = {f"{HOSTILE}{number}": record for number, record in enumerate(records)}
-    hooks = al.block_edges(model, al.edges.pq(batch), range(3)) + [(HOSTILE, HOSTILE)] * 99
-    shown = [batch, batch.show(model.tokenizer), context, prefix, hooks, al.Results(named)]
+    shown = [batch, batch.show(model.tokenizer), context, prefix, al.Results(named)]
     return [*records, *shown]
 
 
@@ -220,58 +217,3 @@ def test_a_context_shows_the_segments_of_its_tokens(gpt2: Any) -> None:
         for number, name in enumerate(("other", "text", "label", "format", "query", "target"))
     }
     assert both.info["selected"] == {name: count for name, count in counted.items() if count}
-
-
-def test_hooks_are_plain_pairs_in_a_list_that_prints_its_ends(gpt2: Any) -> None:
-    batch = questions(gpt2, 2)[0]
-    cut = al.isolate_labels(gpt2, batch, range(3))
-    name = "blocks.{}.attn.hook_attn_scores".format
-    assert isinstance(cut, list) and all(type(pair) is tuple for pair in cut)
-    assert repr(cut) == f"<3 hooks: {name(0)}, …, {name(2)}>"
-    mine = [("blocks.1.hook_resid_post", lambda resid, hook: None)]
-    assert repr(cut + mine) == f"<4 hooks: {name(0)}, …, blocks.1.hook_resid_post>"
-    assert repr(mine + cut) == f"<4 hooks: blocks.1.hook_resid_post, …, {name(2)}>"
-    assert (cut + mine)[:3] == cut and (mine + cut)[1:] == cut and len(cut) == 3
-    cut += al.isolate(gpt2, batch, batch.label_positions, 0)
-    assert repr(cut) == f"<4 hooks: {name(0)}, …, {name(0)}>"
-    wrong: Any = [7]
-    assert repr(al.block_edges(gpt2, al.edges.pq(batch), 0) + wrong).endswith(", a int>")
-    with torch.no_grad():
-        logits = gpt2.run_with_hooks(batch.tokens, fwd_hooks=cut)
-        assert not torch.equal(logits, gpt2(batch.tokens))
-
-
-def test_a_notebook_shows_where_hooks_act_and_what_they_do(gpt2: Any) -> None:
-    def mine(resid: Any, hook: Any) -> None:
-        """Does nothing.
-
-        At all.
-        """
-
-    batch = questions(gpt2, 2)[0]
-    beta = torch.zeros(gpt2.cfg.n_layers, gpt2.cfg.n_heads, 6)
-    own: Any = [("blocks.1.hook_resid_post", mine), ("hook_embed", lambda embed, hook: None), 7]
-    own += [("blocks.0.hook_mlp_out", partial(mine, hook=None))]
-    hooks = al.isolate_labels(gpt2, batch, [2], heads=[0, 1]) + own
-    hooks += al.isolate_labels(gpt2, batch, [0]) + al.reweight_anchors(gpt2, batch, beta)[:1]
-    hooks += al.isolate(gpt2, batch, batch.label_positions, 1)
-    html = hooks._repr_html_()
-    cut = int(sum(batch.label_positions.flatten()))  # one edge from each position before
-    scores, pattern = "attn.hook_attn_scores", "attn.hook_pattern"
-    edges = f"Cuts edges of the attention: {cut} in 2 prompts, in "
-    rows = [re.findall(r"<t[dh] [^>]*>(.*?)</t[dh]>", row) for row in html.split("<tr>")[1:]]
-    assert rows == [
-        ["layer", "hook point", "what it does"],
-        ["2", scores, f"{edges}heads [0, 1]."],
-        ["1", "hook_resid_post", "Does nothing."],
-        ["", "hook_embed", "&lt;lambda&gt;"],
-        ["", "a int", ""],
-        ["0", "hook_mlp_out", ""],
-        ["0", scores, f"{edges}all heads."],
-        ["0", pattern, "Multiplies the target&#x27;s attention to label words by exp(beta)."],
-        ["1", scores, f"{edges}all heads."],
-    ]
-    assert Parsed(html).text.startswith("8 hooks")
-    assert "more" not in html
-    many = hooks + hooks * 9
-    assert many._repr_html_().endswith("<p>and 30 more</p>")

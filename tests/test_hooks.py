@@ -62,7 +62,7 @@ def test_isolation_equals_attention_written_by_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert gpt2.W_E.shape[0] == 700
-    hooks = al.isolate_labels(gpt2, batch, layers, renormalize=renormalize)
+    hooks = al.isolate_labels(gpt2, batch, al.Site(layers, renormalize=renormalize))
     ours = logits_of(gpt2, batch, hooks)
     clean = logits_of(gpt2, batch, [])
     cut = torch.zeros(len(batch), batch.tokens.shape[1], batch.tokens.shape[1], dtype=torch.bool)
@@ -97,12 +97,12 @@ def test_block_edges_in_one_head_equals_attention_written_by_hand(
     gpt2: Any, batch: al.PromptBatch, renormalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = edges.pq(batch)
-    hooks = al.block_edges(gpt2, cut, -1, heads=[-1], renormalize=renormalize)
+    hooks = al.block_edges(gpt2, batch, cut, al.Site(-1, heads=[-1], renormalize=renormalize))
     ours = logits_of(gpt2, batch, hooks)
     by_head = torch.stack([torch.zeros_like(cut), cut], 1)
     theirs = cut_by_hand(batch, by_head, range(2, 3), monkeypatch, after=not renormalize)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, cut, -1)))
+    assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
 
 
 def test_isolated_rows_are_renormalized_or_only_set_to_zero(
@@ -115,17 +115,27 @@ def test_isolated_rows_are_renormalized_or_only_set_to_zero(
     for row, words in zip(before, batch.label_positions, strict=True):
         assert (row[:, :, words, words] == 1).all()
     clean = patterns_of(gpt2, batch, [])
-    after = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0, renormalize=False))
+    after = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False)))
     expected = clean[:, 0].masked_fill(edges.wp(batch)[:, None], 0)
     torch.testing.assert_close(after[:, 0], expected)
 
 
 def test_isolate_takes_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
     ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
-    bare = al.isolate(gpt2, batch, batch.label_positions, layers=[2, 1, -1])
+    bare = al.block_edges(
+        gpt2,
+        batch,
+        al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
+        [2, 1, -1],
+    )
     assert [name for name, _ in bare] == [pattern_name(k)[:-7] + "attn_scores" for k in (1, 2)]
     assert torch.equal(logits_of(gpt2, batch, bare), ours)
-    one_head = al.isolate(gpt2, batch, batch.label_positions, layers=range(3), heads=1)
+    one_head = al.block_edges(
+        gpt2,
+        batch,
+        al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
+        al.Site(range(3), heads=1),
+    )
     patterns = patterns_of(gpt2, batch, one_head)
     assert (patterns[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
     assert not (
@@ -139,23 +149,18 @@ def test_labels_isolated_in_one_head_are_attended_in_the_other_as_before(
 ) -> None:
     cut = edges.wp(batch)
     clean = patterns_of(gpt2, batch, [])[:, 0]
-    isolated = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0, heads=head))[:, 0]
+    isolated = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, al.Site(0, heads=head)))[
+        :, 0
+    ]
     assert not isolated[:, head][cut].any()
     torch.testing.assert_close(isolated[:, 1 - head], clean[:, 1 - head])
 
 
-def test_edges_of_one_prompt_apply_to_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
-    single = questions(gpt2, 1)[0]
-    doubled: dict[str, Any] = {
-        name: torch.cat([value, value])
-        for name, value in vars(single).items()
-        if isinstance(value, Tensor)
-    }
-    expected = logits_of(gpt2, single, al.block_edges(gpt2, edges.wp(single), range(3)))
-    ours = logits_of(
-        gpt2, replace(single, **doubled), al.block_edges(gpt2, edges.wp(single), range(3))
-    )
-    torch.testing.assert_close(ours, expected.expand_as(ours), rtol=1e-4, atol=1e-4)
+def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
+    table = edges.wp(batch)[:1]
+    cut = al.block_edges(gpt2, batch, edges.every(batch) & table)
+    theirs = al.block_edges(gpt2, batch, table.expand(4, -1, -1) & edges.every(batch).table())
+    assert torch.equal(logits_of(gpt2, batch, cut), logits_of(gpt2, batch, theirs))
 
 
 def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
@@ -176,7 +181,7 @@ def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
 
 def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> None:
     batch = questions(llama, 3, padding_side="left")[0]
-    hooks = al.isolate_labels(llama, batch, range(3), keep_bos=True)
+    hooks = al.isolate_labels(llama, batch, al.Site(range(3), keep_bos=True))
     patterns = patterns_of(llama, batch, hooks)
     for row, label_positions, mask in zip(
         patterns, batch.label_positions.tolist(), batch.attention_mask, strict=True
@@ -186,7 +191,7 @@ def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> No
             attended = (row[:, :, position] > 0).any(0).any(0).nonzero().flatten().tolist()
             assert attended == [bos, position]
     with pytest.raises(HookError, match="do not begin with a BOS"):
-        al.isolate_labels(gpt2, questions(gpt2, 1)[0], 0, keep_bos=True)
+        al.isolate_labels(gpt2, questions(gpt2, 1)[0], al.Site(0, keep_bos=True))
 
 
 INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
@@ -195,22 +200,24 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     (lambda m, b: al.isolate_labels(m, b, []), "got none"),
     (lambda m, b: al.isolate_random(m, b, 99, seed=0), r"got \[99\]"),
     (
-        lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=99),
+        lambda m, b: al.block_edges(m, b, edges.wp, al.Site(0, heads=99)),
         r"heads must be numbers from 0 to 1.*got \[99\]",
     ),
-    (lambda m, b: al.block_edges(m, edges.wp(b), 0, heads=[]), "got none"),
-    (lambda m, b: al.isolate_labels(m, b, 0, heads=[]), "got none"),
+    (lambda m, b: al.block_edges(m, b, edges.wp, al.Site(0, heads=[])), "got none"),
+    (lambda m, b: al.isolate_labels(m, b, al.Site(0, heads=[])), "got none"),
     (
-        lambda m, b: al.block_edges(m, torch.ones_like(edges.wp(b)).tril(), 0),
+        lambda m, b: al.block_edges(m, b, edges.every(b) | edges.diagonal(b)),
         r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",
     ),
     (
-        lambda m, b: logits_of(m, b, al.block_edges(m, edges.ww(b)[:, -9:, -9:], 0)),
-        r"for 9 query and 9 key positions, but the model runs \d+ queries over \d+ keys",
+        lambda m, b: logits_of(m, b, al.block_edges(m, questions(m, 2)[0].prompt(0), edges.wp)),
+        r"for \d+ query and \d+ key positions, but the model runs \d+ queries over \d+ keys",
     ),
     (
-        lambda m, b: logits_of(m, b, al.block_edges(m, edges.wp(b)[:3], 0)),
-        "edges are for 3 prompts, but the model runs 4",
+        lambda m, b: al.block_edges(m, b, edges.wp)[0][1](
+            torch.zeros(3, 2, *2 * b.tokens.shape[1:]), None
+        ),
+        "edges are for 4 prompts, but the model runs 3",
     ),
 ]
 
@@ -230,17 +237,21 @@ def test_positions_to_isolate_lie_in_their_prompts(
     positions = batch.label_positions.clone()
     positions[1, 0] = position
     with pytest.raises(PromptError, match="positions of prompt 1 has a position outside"):
-        al.isolate(gpt2, batch, positions, 0)
+        al.block_edges(
+            gpt2, batch, al.edges.between(al.edges.at(batch, positions), batch.attention_mask), 0
+        )
     positions[1, 0] = int((~batch.attention_mask[1]).nonzero()[0])
     with pytest.raises(PromptError, match="positions of prompt 1 has a position under padding"):
-        al.isolate(gpt2, batch, positions, 0)
+        al.block_edges(
+            gpt2, batch, al.edges.between(al.edges.at(batch, positions), batch.attention_mask), 0
+        )
 
 
 BLOCK: list[Callable[..., Any]] = [
     al.block_edges,
-    lambda m, e, layers: al.block_edges(m, e, layers, renormalize=False),
-    lambda m, e, layers: al.scale_edges(m, e, 0.5, layers),
-    lambda m, e, layers: al.scale_edges(m, e, 0.0, layers, heads=1),
+    lambda m, b, e: al.block_edges(m, b, e, al.Site(0, renormalize=False)),
+    lambda m, b, e: al.scale_edges(m, b, e, 0.5),
+    lambda m, b, e: al.scale_edges(m, b, e, 0.0, al.Site(heads=1)),
 ]
 
 
@@ -248,10 +259,10 @@ BLOCK: list[Callable[..., Any]] = [
 def test_edges_to_later_tokens_are_refused(
     gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
 ) -> None:
-    later = torch.ones(1, 9, 9, dtype=torch.bool).triu(1)
+    later = torch.ones_like(edges.wp(batch)).triu(1)
     for wrong in (edges.pq(batch).transpose(1, 2), ~edges.wp(batch), later):
         with pytest.raises(PromptError, match="from a token to an earlier token"):
-            hooks(gpt2, wrong, 0)
+            hooks(gpt2, batch, wrong)
 
 
 @pytest.mark.parametrize("hooks", BLOCK)
@@ -261,7 +272,7 @@ def test_hooks_without_an_edge_warn_that_they_do_nothing(
     """As where queries and keys were exchanged: no anchor reads the target, which is later."""
     exchanged = edges.between(edges.anchors(batch), edges.target(batch))
     with pytest.warns(UserWarning, match="nothing is cut or scaled: no prompt of this batch"):
-        hooks(gpt2, exchanged, 0)
+        hooks(gpt2, batch, exchanged)
 
 
 @pytest.mark.draws
@@ -277,9 +288,19 @@ def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
         (al.isolate_labels(gpt2, prompts, 0) for prompts in (batch, cached)),
         (al.isolate_random(gpt2, prompts, 0, seed=1) for prompts in (batch, cached)),
         (al.reweight_anchors(gpt2, prompts, beta) for prompts in (batch, cached)),
-        (al.block_edges(gpt2, cut, 0) for _ in range(2)),
-        (al.scale_edges(gpt2, cut, 0.3, 0) for _ in range(2)),
-        (al.isolate(gpt2, prompts, batch.label_positions, 0) for prompts in (batch, cached)),
+        (al.block_edges(gpt2, batch, cut, 0) for _ in range(2)),
+        (al.scale_edges(gpt2, batch, cut, 0.3, 0) for _ in range(2)),
+        (
+            al.block_edges(
+                gpt2,
+                prompts,
+                al.edges.between(
+                    al.edges.at(prompts, batch.label_positions), prompts.attention_mask
+                ),
+                0,
+            )
+            for prompts in (batch, cached)
+        ),
     ]
     for whole, part in pairs:
         expected = whole[0][1](pattern, None)
@@ -340,8 +361,8 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     given = [cut, beta, pattern, *(v for v in vars(batch).values() if isinstance(v, Tensor))]
     copies = [tensor.clone() for tensor in given]
     hooks = [
-        *al.block_edges(gpt2, cut, range(3)),
-        *al.block_edges(gpt2, cut, range(3), renormalize=False),
+        *al.block_edges(gpt2, batch, cut, range(3)),
+        *al.block_edges(gpt2, batch, cut, al.Site(range(3), renormalize=False)),
         *al.isolate_labels(gpt2, batch, range(3), whole_words=True),
         *al.isolate_random(gpt2, batch, range(3), seed=0),
         *al.reweight_anchors(gpt2, batch, beta),
@@ -353,22 +374,9 @@ def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
         assert torch.equal(tensor, copy)
 
 
-def test_hooks_are_joined_with_lists_only(gpt2: Any, batch: al.PromptBatch) -> None:
-    """A pair alone would become two entries that are no hooks."""
-    hooks = al.isolate_labels(gpt2, batch, 0)
-    pair = hooks[0]
-    plain = [pair]
-    for joined in (hooks + plain, plain + hooks):
-        assert joined == [pair, pair] and str(joined).startswith("<2 hooks")
-    left: Any
-    for left, right in ((hooks, pair), (pair, hooks)):
-        with pytest.raises(TypeError, match=r"unsupported operand|concatenate"):
-            left + right
-
-
 def test_lists_of_hooks_can_be_joined_and_act_in_order(gpt2: Any, batch: al.PromptBatch) -> None:
     cut = edges.wp(batch)[:, None].expand(-1, 2, -1, -1)
     users_hook: list[Hook] = [(pattern_name(0), lambda pattern, hook: torch.ones_like(pattern))]
-    isolation = al.isolate_labels(gpt2, batch, 0, renormalize=False)
+    isolation = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
     assert (patterns_of(gpt2, batch, [*isolation, *users_hook])[:, 0][cut] == 1).all()
     assert (patterns_of(gpt2, batch, [*users_hook, *isolation])[:, 0][cut] == 0).all()

@@ -9,7 +9,6 @@ from tiny_models import LONG_LABELS, questions
 
 import anchorlens as al
 from anchorlens.errors import HookError
-from anchorlens.hooks import random_positions
 from anchorlens.prompts import edges
 
 
@@ -17,7 +16,10 @@ def random_by_prompt(model: Any, seed: int, **options: Any) -> dict[int, list[in
     drawn: dict[int, list[int]] = {}
     for batch in questions(model, 7, **options):
         for index, row, mask in zip(
-            batch.index.tolist(), random_positions(batch, seed), batch.attention_mask, strict=True
+            batch.index.tolist(),
+            edges.random_positions(batch, seed),
+            batch.attention_mask,
+            strict=True,
         ):
             drawn[index] = row[mask].nonzero().flatten().tolist()
     return drawn
@@ -35,7 +37,7 @@ def test_random_words_depend_only_on_the_seed_and_the_demonstrations(
         assert random_by_prompt(model, 5, **options) == draws[5]
     assert len({tuple(draw[0]) for draw in draws}) == 20
     batch = questions(model, 1)[0]
-    labels = edges.group(batch, "label") | edges.anchors(batch)
+    labels = edges.segment(batch, "label") | edges.anchors(batch)
     words = set(labels[0].nonzero().flatten().tolist())
     for draw in draws:
         assert len(set(draw[0])) == batch.label_positions.shape[1]
@@ -47,25 +49,25 @@ def test_random_words_depend_only_on_the_seed_and_the_demonstrations(
 
 def test_any_whole_number_is_a_seed(gpt2: Any) -> None:
     batch = questions(gpt2, 1)[0]
-    draws = [random_positions(batch, seed) for seed in (-(2**70), 2**62, 2**62 + 1, 2**70)]
+    draws = [edges.random_positions(batch, seed) for seed in (-(2**70), 2**62, 2**62 + 1, 2**70)]
     assert len({tuple(draw.flatten().tolist()) for draw in draws}) > 1
 
 
 def test_isolate_random_uses_one_draw_in_all_layers(gpt2: Any) -> None:
     batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
     patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, range(3), seed=3))
-    positions = random_positions(batch, 3)
+    positions = edges.random_positions(batch, 3)
     for row, drawn, mask in zip(patterns, positions, batch.attention_mask, strict=True):
         diagonal = row.diagonal(dim1=-2, dim2=-1)[:, :, mask][:, :, 1:]
         assert torch.equal(diagonal == 1, drawn[mask][1:].expand_as(diagonal))
 
 
-@pytest.mark.parametrize("options", [{"heads": 0}, {"renormalize": False}])
-def test_isolate_random_blocks_the_edges_of_the_draw(gpt2: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("site", [al.Site(1, heads=0), al.Site(1, renormalize=False)])
+def test_isolate_random_blocks_the_edges_of_the_draw(gpt2: Any, site: al.Site) -> None:
     batch = questions(gpt2, 4, batch_size=4, padding_side="left")[0]
-    cut = edges.between(random_positions(batch, 3), batch.attention_mask)
-    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3, **options))
-    blocked = patterns_of(gpt2, batch, al.block_edges(gpt2, cut, 1, **options))
+    cut = edges.between(edges.random_positions(batch, 3), batch.attention_mask)
+    patterns = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, site, seed=3))
+    blocked = patterns_of(gpt2, batch, al.block_edges(gpt2, batch, cut, site))
     assert torch.equal(patterns, blocked)
     by_default = patterns_of(gpt2, batch, al.isolate_random(gpt2, batch, 1, seed=3))
     assert not torch.equal(patterns, by_default)
@@ -78,9 +80,9 @@ def test_the_random_control_has_as_many_tokens_as_are_isolated(
     """Of a label word of several tokens the first is isolated, or all of them."""
     demos = [al.Example("one two three four five", 0), al.Example("six seven eight nine", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
-    labels = edges.group(batch, "label")
+    labels = edges.segment(batch, "label")
     assert int(labels.sum()) > len(demos)
-    drawn = random_positions(batch, 3, whole_words=whole_words)
+    drawn = edges.random_positions(batch, 3, whole_words=whole_words)
     assert int(drawn.sum()) == (int(labels.sum()) if whole_words else len(demos))
     assert not (drawn & labels).any()
     hooks = al.isolate_random(gpt2, batch, 0, seed=3, whole_words=whole_words)
@@ -94,10 +96,10 @@ def test_instructions_are_never_drawn(gpt2: Any) -> None:
     )
     demos = [al.Example("one two three", 0), al.Example("six seven eight", 1)]
     batch = al.build_prompts(gpt2.tokenizer, task, demos, ["four five"])[0]
-    instructions = edges.group(batch, "other")
+    instructions = edges.segment(batch, "other")
     assert int(instructions.sum()) > 20
     for seed in range(20):
-        assert not (random_positions(batch, seed) & instructions).any()
+        assert not (edges.random_positions(batch, seed) & instructions).any()
 
 
 def test_too_few_other_words_are_an_error(gpt2: Any) -> None:

@@ -31,6 +31,12 @@ def batch(gpt2: Any) -> al.PromptBatch:
     return questions(gpt2, 4, batch_size=4, padding_side="left")[0]
 
 
+def with_diagonal(batch: al.PromptBatch) -> Tensor:
+    """All edges of the prompts, also those of a token to itself."""
+    mask = batch.attention_mask
+    return (mask[:, :, None] & mask[:, None]).tril()
+
+
 def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
     seen: list[Tensor] = []
     logits_of(model, batch, [(scores_name(layer), lambda scores, hook: seen.append(scores))])
@@ -44,9 +50,9 @@ def scores_of(model: Any, batch: al.PromptBatch, layer: int) -> Tensor:
 def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int | None) -> None:
     batch = questions(model, 4, batch_size=4, padding_side="left")[0]
     cut = edges.wp(batch) | edges.pq(batch)
-    options: dict[str, Any] = {"layers": range(1, 3), "heads": heads, "renormalize": renormalize}
-    ours = patterns_of(model, batch, al.scale_edges(model, cut, 0.0, **options))
-    assert torch.equal(ours, patterns_of(model, batch, al.block_edges(model, cut, **options)))
+    site = al.Site(range(1, 3), heads, renormalize=renormalize)
+    ours = patterns_of(model, batch, al.scale_edges(model, batch, cut, 0.0, site))
+    assert torch.equal(ours, patterns_of(model, batch, al.block_edges(model, batch, cut, site)))
     assert not torch.equal(ours, patterns_of(model, batch, []))
 
 
@@ -54,8 +60,10 @@ def test_factor_0_equals_blocked_edges(model: Any, renormalize: bool, heads: int
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_factor_1_changes_nothing(model: Any, renormalize: bool) -> None:
     batch = questions(model, 4, batch_size=4, padding_side="left")[0]
-    everywhere = torch.ones_like(edges.wp(batch)).tril()  # padding and the diagonal too
-    hooks = al.scale_edges(model, everywhere, 1.0, range(3), renormalize=renormalize)
+    everywhere = with_diagonal(batch)
+    hooks = al.scale_edges(
+        model, batch, everywhere, 1.0, al.Site(range(3), renormalize=renormalize)
+    )
     assert torch.equal(logits_of(model, batch, hooks), logits_of(model, batch, []))
 
 
@@ -65,7 +73,7 @@ def test_factor_exp_of_beta_equals_reweighted_anchors(model: Any) -> None:
     batch = questions(model, 4, batch_size=4, padding_side="left")[0]
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     beta = torch.randn(shape)
-    hooks = al.scale_edges(model, edges.pq(batch), beta.exp(), range(3), renormalize=False)
+    hooks = al.scale_edges(model, batch, edges.pq, beta.exp(), al.Site(range(3), renormalize=False))
     anchors = batch.label_positions.shape[1]
     expected = al.reweight_anchors(model, batch, beta[..., None].expand(*shape, anchors))
     ours = patterns_of(model, batch, hooks)
@@ -87,7 +95,7 @@ def test_patterns_equal_a_plain_softmax(hooked: Any, byte_level: Any) -> None:
     # Rows of padding attend to nothing and are not compared.
     real = batch.attention_mask[:, None, :, None].expand_as(scaled)
     for renormalize, expected in ((True, scaled / row_sums), (False, scaled)):
-        hooks = al.scale_edges(model, where, factor, 0, renormalize=renormalize)
+        hooks = al.scale_edges(model, batch, where, factor, al.Site(0, renormalize=renormalize))
         ours = patterns_of(model, batch, hooks)[:, 0]
         torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-12)
         of_rows = ours.sum(-1)[batch.attention_mask[:, None].expand(-1, 2, -1)]
@@ -99,7 +107,9 @@ def test_a_factor_of_one_head_leaves_the_other_head_as_it_was(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
     clean = patterns_of(gpt2, batch, [])[:, 1]
-    ours = patterns_of(gpt2, batch, al.scale_edges(gpt2, edges.ww(batch), 0.5, 1, heads=0))[:, 1]
+    ours = patterns_of(
+        gpt2, batch, al.scale_edges(gpt2, batch, edges.ww, 0.5, al.Site(1, heads=0))
+    )[:, 1]
     assert torch.equal(ours[:, 1], clean[:, 1])
     assert not torch.equal(ours[:, 0], clean[:, 0])
 
@@ -113,7 +123,7 @@ def test_a_row_and_its_attention_sink_sum_to_1() -> None:
     clean = patterns_of(model, batch, [])[:, 0]
     sink = 1 - clean.sum(-1, keepdim=True)
     scaled = torch.where(where[:, None], clean * 0.25, clean)
-    ours = patterns_of(model, batch, al.scale_edges(model, where, 0.25, 0))[:, 0]
+    ours = patterns_of(model, batch, al.scale_edges(model, batch, where, 0.25, 0))[:, 0]
     real = batch.attention_mask[:, None, :, None].expand_as(clean)
     assert sink[real[..., :1]].max() > 0.1
     expected = scaled / (scaled.sum(-1, keepdim=True) + sink)
@@ -128,7 +138,9 @@ def test_the_gradient_of_a_factor_equals_finite_differences(
     batch = questions(model, 2)[0]
 
     def loss(factor: Tensor) -> Tensor:
-        hooks = al.scale_edges(model, edges.ww(batch), factor, range(3), renormalize=renormalize)
+        hooks = al.scale_edges(
+            model, batch, edges.ww, factor, al.Site(range(3), renormalize=renormalize)
+        )
         with model.hooks(fwd_hooks=hooks):
             logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
         at_target = logits[torch.arange(len(batch)), batch.target_positions]
@@ -157,7 +169,9 @@ def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -
 
     def hooks(prompts: al.PromptBatch) -> Any:
         where = edges.between(prompts.attention_mask, edges.anchors(prompts))
-        return al.scale_edges(model, where, 0.3, range(3), renormalize=renormalize)
+        return al.scale_edges(
+            model, prompts, where, 0.3, al.Site(range(3), renormalize=renormalize)
+        )
 
     expected = run_pass(model, batch, hooks=hooks(batch))
     prefix = run_prefix(model, shared, hooks=hooks(shared))
@@ -167,9 +181,11 @@ def test_edges_are_scaled_after_a_cached_prefix(model: Any, renormalize: bool) -
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_scaled_padding_gives_no_nan(gpt2: Any, batch: al.PromptBatch, renormalize: bool) -> None:
-    everywhere = torch.ones_like(edges.wp(batch)).tril()
+    everywhere = with_diagonal(batch)
     for factor in (1e-30, 1e30):
-        hooks = al.scale_edges(gpt2, everywhere, factor, range(3), renormalize=renormalize)
+        hooks = al.scale_edges(
+            gpt2, batch, everywhere, factor, al.Site(range(3), renormalize=renormalize)
+        )
         assert patterns_of(gpt2, batch, hooks).isfinite().all()
 
 
@@ -178,7 +194,7 @@ def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
     lowest = torch.finfo(torch.float16).min
     masked = torch.full((4, 2, *edges.wp(batch).shape[1:]), lowest, dtype=torch.float16)
     for factor in (0.0, 1e-30):
-        ((_, act),) = al.scale_edges(gpt2, edges.wp(batch), factor, 0)
+        ((_, act),) = al.scale_edges(gpt2, batch, edges.wp, factor, 0)
         assert torch.equal(act(masked, None), masked)  # type: ignore[arg-type]
 
 
@@ -188,7 +204,9 @@ def test_scaling_edits_no_input(gpt2: Any, batch: al.PromptBatch) -> None:
     where, factor, pattern = edges.wp(batch), torch.rand(3, 2), torch.rand(4, 2, length, length)
     copies = [tensor.clone() for tensor in (where, factor, pattern)]
     for renormalize in (True, False):
-        for _, act in al.scale_edges(gpt2, where, factor, range(3), renormalize=renormalize):
+        for _, act in al.scale_edges(
+            gpt2, batch, where, factor, al.Site(range(3), renormalize=renormalize)
+        ):
             assert not torch.equal(act(pattern, None), pattern)  # type: ignore[arg-type]
     for tensor, copy in zip((where, factor, pattern), copies, strict=True):
         assert torch.equal(tensor, copy)
@@ -201,19 +219,34 @@ def with_zero(**options: Any) -> Tensor:
 
 
 WRONG: list[tuple[Callable[[Any, Any], Any], str]] = [
-    (lambda m, e: al.scale_edges(m, e, -1.0, 0), r"from 0 up.*0 cuts, 1 changes.*got -1.0"),
-    (lambda m, e: al.scale_edges(m, e, float("nan"), 0), "from 0 up.*got nan"),
-    (lambda m, e: al.scale_edges(m, e, float("inf"), 0), "from 0 up.*got inf"),
-    (lambda m, e: al.scale_edges(m, e, torch.ones(2, 3), 0), r"= \(3, 2\); got .*\(2, 3\)"),
-    (lambda m, e: al.scale_edges(m, e, torch.ones(2), 0), r"= \(3, 2\); got .*\(2,\)"),
-    (lambda m, e: al.scale_edges(m, e, torch.ones(3, 2).long(), 0), r"a float.*got torch.int64"),
-    (lambda m, e: al.scale_edges(m, e, 0.5, 9), r"layers must be numbers .*got \[9\]"),
-    (lambda m, e: al.scale_edges(m, e, 0.5, 0, heads=9), r"heads must be numbers .*got \[9\]"),
     (
-        lambda m, e: al.scale_edges(m, torch.ones_like(e).tril(), 0.0, 0),
+        lambda m, b: al.scale_edges(m, b, edges.wp, -1.0, 0),
+        r"from 0 up.*0 cuts, 1 changes.*got -1.0",
+    ),
+    (lambda m, b: al.scale_edges(m, b, edges.wp, float("nan"), 0), "from 0 up.*got nan"),
+    (lambda m, b: al.scale_edges(m, b, edges.wp, float("inf"), 0), "from 0 up.*got inf"),
+    (
+        lambda m, b: al.scale_edges(m, b, edges.wp, torch.ones(2, 3), 0),
+        r"= \(3, 2\); got .*\(2, 3\)",
+    ),
+    (lambda m, b: al.scale_edges(m, b, edges.wp, torch.ones(2), 0), r"= \(3, 2\); got .*\(2,\)"),
+    (
+        lambda m, b: al.scale_edges(m, b, edges.wp, torch.ones(3, 2).long(), 0),
+        r"a float.*got torch.int64",
+    ),
+    (lambda m, b: al.scale_edges(m, b, edges.wp, 0.5, 9), r"layers must be numbers .*got \[9\]"),
+    (
+        lambda m, b: al.scale_edges(m, b, edges.wp, 0.5, al.Site(0, heads=9)),
+        r"heads must be numbers .*got \[9\]",
+    ),
+    (
+        lambda m, b: al.scale_edges(m, b, with_diagonal(b), 0.0, 0),
         "itself cannot be multiplied by 0 .*Leave the diagonal out .*renormalize=False",
     ),
-    (lambda m, e: al.scale_edges(m, e, with_zero(), 1), "0 has no gradient .*renormalize=False"),
+    (
+        lambda m, b: al.scale_edges(m, b, edges.wp, with_zero(), 1),
+        "0 has no gradient .*renormalize=False",
+    ),
 ]
 
 
@@ -223,11 +256,11 @@ def test_wrong_edges_and_factors_are_errors(
     gpt2: Any, batch: al.PromptBatch, call: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(HookError, match=message):
-        call(gpt2, edges.wp(batch))
+        call(gpt2, batch)
 
 
 def test_a_factor_of_0_is_refused_only_where_it_acts(gpt2: Any, batch: al.PromptBatch) -> None:
-    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), [0, 2])
-    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), 1, heads=1)
-    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(), 1, renormalize=False)
-    assert al.scale_edges(gpt2, edges.wp(batch), with_zero(requires_grad=False), 1)
+    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), [0, 2])
+    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, heads=1))
+    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(), al.Site(1, renormalize=False))
+    assert al.scale_edges(gpt2, batch, edges.wp, with_zero(requires_grad=False), 1)

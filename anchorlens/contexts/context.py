@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from ..errors import ModelError, PromptError, StoreError
-from ..hooks import block_edges
+from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, device_of, dtype_of, hooks_by_layer, scores_name
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
@@ -253,7 +253,8 @@ class CompressedContext:
                 )
             if beyond.any():
                 layers = [layer for layer, size in enumerate(windows) if size == window]
-                hooks += block_edges(model, beyond[None], layers)
+                cut = edges.EdgeSet.of(beyond[None])
+                hooks += hooks_on_edges(model, batch, cut, Site(layers))
         return hooks
 
 
@@ -314,7 +315,7 @@ def _block_dropped(
     dropped = torch.zeros(length, dtype=torch.bool, device=positions.device)
     dropped[: len(selected)] = ~selected.to(positions.device)
     cut = edges.between((positions >= batch.first_query)[None], dropped[None])
-    return block_edges(model, cut, range(model.cfg.n_layers))
+    return hooks_on_edges(model, batch, cut, Site())
 
 
 # For each model the length of the prompt on which windows were measured, and each layer's window.

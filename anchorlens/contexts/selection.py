@@ -94,7 +94,7 @@ def random_and_format(seed: int) -> Keep:
 
 
 def _in_segments(demonstrations: PromptBatch, *segments: int) -> Bool[Tensor, " position"]:
-    if not edges.group(demonstrations, "text").any():
+    if not edges.segment(demonstrations, "text").any():
         raise PromptError(
             "it is not known which tokens of these prompts are texts and which are format; build "
             "them with build_prompts, or pass your own keep: (demonstrations) to Bool['position']"

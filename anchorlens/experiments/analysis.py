@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
+from ..hooks import Site
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
@@ -23,7 +24,7 @@ from ..system.arguments import checked
 from ..system.processes import fails_together
 from ..system.warn import warn_user
 from .isolation import isolation_sweep
-from .sites import Site, first_and_last
+from .sites import first_and_last
 
 
 @fails_together()

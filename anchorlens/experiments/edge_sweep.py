@@ -1,7 +1,7 @@
 """Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..hooks import block_in_batch, random_positions
+from ..hooks import Site, hooks_on_edges
 from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
 from ..metrics.metric import Metric
 from ..models.batch_hooks import EdgeHook
-from ..models.hooked import Hook, HookedModel, indices_of, layer_numbers
+from ..models.hooked import Hook, HookedModel
 from ..models.load import ensure_prepared
 from ..passes.late_start import Start, stored_starts
 from ..passes.shared_prefix import HooksOfBatch
@@ -31,28 +31,25 @@ from ..results.results import Results
 from ..runs.runner import Runner
 from ..runs.study import Study
 from ..system.arguments import checked
-from ..system.devices import sent
 from ..system.names import name_of
 from ..system.processes import fails_together
-from .sites import Site
 
 RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
 
 
 def whole_wp(batch: PromptBatch) -> EdgeSet:
     """All that label words read, with all tokens of those that have several."""
-    return edge_sets.between(edge_sets.group(batch, "label"), batch.attention_mask)
+    return edge_sets.between(edge_sets.segment(batch, "label"), batch.attention_mask)
 
 
 def random_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) -> EdgeSet:
     """All that as many random words of the demonstrations read, the control of ``edges.wp``."""
-    drawn = sent(random_positions(batch, seed), batch.tokens.device)
-    return edge_sets.between(drawn, batch.attention_mask)
+    return edge_sets.between(edge_sets.random_positions(batch, seed), batch.attention_mask)
 
 
 def random_whole_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) -> EdgeSet:
     """The control of ``whole_wp``, with as many words as label words have tokens."""
-    drawn = sent(random_positions(batch, seed, whole_words=True), batch.tokens.device)
+    drawn = edge_sets.random_positions(batch, seed, whole_words=True)
     return edge_sets.between(drawn, batch.attention_mask)
 
 
@@ -325,10 +322,9 @@ class _Change:
     @cached_property
     def acts_in(self) -> dict[str, Any]:
         """Layers and heads by number (heads None for all of them), and ``keep_bos``."""
-        model, heads = self.model, self.site.heads
         return {
-            "layers": layer_numbers(model, self.site.layers),
-            "heads": None if heads is None else indices_of("head", heads, model.cfg.n_heads),
+            "layers": self.site.layers_of(self.model),
+            "heads": None if self.site.heads is None else self.site.heads_of(self.model),
             "keep_bos": self.site.keep_bos,
         }
 
@@ -351,10 +347,8 @@ class _Change:
         return chosen & ~edge_sets.from_first(batch) if self.site.keep_bos else chosen
 
     def _block(self, batch: PromptBatch, edges: EdgeSet) -> Sequence[Hook]:
-        site = self.site
-        return block_in_batch(
-            self.model, batch, edges, site.layers, site.heads, site.keep_bos, self.renormalize
-        )
+        site = self.site if self.renormalize else replace(self.site, renormalize=False)
+        return hooks_on_edges(self.model, batch, edges, site)
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..hooks import Site
 from ..metrics.metric import Metric
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..system.arguments import checked
 from .edge_sweep import ISOLATIONS, CutEdgesRecord, SweepResults, edge_sweep
-from .sites import Site
 
 
 @checked

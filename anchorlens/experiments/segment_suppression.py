@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import MetricError
-from ..hooks import block_edges
+from ..hooks import Site, hooks_on_edges
 from ..metrics.segment_flows import SegmentFlows, segment_names
 from ..models.hooked import HookedModel
 from ..passes.forward import logits_at
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.segment_figures import segment_by_segment
@@ -171,7 +172,7 @@ def kl_at(
     model: HookedModel,
     batch: PromptBatch,
     positions: Bool[Tensor, "batch position"],
-    cut: edges.Edges,
+    cut: EdgeSet,
     clean: Sequence[Float[Tensor, "_ vocab"]],
 ) -> Float[Tensor, "batch position"]:
     """KL(clean || edges cut in all layers and heads) of the next token at some positions.
@@ -183,7 +184,7 @@ def kl_at(
         cut: The edges.
         clean: Logits of the clean run for each prompt, of which the last belong to its positions.
     """
-    changed = logits_at(model, batch, positions, block_edges(model, cut, range(model.cfg.n_layers)))
+    changed = logits_at(model, batch, positions, hooks_on_edges(model, batch, cut, Site()))
     values = torch.zeros(positions.shape, dtype=torch.double, device="cpu")
     values[positions.cpu()] = torch.cat(
         [

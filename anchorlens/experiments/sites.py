@@ -1,27 +1,11 @@
-"""Sites of an isolation (layers and heads), and the usual series of sites for a sweep."""
+"""The usual series of sites (layers and heads) for a sweep, by name."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ..errors import HookError
+from ..hooks import Site
 from ..models.hooked import HookedModel, layer_numbers
 from ..system.arguments import checked
-
-
-@checked
-@dataclass(frozen=True)
-class Site:
-    """Layers and heads that an isolation acts in.
-
-    Attributes:
-        layers: Layers by number; negative numbers count from the end.
-        heads: Heads in each of these layers; None for all.
-        keep_bos: See ``isolate_labels``.
-    """
-
-    layers: Iterable[int] | int
-    heads: Iterable[int] | int | None = None
-    keep_bos: bool = False
 
 
 @checked
@@ -47,7 +31,7 @@ def first_and_last(model: HookedModel, depths: Iterable[int] = (1, 3, 5, 7)) -> 
 
 @checked
 def windows(model: HookedModel, width: int) -> dict[str, Site]:
-    """Every group of ``width`` adjacent layers, from the first to the last.
+    """Every window of ``width`` adjacent layers, from the first to the last.
 
     Raises:
         HookError: ``width`` is not from 1 to the number of layers.
@@ -74,9 +58,8 @@ def single_heads(model: HookedModel, layers: Iterable[int] | int) -> dict[str, S
         >>> list(al.sites.single_heads(model, 0))[:2]
         ['head 0.0', 'head 0.1']
     """
-    heads = range(model.cfg.n_heads)
     return {
         f"head {layer}.{head}": Site(layer, head)
         for layer in layer_numbers(model, layers)
-        for head in heads
+        for head in range(model.cfg.n_heads)
     }

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..hooks import random_positions
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
+from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import captions, figures, prefix_figures
 from ..results.contributions import Contributions
@@ -266,7 +266,7 @@ class LabelHeads:
         # of these gets much attention from any head.
         after = batch.label_positions[:, :1]
         try:
-            masks = [random_positions(batch, seed, after=after) for seed in range(self.draws)]
+            masks = [edges.random_positions(batch, seed, after=after) for seed in range(self.draws)]
         except HookError as error:
             raise MetricError(
                 f"{self.name} draws random positions after the first label word, but {error}"

@@ -28,15 +28,15 @@ POSITIONS = 256
 
 
 def _text(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.group(batch, "text")
+    return edges.demonstrations(batch) & edges.segment(batch, "text")
 
 
 def _label(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.group(batch, "label")
+    return edges.demonstrations(batch) & edges.segment(batch, "label")
 
 
 def _format(batch: PromptBatch) -> edges.Positions:
-    return edges.demonstrations(batch) & edges.group(batch, "format")
+    return edges.demonstrations(batch) & edges.segment(batch, "format")
 
 
 def _other(batch: PromptBatch) -> edges.Positions:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..hooks import block_edges
+from ..hooks import Site, hooks_on_edges
 from ..models.hooked import Hook, HookedModel, has_sinks, hooks_by_layer, pattern_name
 from ..models.kinds import cached_heads
 from ..models.kv_cache import KeyValues
@@ -146,7 +146,8 @@ def prefix_runs(
     first, last = int(columns[0]), int(columns[-1])
     rows = slice(first - batch.first_query, last + 1 - batch.first_query)
     layers = range(model.cfg.n_layers)
-    cut = block_edges(model, between(queries, in_prefix), layers) if in_prefix.any() else []
+    edges = between(queries, in_prefix)
+    cut = hooks_on_edges(model, batch, edges, Site()) if in_prefix.any() else []
 
     def run(acting: Sequence[Hook]) -> AttentionRun:
         patterns: dict[int, Tensor] = {}

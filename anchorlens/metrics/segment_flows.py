@@ -234,7 +234,7 @@ class SegmentFlows:
         if isinstance(self.segments, Mapping):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
-        return {name: partial(edges.group, name=name) for name in names}
+        return {name: partial(edges.segment, name=name) for name in names}
 
 
 def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:

@@ -76,17 +76,17 @@ class EdgeHook(BatchHook):
     Attributes:
         edges: The edges between all positions of the prompts. The last query of the attention is
             the last position, also where the keys of the first tokens are cached.
+        tokens: The tokens of the prompts for which it was made.
         renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
         heads: The heads in which it acts; None for all heads.
         factors: The factor of each head of the model; None cuts.
-        tokens: The tokens of the prompts for which it was made, if they are known.
     """
 
     edges: EdgeSet
+    tokens: Int[Tensor, "batch position"]
     renormalize: bool = True
     heads: tuple[int, ...] | None = None
     factors: Float[Tensor, " head"] | None = None
-    tokens: Int[Tensor, "batch position"] | None = None
 
     def __call__(self, tensor: Attention, hook: Any) -> Attention:
         where = self._where(tensor)
@@ -106,10 +106,8 @@ class EdgeHook(BatchHook):
         return self.renormalize and self.factors is None
 
     def is_for(self, batch: PromptBatch) -> bool:
-        """Whether these are the prompts for which it was made, or edges have their shape."""
-        count, length = batch.tokens.shape
-        fits = len(self.edges) in (1, count) and self.edges.shape[2] == length
-        return fits and (self.tokens is None or _are_of(self.tokens, batch))
+        """Whether these are the prompts for which it was made."""
+        return _are_of(self.tokens, batch)
 
     def in_heads(self, rows: slice, n_heads: int) -> Bool[Tensor, "batch _ query key"]:
         """The edges of some query rows, in each head or of one axis for all heads."""
@@ -128,7 +126,7 @@ class EdgeHook(BatchHook):
                 f"edges are for {length} query and {length} key positions, but the model runs "
                 f"{queries} queries over {keys} keys"
             )
-        if len(self.edges) not in (1, count):
+        if len(self.edges) not in (1, count):  # one prompt for all: the tokens that they share
             raise HookError(f"edges are for {len(self.edges)} prompts, but the model runs {count}")
         return self.in_heads(slice(keys - queries, keys), n_heads).to(attention.device)
 
@@ -140,7 +138,7 @@ def in_leading_tokens(hooks: Sequence[Hook], length: int) -> list[Hook]:
     for point, act in hooks:
         if isinstance(act, EdgeHook):
             edges = sets.setdefault(id(act.edges), act.edges.before(length).stored())
-            leading.append((point, replace(act, edges=edges, tokens=None)))
+            leading.append((point, replace(act, edges=edges, tokens=act.tokens[:1, :length])))
         elif not isinstance(act, TargetHook):
             leading.append((point, act))
     return leading

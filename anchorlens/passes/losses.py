@@ -218,7 +218,7 @@ def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
 
 def before_segment(batch: PromptBatch, name: str) -> Bool[Tensor, "batch position"]:
     """The positions whose next token is in a segment."""
-    inside = edges.group(batch, name)
+    inside = edges.segment(batch, name)
     shifted = torch.cat([inside[:, 1:], torch.zeros_like(inside[:, :1])], dim=1)
     return shifted & batch.attention_mask
 

@@ -5,7 +5,7 @@ diagonal or padding. Combine sets as tensors: ``|``, ``&``, ``& ~``. Each is an 
 whose rows are computed when they are read.
 
 Examples:
-    >>> to_labels = edges.between(edges.group(batch, "query"), edges.anchors(batch))
+    >>> to_labels = edges.between(edges.segment(batch, "query"), edges.anchors(batch))
     >>> without_bos = edges.wp(batch) & ~edges.from_first(batch)
     >>> bool((to_labels & edges.wp(batch)).any())
     False
@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import HookError, PromptError
 from ..system.arguments import checked
+from ..system.devices import sent
 from ..system.row_pieces import row_slices
-from .batch import PromptBatch, check_inside, check_label_words
-from .edge_set import Edges, EdgeSet
+from .batch import PromptBatch, check_inside, check_label_words, holds_integers
+from .edge_set import Edges, EdgeSet, EdgesOfBatch
 from .segment_names import SEGMENTS
 
 Positions = Bool[Tensor, "batch position"]
@@ -56,7 +57,7 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
 
 
 @checked
-def group(batch: PromptBatch, name: str) -> Positions:
+def segment(batch: PromptBatch, name: str) -> Positions:
     """Positions of a segment: text, label, format, target, query or other, or one of your own.
 
     ``label`` holds all tokens of each label word, ``anchors`` only one of them.
@@ -74,6 +75,27 @@ def group(batch: PromptBatch, name: str) -> Positions:
             )
         raise PromptError(message)
     return batch.segments == names.index(name)
+
+
+@checked
+def at(batch: PromptBatch, positions: Int[Tensor, "batch anchor"]) -> Positions:
+    """Positions given by number, a row for each prompt.
+
+    Raises:
+        PromptError: They are no whole numbers, or a position lies outside its prompt.
+
+    Examples:
+        >>> first_two = edges.at(batch, batch.label_positions[:, :2])
+        >>> gathered = edges.between(first_two, batch.attention_mask)
+    """
+    if positions.ndim != 2 or not holds_integers(positions) or not positions.numel():
+        raise PromptError(
+            "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
+            f"each prompt; got {positions.dtype} of the shape {tuple(positions.shape)}"
+        )
+    check_inside(batch, "positions", positions)
+    inside = sent(positions.long(), batch.tokens.device)
+    return torch.zeros_like(batch.attention_mask).scatter(1, inside, True)
 
 
 @checked
@@ -102,41 +124,34 @@ def forerunners(batch: PromptBatch) -> Positions:
 @checked
 def target(batch: PromptBatch) -> Positions:
     """The target position (the paper's q); all False in a batch that ends before it."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return positions == batch.target_positions[:, None]
+    return _numbers(batch) == batch.target_positions[:, None]
 
 
 @checked
 def demonstrations(batch: PromptBatch) -> Positions:
     """Positions of all tokens before the query, without BOS."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return batch.attention_mask & (positions < batch.query_start[:, None]) & ~bos(batch)
+    return batch.attention_mask & (_numbers(batch) < batch.query_start[:, None]) & ~bos(batch)
 
 
 @checked
 def bos(batch: PromptBatch) -> Positions:
     """The position of BOS; all False in prompts that do not begin with one."""
-    first = batch.attention_mask.long().argmax(1, keepdim=True)
-    nowhere = torch.zeros_like(batch.attention_mask)
-    return nowhere.scatter(1, first, True) if batch.begins_with_bos else nowhere
+    return _first(batch) if batch.begins_with_bos else torch.zeros_like(batch.attention_mask)
 
 
 @checked
 def query(batch: PromptBatch) -> Positions:
     """Positions from the first token of the query to the target position.
 
-    The group ``query`` does not hold the target position, which is a group by itself.
+    The segment ``query`` does not hold the target position, which is a segment by itself.
     """
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    up_to_target = positions <= batch.target_positions[:, None]
-    return batch.attention_mask & up_to_target & (positions >= batch.query_start[:, None])
+    return _up_to_target(batch) & (_numbers(batch) >= batch.query_start[:, None])
 
 
 @checked
 def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    inside = batch.attention_mask & (positions <= batch.target_positions[:, None])
+    inside = _up_to_target(batch)
     return between(inside, inside)
 
 
@@ -170,13 +185,66 @@ def tq(batch: PromptBatch) -> EdgeSet:
 @checked
 def from_first(batch: PromptBatch) -> EdgeSet:
     """Edges to the first token of each prompt, often a BOS with much of the attention."""
-    first = batch.attention_mask.long().argmax(1, keepdim=True)
-    keys = torch.zeros_like(batch.attention_mask).scatter(1, first, True)
-    return between(batch.attention_mask, keys)
+    return between(batch.attention_mask, _first(batch))
 
 
 @checked
-def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
+def random_positions(
+    batch: PromptBatch,
+    seed: int,
+    *,
+    whole_words: bool = False,
+    after: Int[Tensor, "batch 1"] | None = None,
+) -> Positions:
+    """Random positions of the demonstrations, as many as label words: the control of ``wp``.
+
+    The draw depends on ``seed`` and the demonstrations alone: it is the same for every batch,
+    process and padding side. The first token of a prompt, BOS, instructions and label words are
+    never drawn.
+
+    Args:
+        batch: Prompts with known label words.
+        seed: Number of the draw.
+        whole_words: Draw as many positions as the label words have tokens.
+        after: Draw only positions after these; by default after the first token of each prompt.
+
+    Raises:
+        HookError: The demonstrations have fewer other positions than label words.
+
+    Examples:
+        >>> drawn = edges.random_positions(batch, seed=0)
+        >>> bool((drawn.sum(1) == edges.anchors(batch).sum(1)).all())
+        True
+    """
+    device, batch = batch.tokens.device, batch.on_cpu
+    words = anchors(batch)
+    labels = segment(batch, "label") | words
+    first = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after.cpu()
+    last = batch.label_ends.max(1, keepdim=True).values
+    allowed = batch.attention_mask & (_numbers(batch) > first) & (_numbers(batch) < last) & ~labels
+    # Instructions are not drawn. Batches from bare positions do not know which tokens these are.
+    inside = segment(batch, "text") | segment(batch, "format")
+    allowed &= inside | ~inside.any(1, keepdim=True)
+    counts = (labels if whole_words else words).sum(1).tolist()
+    drawn = torch.zeros_like(allowed)
+    for row, (count, set_id) in enumerate(
+        zip(counts, batch.demonstrations_id.tolist(), strict=True)
+    ):
+        candidates = allowed[row].nonzero().flatten()
+        if len(candidates) < count:
+            raise HookError(
+                f"the demonstrations have {len(candidates)} tokens other than the {count} of their "
+                "label words, too few for a random control; use longer demonstrations"
+            )
+        # Padding does not change the draw: candidates are counted, not positions.
+        generator = _draw_generator(seed, set_id)
+        chosen = torch.randperm(len(candidates), generator=generator, device="cpu")[:count]
+        drawn[row, candidates[chosen]] = True
+    return sent(drawn, device)
+
+
+@checked
+def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> EdgeSet:
     """Random edges of the same queries: each query reads as many other keys as in ``edges``.
 
     Neither ``edges`` nor edges to the first token of a prompt are drawn. The draw depends only on
@@ -185,7 +253,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
 
     Args:
         batch: The prompts.
-        edges: Edges of these prompts, from a token to an earlier one.
+        edges: Edges of these prompts, from a token to an earlier one; or a function of the batch.
         seed: Number of the draw.
 
     Returns:
@@ -206,7 +274,7 @@ def random_keys(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
 
 
 @checked
-def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
+def random_edges(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> EdgeSet:
     """Random edges of each prompt, as many as in ``edges``, from any query to any key.
 
     For edges that leave their queries too few other keys, such as all edges from the query to the
@@ -221,66 +289,74 @@ def random_edges(batch: PromptBatch, edges: Edges, seed: int) -> EdgeSet:
     return _drawn(batch, edges, seed, _in_all_rows)
 
 
-def check_edges(batch: PromptBatch, edges: Edges) -> EdgeSet:
-    """The edges as a set of these prompts.
+def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
+    """The edges as a set of these prompts, each from a token of a prompt to an earlier one of it.
+
+    Args:
+        batch: The prompts.
+        edges: The edges, as ``as_edge_set`` takes them.
+        to_itself: Edges from a token to itself are allowed too.
 
     Raises:
-        PromptError: They are no edges of these prompts, or some do not go from a token to an
-            earlier token.
+        PromptError: They are no edges of these prompts.
     """
     chosen = as_edge_set(batch, edges)
     allowed = between(batch.attention_mask, batch.attention_mask)
-    for rows, of_rows in chosen.pieces():
-        if (of_rows.to(allowed.device) & ~allowed.rows(rows)).any():
-            raise not_earlier()
+    forbidden = chosen & ~(allowed | diagonal(batch) if to_itself else allowed)
+    if forbidden.has_edges():
+        raise PromptError(
+            "edges must go from a token to an earlier token of its prompt, but some belong to "
+            "padding, go to a later token or from a token to itself; make them of this batch, or "
+            "leave these out (edges & al.edges.between(batch.attention_mask, batch.attention_mask))"
+        )
     return chosen
 
 
 def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
-    """The edges as a set with the shape of these prompts, without a look at its values.
+    """Edges of a user, or a function of the batch to them, as a set; without a look at its values.
+
+    Every function that takes edges begins here.
 
     Raises:
-        PromptError: They are no tensor of True and False of that shape.
+        PromptError: They are no tensor of True and False with the shape of these prompts.
     """
-    shape = (*batch.tokens.shape, batch.tokens.shape[1])
-    if _is_table(edges) and tuple(edges.shape) == shape:
-        return EdgeSet.of(edges)
-    raise _no_edges(edges, f"(batch, query, key) = {shape}")
-
-
-def edge_set_of(edges: Any) -> EdgeSet:
-    """The edges as a set of prompts that are not known here, without a look at its values.
-
-    Raises:
-        PromptError: They are no tensor of True and False with as many queries as keys.
-    """
-    if _is_table(edges) and edges.shape[1] == edges.shape[2]:
-        return EdgeSet.of(edges)
-    raise _no_edges(edges, "(batch, query, key), with as many queries as keys")
-
-
-def _is_table(edges: Any) -> bool:
-    return isinstance(edges, Tensor) and edges.dtype == torch.bool and edges.ndim == 3
-
-
-def _no_edges(edges: Any, shape: str) -> PromptError:
-    given = type(edges).__name__
-    if isinstance(edges, Tensor):
-        given = f"{edges.dtype} of the shape {tuple(edges.shape)}"
-    return PromptError(
-        f"edges must be a tensor of True and False with the shape {shape}, as al.edges gives; "
-        f"got {given}"
-    )
+    given = edges(batch) if callable(edges) else edges
+    shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
+    is_tensor = isinstance(given, Tensor)
+    if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:
+        came = f"{given.dtype} of the shape {tuple(given.shape)}" if is_tensor else ""
+        raise PromptError(
+            "edges must be a tensor of True and False with the shape (batch, query, key) = "
+            f"{shape}, as al.edges gives; got {came or type(given).__name__}"
+        )
+    chosen = EdgeSet.of(given)
+    if given.device == device:
+        return chosen
+    return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
 
 
 @checked
-def not_earlier() -> PromptError:
-    """The error for edges that no query of the prompts has."""
-    return PromptError(
-        "edges must go from a token to an earlier token of its prompt, but some belong to "
-        "padding, go to a later token or from a token to itself; leave these out (edges & "
-        "al.edges.between(batch.attention_mask, batch.attention_mask))"
-    )
+def diagonal(batch: PromptBatch) -> EdgeSet:
+    """The edges of each token to itself, which no other set holds."""
+    mask, numbers = batch.attention_mask, _numbers(batch)
+
+    def rows_of(rows: slice) -> Edges:
+        return mask[:, rows, None] & (numbers[rows, None] == numbers)
+
+    return EdgeSet(rows_of, (*mask.shape, len(numbers)), mask.device)
+
+
+def _numbers(batch: PromptBatch) -> Int[Tensor, " position"]:
+    return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+
+
+def _first(batch: PromptBatch) -> Positions:
+    first = batch.attention_mask.long().argmax(1, keepdim=True)
+    return torch.zeros_like(batch.attention_mask).scatter(1, first, True)
+
+
+def _up_to_target(batch: PromptBatch) -> Positions:
+    return batch.attention_mask & (_numbers(batch) <= batch.target_positions[:, None])
 
 
 def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
@@ -298,8 +374,7 @@ def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
     return EdgeSet(rows_of, shape, keys.device)
 
 
-@checked
-def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
+def _draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
     """The generator of a draw for prompts with these demonstrations."""
     return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
 
@@ -308,7 +383,7 @@ def draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
 _Choice = Callable[[Bool[Tensor, "query key"], Bool[Tensor, "query key"], torch.Generator], Tensor]
 
 
-def _drawn(batch: PromptBatch, edges: Edges, seed: int, choose: _Choice) -> EdgeSet:
+def _drawn(batch: PromptBatch, edges: Any, seed: int, choose: _Choice) -> EdgeSet:
     """As many other edges of each prompt."""
     given, allowed = check_edges(batch, edges).table().cpu(), every(batch).table().cpu()
     counted = given & allowed
@@ -318,7 +393,7 @@ def _drawn(batch: PromptBatch, edges: Edges, seed: int, choose: _Choice) -> Edge
         # Padding does not change the draw: tokens are counted, not positions.
         tokens = batch.attention_mask[row].cpu().nonzero().flatten()
         square = (row, tokens[:, None], tokens)
-        generator = draw_generator(seed, set_id)
+        generator = _draw_generator(seed, set_id)
         try:
             chosen = choose(counted[square], free[square], generator)
         except _TooFew as error:

@@ -6,7 +6,7 @@ SEGMENTS = ("other", "text", "label", "format", "query", "target")
 ``text`` holds the texts of the demonstrations, ``label`` all tokens of label words, ``format`` the
 template and separators around them, ``query`` the query with its format, ``target`` the target
 position, and ``other`` the rest (BOS, instructions). Padding is in no segment: its number is -1.
-``al.edges.group(batch, name)`` gives the positions of a segment.
+``al.edges.segment(batch, name)`` gives the positions of a segment.
 """
 
 OTHER, TEXT, LABEL, FORMAT, QUERY, TARGET = range(len(SEGMENTS))

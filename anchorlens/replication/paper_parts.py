@@ -22,8 +22,8 @@ from ..experiments.compression_loyalty import (
 from ..experiments.diagnosis import diagnose
 from ..experiments.isolation import isolation_sweep
 from ..experiments.reweighting import reweighting_accuracy, train_reweighting
-from ..experiments.sites import Site, first_and_last
-from ..hooks import isolate_labels, isolate_random
+from ..experiments.sites import first_and_last
+from ..hooks import Site, isolate_labels, isolate_random
 from ..metrics.aucroc import predicted_class
 from ..metrics.distances import AnchorDistances
 from ..metrics.loyalty import loyalty

@@ -15,7 +15,6 @@ from ..passes.losses import Loss, check_gradient_of_loss, check_loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
-from ..prompts.edges import between, not_earlier
 
 
 def check_metrics(
@@ -79,7 +78,7 @@ def check_hooks(model: HookedModel, hooks: HooksOfBatch, batches: Sequence[Promp
 def check_edges_of_hooks(
     model: HookedModel, hooks: HooksOfBatch, batches: Sequence[PromptBatch]
 ) -> None:
-    """Raise an error for hooks on edges that no query has, or that are in no prompt at all."""
+    """Raise an error for hooks on edges that no prompt has."""
     has_edges: dict[tuple[int, Any], bool] = {}  # by the number of a hook, and its point
     for each in batches:
         batch = each.to(device_of(model))
@@ -87,31 +86,13 @@ def check_edges_of_hooks(
         for number, (point, act) in enumerate(hooks(batch)):
             if isinstance(act, EdgeHook):
                 key = id(act.edges)
-                found[key] = found[key] if key in found else _has_edges(batch, act.edges)
+                found[key] = found[key] if key in found else act.edges.has_edges()
                 has_edges[number, point] = has_edges.get((number, point), False) or found[key]
     if empty := [point for (_, point), has_some in has_edges.items() if not has_some]:
         raise HookError(
             f"nothing is cut or scaled at {empty[0]}: no prompt has an edge of these hooks; leave "
             "them out, or choose other edges (are queries and keys exchanged?)"
         )
-
-
-def _has_edges(batch: PromptBatch, edges: EdgeSet) -> bool:
-    """Whether there are edges, each with a query and a key in its prompt.
-
-    Hooks may also act on the attention of a token to itself.
-    """
-    allowed = between(batch.attention_mask, batch.attention_mask)
-    flags = []
-    for rows, of_rows in edges.pieces():
-        positions = torch.arange(of_rows.shape[2], device=of_rows.device)
-        to_others = of_rows & (positions != positions[rows, None])
-        forbidden = to_others & ~allowed.rows(rows).to(of_rows.device)
-        flags.append(torch.stack([forbidden.any(), of_rows.any()]))
-    is_forbidden, has_edges = torch.stack(flags).any(0).tolist()
-    if is_forbidden:
-        raise not_earlier()
-    return bool(has_edges)
 
 
 def _are_hooks(hooks: Any) -> bool:
@@ -171,9 +152,7 @@ def _stay(before: PromptBatch, batch: PromptBatch, hooks: HooksOfBatch) -> bool:
     acting = [act for _, act in hooks(batch)]
     if not all(isinstance(act, BatchHook) for act in acting):
         return True
-    of_edges = [act.edges for act in acting if isinstance(act, EdgeHook) and act.tokens is None]
-    if not of_edges:
-        return False
+    of_edges = [act.edges for act in acting if isinstance(act, EdgeHook)]
     # Edges that follow their prompt are not where they were before.
     earlier = [act.edges for _, act in hooks(before) if isinstance(act, EdgeHook)]
     pairs = {

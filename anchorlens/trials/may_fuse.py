@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hooks import block_in_batch
+from ..hooks import Site, hooks_on_edges
 from ..metrics.metric import Metric, has_observe_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.batch_hooks import in_leading_tokens
@@ -163,7 +163,7 @@ def _some_cuts(model: HookedModel, batch: PromptBatch) -> Sequence[Hook]:
     third = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) % 3 == 2
     readers = third & batch.attention_mask
     cut = edges.between(readers, batch.attention_mask)
-    return block_in_batch(model, batch, cut, range(model.cfg.n_layers), 0, False, True)
+    return hooks_on_edges(model, batch, cut, Site(heads=0))
 
 
 def _compare_products(model: HookedModel, batch: PromptBatch, change: HooksOfBatch) -> str:

@@ -48,8 +48,8 @@ def calls() -> list[Call]:
     record_class = al.SaliencyFlowsRecord
     examples: list[Any] = [[], [al.Example("x")], [al.Example("x", -1)], [al.Example("x", 7)]]
     sizes: list[Any] = [0, *COUNTS]
-    layers = {"layers": LAYERS, "heads": HEADS, "model": models}
-    one_layer = {**both, "layers": [0]}
+    sites = [*LAYERS, *(al.Site(0, heads=heads) for heads in HEADS), al.Site(0, keep_bos=True)]
+    at = {"model": models, "site": sites}
     vector = torch.zeros(3)
     hooks = odd_hooks()
     return [
@@ -153,37 +153,29 @@ def calls() -> list[Call]:
         ),
         Call(
             al.block_edges,
-            {"model": model, "edges": edges, "layers": [0], "heads": None},
-            {**layers, "edges": [torch.ones_like(edges), edges.float(), edges[0], edges.long()]},
+            {**both, "edges": al.edges.wp, "site": 0},
+            {**at, "edges": [torch.ones_like(edges), edges.float(), edges[0], edges.long()]},
         ),
         Call(
             al.scale_edges,
-            {"model": model, "edges": edges, "factor": 0.5, "layers": [0], "heads": None},
+            {**both, "edges": edges, "factor": 0.5, "site": [0]},
             {
-                **layers,
+                **at,
                 "edges": [edges.float(), edges[0], edges.long()],
                 "factor": [-1.0, NAN, INF, "x", None, True, vector, torch.ones(3, 2) * NAN],
             },
         ),
+        Call(al.detach_heads, {"model": model, "site": al.Site(0, heads=0)}, at),
         Call(
-            al.detach_heads,
-            {"model": model, "layers": [0], "heads": None},
-            {"model": models, **layers},
+            al.edges.at,
+            {"batch": batch, "positions": batch.label_positions},
+            {"positions": [batch.label_positions - 999, vector, vector[None]]},
         ),
-        Call(
-            al.isolate,
-            {**one_layer, "positions": batch.label_positions, "heads": None},
-            {**layers, "positions": [batch.label_positions - 999, vector, vector[None]]},
-        ),
-        Call(
-            al.isolate_labels,
-            {**one_layer, "heads": None, "keep_bos": False},
-            {**layers, "keep_bos": [True], "batch": wrong_labels},
-        ),
+        Call(al.isolate_labels, {**both, "site": 0}, {**at, "batch": wrong_labels}),
         Call(
             al.isolate_random,
-            {**one_layer, "seed": 0, "heads": None},
-            {**layers, "seed": ["x", 1.5, NAN], "batch": wrong_labels},
+            {**both, "site": 0, "seed": 0},
+            {**at, "seed": ["x", 1.5, NAN], "batch": wrong_labels},
         ),
         Call(
             al.reweight_anchors,
@@ -387,7 +379,7 @@ def calls() -> list[Call]:
             },
         ),
         Call(batch.prompt, {"number": 0}, {"number": [99, -1, 1.5, "x"]}),
-        Call(al.edges.group, {"batch": batch, "name": "label"}, {"name": ["", "nope"]}),
+        Call(al.edges.segment, {"batch": batch, "name": "label"}, {"name": ["", "nope"]}),
         Call(
             al.paper,
             {

@@ -153,7 +153,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
     results = al.run(model, [batch], metrics, resamples=0, **quiet)
 
     def isolated(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(model, batch, [LAYER], renormalize=False)
+        return al.isolate_labels(model, batch, al.Site([LAYER], renormalize=False))
 
     return {
         "flows": results["saliency_flows"].per_prompt[..., :3].double(),

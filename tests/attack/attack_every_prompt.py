@@ -104,7 +104,7 @@ def odd_edges(rng: random.Random) -> None:
     singles.sort(key=lambda batch: int(batch.index))
 
     def cut(batch: al.PromptBatch) -> Any:
-        return al.block_edges(setup.model, of_some(batch), range(2))
+        return al.block_edges(setup.model, batch, of_some(batch), range(2))
 
     try:
         flows = al.run(setup.model, batches, [metric], **RUN)["saliency_flows"]
@@ -127,7 +127,9 @@ def odd_edges(rng: random.Random) -> None:
         raise AssertionError(f"{case}: other flows of some")
     for one, is_cut, ours in zip(singles, chosen, logits, strict=True):
         hooks = (
-            (lambda batch: al.block_edges(setup.model, kind(batch), range(2))) if is_cut else None
+            (lambda batch: al.block_edges(setup.model, batch, kind(batch), range(2)))
+            if is_cut
+            else None
         )
         theirs = al.target_logits(setup.model, [one], hooks=hooks, **QUIET)[0]
         if not difference(ours, theirs) <= 1e-5:

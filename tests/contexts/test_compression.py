@@ -37,7 +37,7 @@ def masked(model: Any, batch: al.PromptBatch, selected: Tensor) -> Tensor:
     length = right.tokens.shape[1]
     cut = torch.zeros(1, length, length, dtype=torch.bool)
     cut[:, len(selected) :, (~selected).nonzero().flatten()] = True
-    hooks = al.block_edges(model, cut, range(model.cfg.n_layers))
+    hooks = al.block_edges(model, right, al.edges.every(right) & cut)
     return run_pass(model, right, hooks=hooks)
 
 
@@ -125,7 +125,7 @@ def test_restarted_positions_equal_a_computation_by_hand(gpt2: Any) -> None:
 
     cut = torch.zeros(1, length, length, dtype=torch.bool)
     cut[:, start:, (~context.kept).nonzero().flatten()] = True
-    hooks = [*al.block_edges(gpt2, cut, range(3)), ("hook_pos_embed", move)]
+    hooks = [*al.block_edges(gpt2, batch, al.edges.every(batch) & cut), ("hook_pos_embed", move)]
     with torch.no_grad():
         logits = gpt2.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks

@@ -51,7 +51,7 @@ def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
         rows=al.edges.target,
     )
     dropped = al.edges.demonstrations(batch) & ~selected(batch, context)
-    hooks = al.block_edges(gpt2, al.edges.between(al.edges.query(batch), dropped), range(3))
+    hooks = al.block_edges(gpt2, batch, al.edges.between(al.edges.query(batch), dropped), range(3))
     rows = effect_contributions(
         gpt2, batch, metric.segments_of(batch), metric.rows_of(batch), hooks=hooks
     )

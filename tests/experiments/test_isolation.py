@@ -46,10 +46,10 @@ def test_isolation_equals_separate_runs(
         model, batches, layers=range(2), draws=3, seed=11, resamples=0, progress=False, **options
     )
     ids = batches[0].label_token_ids
+    site = al.Site(range(2), renormalize=options.get("renormalize", True))
+    words: dict[str, Any] = {"whole_words": options.get("whole_words", False)}
     clean = by_hand(model, batches, lambda batch: [])
-    isolated = by_hand(
-        model, batches, lambda batch: al.isolate_labels(model, batch, range(2), **options)
-    )
+    isolated = by_hand(model, batches, lambda batch: al.isolate_labels(model, batch, site, **words))
     of_labels = al.loyalty(clean, isolated, ids)
     for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
         torch.testing.assert_close(
@@ -60,9 +60,7 @@ def test_isolation_equals_separate_runs(
         logits = by_hand(
             model,
             batches,
-            lambda batch, seed=seed: al.isolate_random(
-                model, batch, range(2), seed=seed, **options
-            ),
+            lambda batch, seed=seed: al.isolate_random(model, batch, site, seed=seed, **words),
         )
         draws.append(al.loyalty(clean, logits, ids))
     for field in ("label_loyalty", "word_loyalty", "kl"):
@@ -88,7 +86,7 @@ def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -
     assert (with_bos.random_kl != without_bos.random_kl).all()
     clean = by_hand(llama, batches, lambda batch: [])
     logits = by_hand(
-        llama, batches, lambda batch: al.isolate_labels(llama, batch, 0, keep_bos=True)
+        llama, batches, lambda batch: al.isolate_labels(llama, batch, al.Site(0, keep_bos=True))
     )
     expected = al.loyalty(clean, logits, batches[0].label_token_ids)
     torch.testing.assert_close(with_bos.kl, expected.kl, rtol=1e-4, atol=1e-5)

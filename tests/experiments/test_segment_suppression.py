@@ -95,14 +95,13 @@ def test_nothing_changes_before_the_end_of_a_segment_or_without_edges(
     model = hooked(tiny_gemma3(len(sentencepiece_like)).double(), sentencepiece_like)
     positions = batch.attention_mask
     clean = forward.logits_at(model, batch, positions)
-    inside = edges.group(batch, "question")
+    inside = edges.segment(batch, "question")
     last = torch.tensor([4, 5])
     after = positions & (torch.arange(9) > last[:, None])
     kl = experiment.kl_at(model, batch, positions, edges.between(after, inside), clean)
     assert (kl[~after] == 0).all() and (kl[after] > 0).all()
-    none = torch.zeros(2, 9, 9, dtype=torch.bool)
-    with pytest.warns(UserWarning, match="nothing is cut or scaled"):
-        assert not experiment.kl_at(model, batch, positions, none, clean).any()
+    none = edges.between(after, torch.zeros_like(after))
+    assert not experiment.kl_at(model, batch, positions, none, clean).any()
 
 
 def test_only_rows_that_are_compared_are_unembedded(
@@ -127,7 +126,7 @@ def test_segments_are_names_or_functions(gpt2: Any) -> None:
     named = al.segment_suppression(gpt2, batches, ["label", "query"], **QUIET)
     functions: Any = {
         "asked": lambda batch: batch.segments == al.SEGMENTS.index("query"),
-        "label": partial(edges.group, name="label"),
+        "label": partial(edges.segment, name="label"),
         "rest": lambda batch: batch.segments == -1,
     }
     record = al.segment_suppression(gpt2, batches, functions, **QUIET)

@@ -254,7 +254,7 @@ def test_attention_is_measured_in_the_changed_run(gpt2: Any) -> None:
         gpt2,
         batches,
         [al.AttentionAUCROC()],
-        hooks=lambda batch: al.block_edges(gpt2, al.edges.pq(batch), range(3)),
+        hooks=lambda batch: al.block_edges(gpt2, batch, al.edges.pq, range(3)),
         resamples=0,
         progress=False,
     )

@@ -104,7 +104,7 @@ def test_isolated_logits_equal_the_published_code(
     golden: GoldenCase, model: Any, side: str, name: str, layers: range | None
 ) -> None:
     batch, _ = golden.batch(side)
-    hooks = al.isolate_labels(model, batch, layers=layers or range(model.cfg.n_layers))
+    hooks = al.isolate_labels(model, batch, layers or range(model.cfg.n_layers))
     assert_equal(golden, run_pass(model, batch, hooks=hooks), f"isolated_{name}.logits")
 
 

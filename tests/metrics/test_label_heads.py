@@ -13,7 +13,6 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.hooks import random_positions
 from anchorlens.metrics.label_heads import SCORES
 from anchorlens.passes.forward import run_pass
 
@@ -71,7 +70,7 @@ def test_record_equals_plain_transformers(
     with plain.everything_in_float64():
         for batch in batches:
             after = batch.label_positions[:, :1]
-            draws = [random_positions(batch, seed, after=after) for seed in range(2)]
+            draws = [al.edges.random_positions(batch, seed, after=after) for seed in range(2)]
             for n, prompt in enumerate(plain.prompts_of(batch)):
                 with torch.no_grad():
                     out = plain.forward(oracle, prompt, output_attentions=True)
@@ -276,7 +275,7 @@ def test_cut_edges_are_not_read(gpt2: Any) -> None:
     batches = questions(gpt2, 6)
 
     def cut(batch: al.PromptBatch) -> Any:
-        return al.block_edges(gpt2, al.edges.pq(batch), range(3))
+        return al.block_edges(gpt2, batch, al.edges.pq, range(3))
 
     record = heads_of(gpt2, batches, hooks=cut)
     assert not record.scores[..., :3].any() and not record.heads[:, :3].any()

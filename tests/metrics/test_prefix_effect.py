@@ -192,7 +192,7 @@ def test_a_prefix_that_is_masked_does_nothing(llama: Any) -> None:
     metric = al.PrefixEffect()
     segments, rows = metric.segments_of(batch), metric.rows_of(batch)
     cut = al.edges.between(al.edges.query(batch), segments.any(1))
-    hooks = al.block_edges(llama, cut, range(3))
+    hooks = al.block_edges(llama, batch, cut, range(3))
     given = effect_contributions(llama, batch, segments, rows, hooks=hooks)
     effect = effect_record(al.Contributions(given), list(metric.keys))
     for name in ("stolen", "direct", "indirect"):

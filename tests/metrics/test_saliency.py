@@ -105,7 +105,7 @@ def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix:
     batch = questions(gpt2, 4)[0]
 
     def into_texts(batch: al.PromptBatch) -> Tensor:
-        return edges.between(edges.group(batch, "query"), edges.group(batch, "text"))
+        return edges.between(edges.segment(batch, "query"), edges.segment(batch, "text"))
 
     custom = {"first": edges.from_first, "into texts": into_texts, "pq": edges.pq}
     options: dict[str, Any] = {"resamples": 10, "progress": False, "share_prefix": share_prefix}

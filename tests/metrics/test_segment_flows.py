@@ -220,7 +220,7 @@ def test_the_signed_total_of_a_cell_is_a_central_difference(
     for layer in range(3):
         for a, first in enumerate(NAMES):
             for b, second in enumerate(NAMES):
-                segments = (al.edges.group(prompt, name) for name in (first, second))
+                segments = (al.edges.segment(prompt, name) for name in (first, second))
                 edges = al.edges.between(*segments)
                 up, down = (loss_with(layer, edges, 1 + sign * step) for sign in (1, -1))
                 numeric[layer, a, b] = (up - down) / (2 * step)
@@ -235,7 +235,7 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
     prompt = batch.prompt(0)
 
     def segment(*names: str) -> Callable[[al.PromptBatch], Tensor]:
-        return lambda batch: torch.stack([al.edges.group(batch, name) for name in names]).any(0)
+        return lambda batch: torch.stack([al.edges.segment(batch, name) for name in names]).any(0)
 
     def total(segments: Any) -> Tensor:
         results = al.run(precise, [prompt], [al.SegmentFlows(segments)], loss=loss, **QUIET)
@@ -502,7 +502,7 @@ def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_
     loss = al.span_cross_entropy("answer")
 
     def record() -> al.Record:
-        parts = {name: partial(al.edges.group, name=name) for name in NAMES}
+        parts = {name: partial(al.edges.segment, name=name) for name in NAMES}
         metrics = [al.SegmentFlows(parts)]
         results = al.run(gpt2, [batch], metrics, loss=loss, folder=tmp_path, **QUIET)
         return results["segment_flows"]

@@ -110,7 +110,7 @@ def results_of(model: Any, batch: al.PromptBatch) -> Iterator[al.Record]:
     layers, _ = cut_layers(model.cfg.n_layers)
 
     def isolated(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(model, batch, layers=layers)
+        return al.isolate_labels(model, batch, layers)
 
     # Saliency flows need value biases that are not folded.
     flows, _ = possible(model, [batch], [al.SaliencyFlows(), al.SegmentFlows()])

@@ -68,9 +68,9 @@ def test_logits_are_equal_and_detached_heads_have_no_gradient(name: str, kind: s
     layer, heads = max(0, model.cfg.n_layers - 2), [1, 3]
     if name in MIXED:
         with pytest.raises(ModelError, match=r"single head cannot be stopped in layers \[\d\] of"):
-            al.detach_heads(model, layer, heads)
+            al.detach_heads(model, al.Site(layer, heads=heads))
         return
-    hooks = al.detach_heads(model, layer, heads)
+    hooks = al.detach_heads(model, al.Site(layer, heads=heads))
     for point in (pattern_name, z_name):
         logits, clean = gradients(model, batch, point, [])
         same, ours = gradients(model, batch, point, hooks)
@@ -106,7 +106,7 @@ def test_a_run_has_no_saliency_in_detached_heads(gpt2: Any) -> None:
         gpt2,
         batches,
         [al.SaliencyFlows()],
-        hooks=lambda batch: al.detach_heads(gpt2, 1, heads=0),
+        hooks=lambda batch: al.detach_heads(gpt2, al.Site(1, heads=0)),
         resamples=0,
         progress=False,
     )["saliency_flows"]
@@ -121,4 +121,4 @@ def test_layers_and_heads_that_do_not_exist_are_errors(
     gpt2: Any, layers: int, heads: int, message: str
 ) -> None:
     with pytest.raises(HookError, match=message):
-        al.detach_heads(gpt2, layers, heads)
+        al.detach_heads(gpt2, al.Site(layers, heads=heads))

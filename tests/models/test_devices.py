@@ -51,7 +51,7 @@ def test_every_metric_equals_that_of_the_cpu(pair: tuple[Any, Any], side: str) -
             model,
             questions(model, 12, padding_side=side),
             metrics,
-            hooks=partial(al.isolate_labels, model, layers=0),
+            hooks=partial(al.isolate_labels, model, site=0),
             resamples=0,
             progress=False,
         )
@@ -77,7 +77,12 @@ def test_hooks_accept_tensors_on_the_cpu(pair: tuple[Any, Any]) -> None:
         layers, heads, anchors = model.cfg.n_layers, model.cfg.n_heads, 6
         hooks = [
             *al.isolate_random(model, batch, 0, seed=3),
-            *al.isolate(model, batch, batch.label_positions, -1),
+            *al.block_edges(
+                model,
+                batch,
+                al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
+                -1,
+            ),
             *al.reweight_anchors(model, batch, torch.full((layers, heads, anchors), 0.3)),
         ]
         device = next(model.parameters()).device

@@ -78,7 +78,7 @@ def test_a_fused_attention_has_the_numbers_of_whole_patterns(
     is_replaced = model.cfg.positional_embedding_type != "alibi"
     if kind == "bridge":
         is_replaced = name not in NOT_REPLACED
-    cut = al.isolate_labels(model, batch, range(model.cfg.n_layers), CUT_HEADS)
+    cut = al.isolate_labels(model, batch, al.Site(heads=CUT_HEADS))
     inside = batch.attention_mask[:, None, :, None] & batch.attention_mask[:, None, None]
     with frozen_in_eval_mode(model), precise(torch.float64):
         if not is_replaced:

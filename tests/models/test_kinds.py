@@ -53,8 +53,8 @@ def test_folded_value_biases_are_refused_where_they_matter(raw: Any, byte_level:
         lambda: al.saliency(folded, batch),
         lambda: al.run(folded, batches, [al.SaliencyFlows()], progress=False),
         lambda: al.reweight_anchors(folded, batch, torch.zeros(3, 2, 6)),
-        lambda: al.isolate_labels(folded, batch, 0, renormalize=False),
-        lambda: al.block_edges(folded, al.edges.wp(batch), 0, renormalize=False),
+        lambda: al.isolate_labels(folded, batch, al.Site(0, renormalize=False)),
+        lambda: al.block_edges(folded, batch, al.edges.wp, al.Site(0, renormalize=False)),
     ]
     for call in calls:
         with pytest.raises(ModelError, match=r"biases of this model are folded .*_biases=False"):

@@ -137,7 +137,7 @@ def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> Non
     of_sides = []
     for side in ("left", "right"):
         (batch,) = al.build_prompts(byte_level, task, demos, queries, padding_side=side)
-        hooks = al.isolate_labels(model, batch, layers=0)
+        hooks = al.isolate_labels(model, batch, 0)
         logits = model.run_with_hooks(
             batch.tokens, attention_mask=batch.attention_mask.long(), fwd_hooks=hooks
         )

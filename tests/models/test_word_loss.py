@@ -155,7 +155,7 @@ def test_hooks_act_in_the_prompt_alone(gpt2: Any) -> None:
         seen.append(tuple(pattern.shape[2:]))
 
     loss = al.word_cross_entropy()
-    hooks = al.isolate_labels(gpt2, batch, layers=range(2))
+    hooks = al.isolate_labels(gpt2, batch, range(2))
     point = "blocks.0.attn.hook_pattern"
     run_pass(gpt2, batch, hooks=hooks, observers=[(point, note)], loss=loss)
     length = batch.tokens.shape[1]

@@ -11,7 +11,7 @@ from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import anchorlens as al
-from anchorlens.errors import HookError
+from anchorlens.errors import HookError, PromptError
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
@@ -112,13 +112,13 @@ def test_hooks_of_the_user_are_not_moved_silently(gpt2: Any) -> None:
     edges = al.edges.pq(left)
 
     def change(batch: al.PromptBatch) -> Any:
-        return al.block_edges(gpt2, edges, layers=0)
+        return al.block_edges(gpt2, batch, edges, 0)
 
     for call in (
         lambda: al.run(gpt2, [left], [al.Accuracy()], hooks=change, **QUIET),
         lambda: al.target_logits(gpt2, [left], hooks=change, progress=False),
     ):
-        with pytest.raises(HookError, match="padded on the left"):
+        with pytest.raises(PromptError, match=r"belong to padding.*make them of this batch"):
             call()
     logits = al.target_logits(
         gpt2, [left], hooks=lambda batch: al.isolate_labels(gpt2, batch, 0), progress=False
@@ -133,11 +133,11 @@ def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
     """Hooks of another batch of the same shape would cut at the positions of that batch."""
     first, second = (batch.prompt(0) for batch in questions(gpt2, 2, batch_size=1))
     second = replace(first, tokens=first.tokens.flip(1), index=second.index)
-    cut = al.isolate_labels(gpt2, first, layers=0)
+    cut = al.isolate_labels(gpt2, first, 0)
     with pytest.raises(HookError, match="made for other prompts"):
         al.run(gpt2, [first, second], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
     (left,) = questions(gpt2, 3, padding_side="left")
-    cut_on_the_left = al.isolate_labels(gpt2, left, layers=0)
+    cut_on_the_left = al.isolate_labels(gpt2, left, 0)
     with pytest.raises(HookError, match="made for other prompts"):
         al.target_logits(gpt2, [left], hooks=lambda batch: cut_on_the_left, progress=False)
     assert al.run(gpt2, [first], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)

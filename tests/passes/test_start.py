@@ -58,7 +58,7 @@ class Calls:
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_late_start_gives_the_logits_of_all_layers(model: Any, layer: int) -> None:
     (batch,) = questions(model, 3)
-    hooks = al.block_edges(model, al.edges.tq(batch), layer)
+    hooks = al.block_edges(model, batch, al.edges.tq, layer)
     expected = run_pass(model, batch, hooks=hooks)
     with stored_starts(model, [0, layer]) as starts:
         clean = run_pass(model, batch)
@@ -138,10 +138,10 @@ def test_a_sweep_of_single_heads_equals_hooks_by_hand(llama: Any) -> None:
     for head, record in enumerate(records.values()):
         assert record.info["heads"] == [head]
         assert record.info["skipped_layers"] == 1 and float(record.kl) > 1e-8
-        cut = al.isolate_labels(model, batch, 1, head)
+        cut = al.isolate_labels(model, batch, al.Site(1, heads=head))
         of_head = al.loyalty(clean, run_pass(model, batch, hooks=cut), batch.label_token_ids)
         torch.testing.assert_close(record.kl, of_head.kl, rtol=1e-4, atol=1e-8)
-        control = al.isolate_random(model, batch, 1, head, seed=0)
+        control = al.isolate_random(model, batch, al.Site(1, heads=head), seed=0)
         drawn = al.loyalty(clean, run_pass(model, batch, hooks=control), batch.label_token_ids)
         torch.testing.assert_close(record.random_kl[0], drawn.kl, rtol=1e-4, atol=1e-8)
 

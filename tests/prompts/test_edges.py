@@ -111,29 +111,29 @@ def test_no_set_contains_the_diagonal_or_padding(batch: al.PromptBatch) -> None:
     for edge_set in (edges.wp, edges.pq, edges.ww, edges.tq, edges.from_first, edges.every):
         assert not (edge_set(batch) & never).any()
     for name in SEGMENTS:
-        assert not (edges.group(batch, name) & ~real).any()
+        assert not (edges.segment(batch, name) & ~real).any()
 
 
 def test_every_token_belongs_to_exactly_one_segment(batch: al.PromptBatch) -> None:
-    members = torch.stack([edges.group(batch, name) for name in SEGMENTS])
+    members = torch.stack([edges.segment(batch, name) for name in SEGMENTS])
     assert torch.equal(members.sum(0), batch.attention_mask.long())
     for number, name in enumerate(SEGMENTS):
         for row in range(len(batch)):
             positions = [
                 k for k, segment in enumerate(batch.segments[row].tolist()) if segment == number
             ]
-            assert edges.group(batch, name)[row].nonzero().flatten().tolist() == positions
+            assert edges.segment(batch, name)[row].nonzero().flatten().tolist() == positions
 
 
 def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> None:
-    anchors, words = edges.anchors(batch), edges.group(batch, "label")
+    anchors, words = edges.anchors(batch), edges.segment(batch, "label")
     for row in range(len(batch)):
         starts, ends = batch.label_positions[row].tolist(), batch.label_ends[row].tolist()
         whole = [k for a, b in zip(starts, ends, strict=True) for k in range(a, b + 1)]
         assert anchors[row].nonzero().flatten().tolist() == starts
         assert words[row].nonzero().flatten().tolist() == whole
     assert (words & ~anchors).any()
-    assert torch.equal(edges.target(batch), edges.group(batch, "target"))
+    assert torch.equal(edges.target(batch), edges.segment(batch, "target"))
 
 
 def test_between_connects_queries_to_all_earlier_keys() -> None:
@@ -153,10 +153,10 @@ def test_a_segment_that_does_not_exist_raises_an_error(batch: al.PromptBatch) ->
     with pytest.raises(
         PromptError, match=r"no segment 'labels'; the segments are other, text, label"
     ):
-        edges.group(batch, "labels")
+        edges.segment(batch, "labels")
     own = replace(batch, segment_names=tuple(f"own{k}" for k in range(6)))
     with pytest.raises(PromptError, match=r"no segment 'label'; .* as al.SegmentFlows\("):
-        edges.group(own, "label")
+        edges.segment(own, "label")
 
 
 def test_tokens_after_the_target_have_no_edges() -> None:

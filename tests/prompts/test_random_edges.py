@@ -66,7 +66,7 @@ def test_random_keys_of_the_first_tokens_are_those_of_whole_prompts(gpt2: Any) -
     shared = batch.prompt(0).before(length)
     whole, part = (
         edges.random_keys(
-            prompts, edges.between(edges.anchors(prompts), edges.group(prompts, "format")), 4
+            prompts, edges.between(edges.anchors(prompts), edges.segment(prompts, "format")), 4
         )
         for prompts in (batch, shared)
     )

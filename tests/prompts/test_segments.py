@@ -38,7 +38,7 @@ def test_each_token_is_in_the_segment_of_its_piece(
         assert ids == tokenizer(text)["input_ids"]
         # By text: what the tokens of a segment decode to is what was written, in order.
         for segment in batch.segment_names:
-            inside = al.edges.group(batch, segment)[row]
+            inside = al.edges.segment(batch, segment)[row]
             written = "".join(text for name, text in pieces if name == segment)
             decoded = tokenizer.decode(batch.tokens[row][inside].tolist())
             assert decoded.replace(" ", "") == written.replace(" ", "")

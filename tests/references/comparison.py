@@ -186,9 +186,14 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)
     positions, (layers, layer) = batch.label_positions, cut_layers(model.cfg.n_layers)
     cuts = [
-        al.isolate_labels(model, batch, layers=layers),
-        al.isolate_labels(model, batch, layers=layers, renormalize=False),
-        al.isolate(model, batch, positions, layers=layer, heads=CUT_HEADS),
+        al.isolate_labels(model, batch, layers),
+        al.isolate_labels(model, batch, al.Site(layers, renormalize=False)),
+        al.block_edges(
+            model,
+            batch,
+            al.edges.between(al.edges.at(batch, positions), batch.attention_mask),
+            al.Site(layer, heads=CUT_HEADS),
+        ),
     ]
     return {
         "logits": logits,

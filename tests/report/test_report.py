@@ -53,7 +53,7 @@ def results(byte_level: Any, hooked: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"progress": False, "resamples": 3}
 
     def cut(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(model, batch, layers=[0])
+        return al.isolate_labels(model, batch, [0])
 
     metrics: list[al.Metric] = [
         al.SaliencyFlows(),

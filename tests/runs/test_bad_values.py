@@ -145,9 +145,9 @@ def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str)
         torch.zeros(2, 0, dtype=torch.long),
     ],
 )
-def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None:
-    with pytest.raises(HookError, match=r"positions must be a tensor of whole numbers .*; got"):
-        al.isolate(gpt2, questions(gpt2, 2)[0], positions, 0)
+def test_positions_must_be_a_table(gpt2: Any, positions: Any) -> None:
+    with pytest.raises(PromptError, match=r"positions must be a tensor of whole numbers .*; got"):
+        al.edges.at(questions(gpt2, 2)[0], positions)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_positions_to_isolate_must_be_a_table(gpt2: Any, positions: Any) -> None
 def test_edges_must_be_true_or_false(gpt2: Any, edges: Any) -> None:
     for hooks in (al.block_edges, partial(al.scale_edges, factor=0.5)):
         with pytest.raises(PromptError, match=r"edges must be a tensor of True and False .*; got"):
-            hooks(gpt2, edges=edges, layers=0)
+            hooks(gpt2, questions(gpt2, 2)[0], edges, site=0)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

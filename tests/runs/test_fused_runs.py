@@ -141,7 +141,7 @@ def test_flows_with_cut_edges_equal_those_of_whole_patterns(
 ) -> None:
     batches = questions(gpt2, 3)
     options: dict[str, Any] = {
-        "hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=[0, 2], heads=1),
+        "hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site([0, 2], heads=1)),
         "gradient_checkpointing": checkpoints,
         **QUIET,
     }
@@ -201,7 +201,7 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
     assert attention([flows, read]) == f"{whole}segment_attention needs them"
     of_values = al.SegmentFlows(weight=al.weights.value_norm)
     assert attention([of_values]) == f"{whole}segment_flows needs them"
-    after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, layers=0, renormalize=False)}
+    after = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))}
     assert attention([flows], **after) == f"{whole}hooks act at blocks.0.attn.hook_pattern"
     outputs = (lambda name: name.endswith("hook_z"), lambda z, hook: z * 0)
     points = "the points that a function selects"
@@ -313,7 +313,7 @@ def test_an_error_leaves_no_trace(gpt2: Any) -> None:
         al.run(gpt2, [batch], [Edits(name="edits")], **QUIET)
     assert (hooks_on(gpt2), forwards_of(gpt2), registered()) == before
     assert implementation_of(gpt2) == "eager"
-    after = al.isolate_labels(gpt2, batch, layers=0, renormalize=False)
+    after = al.isolate_labels(gpt2, batch, al.Site(0, renormalize=False))
     with (
         pytest.raises(ModelError, match="does not cut edges of the scores"),
         fused_attention.fused_attention(gpt2, hooks=after),

@@ -27,33 +27,42 @@ Change = Callable[[Any, al.PromptBatch], Any]
 
 
 def texts_read_by_anchors(batch: al.PromptBatch) -> torch.Tensor:
-    return al.edges.between(al.edges.anchors(batch), al.edges.group(batch, "text"))
+    return al.edges.between(al.edges.anchors(batch), al.edges.segment(batch, "text"))
 
 
 FACTORS = torch.tensor([[0.25, 2.5], [1.5, 0.5], [3.0, 0.75]], dtype=torch.double)
 
 CUTS: dict[str, Change] = {
-    "a named set": lambda m, b: al.block_edges(m, al.edges.wp(b), range(2)),
+    "a named set": lambda m, b: al.block_edges(m, b, al.edges.wp, range(2)),
     "joined sets": lambda m, b: al.block_edges(
-        m, al.edges.wp(b) & ~al.edges.from_first(b) | al.edges.pq(b), [0, 2], heads=1
+        m, b, al.edges.wp(b) & ~al.edges.from_first(b) | al.edges.pq(b), al.Site([0, 2], heads=1)
     ),
-    "positions": lambda m, b: al.block_edges(m, texts_read_by_anchors(b), 1),
-    "a table": lambda m, b: al.block_edges(m, al.edges.wp(b).table(), 0),
-    "a table for all": lambda m, b: al.block_edges(m, texts_read_by_anchors(b)[:1], 0),
+    "positions": lambda m, b: al.block_edges(m, b, texts_read_by_anchors(b), 1),
+    "a table": lambda m, b: al.block_edges(m, b, al.edges.wp(b).table(), 0),
+    "a table for all": lambda m, b: al.block_edges(
+        m, b, al.edges.every(b) & texts_read_by_anchors(b)[:1], 0
+    ),
     "two lists": lambda m, b: (
-        al.block_edges(m, al.edges.wp(b), 0) + al.block_edges(m, al.edges.pq(b), range(3))
+        al.block_edges(m, b, al.edges.wp, 0) + al.block_edges(m, b, al.edges.pq, range(3))
     ),
-    "isolate": lambda m, b: al.isolate(m, b, b.label_positions[:, 1:3], range(2)),
-    "detach_heads": lambda m, b: al.detach_heads(m, 1, 0),
+    "isolate": lambda m, b: al.block_edges(
+        m,
+        b,
+        al.edges.between(al.edges.at(b, b.label_positions[:, 1:3]), b.attention_mask),
+        range(2),
+    ),
+    "detach_heads": lambda m, b: al.detach_heads(m, al.Site(1, heads=0)),
     "detached and cut": lambda m, b: (
-        al.detach_heads(m, [1, 2], 1) + al.block_edges(m, al.edges.wp(b), 0)
+        al.detach_heads(m, al.Site([1, 2], heads=1)) + al.block_edges(m, b, al.edges.wp, 0)
     ),
 }
 OTHERS: dict[str, Change] = {
-    "after the softmax": lambda m, b: al.block_edges(m, al.edges.wp(b), 0, renormalize=False),
-    "scale": lambda m, b: al.scale_edges(m, al.edges.wp(b), FACTORS, range(3)),
+    "after the softmax": lambda m, b: al.block_edges(
+        m, b, al.edges.wp, al.Site(0, renormalize=False)
+    ),
+    "scale": lambda m, b: al.scale_edges(m, b, al.edges.wp, FACTORS, range(3)),
     "scale after the softmax": lambda m, b: al.scale_edges(
-        m, al.edges.tq(b) | al.edges.wp(b), 0.3, range(3), renormalize=False
+        m, b, al.edges.tq(b) | al.edges.wp(b), 0.3, al.Site(range(3), renormalize=False)
     ),
 }
 
@@ -136,7 +145,7 @@ def test_hooks_that_scale_say_why_patterns_stay_whole(
 def test_only_hooks_of_the_user_are_called_so(gpt2: Any) -> None:
     def mixed(model: Any, batch: al.PromptBatch) -> Any:
         own = (pattern_name(0), lambda pattern, hook: pattern * 0.9)
-        return [*al.block_edges(model, al.edges.wp(batch), 0), own]
+        return [*al.block_edges(model, batch, al.edges.wp, 0), own]
 
     record = flows_and_others(gpt2, questions(gpt2, 4), mixed)["accuracy"]
     assert record.info["shared_prefix"].startswith("off: hooks of your own act on positions")
@@ -156,9 +165,9 @@ def by_length(batch: al.PromptBatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m, b: al.block_edges(m, by_length(b), 0),
-        lambda m, b: al.scale_edges(m, al.edges.wp(b), 0.1 + 0.01 * int(b.index[0]), 0),
-        lambda m, b: al.detach_heads(m, 0, int(b.index[0]) % 2),
+        lambda m, b: al.block_edges(m, b, by_length(b), 0),
+        lambda m, b: al.scale_edges(m, b, al.edges.wp, 0.1 + 0.01 * int(b.index[0]), 0),
+        lambda m, b: al.detach_heads(m, al.Site(0, heads=int(b.index[0]) % 2)),
     ],
 )
 def test_hooks_that_differ_between_prompts_of_a_set_run_whole_prompts(
@@ -212,31 +221,26 @@ def exchanged(batch: al.PromptBatch) -> torch.Tensor:
 WRONG: dict[str, tuple[Change, type[AnchorlensError], str]] = {
     "queries and keys exchanged": (
         lambda m, b: al.block_edges(
-            m, al.edges.between(al.edges.anchors(b), al.edges.target(b)), 0
+            m, b, al.edges.between(al.edges.anchors(b), al.edges.target(b)), 0
         ),
         HookError,
         r"nothing is cut or scaled at blocks.0.attn.hook_attn_scores: no prompt has an edge",
     ),
     "one of two lists": (
         lambda m, b: (
-            al.block_edges(m, al.edges.wp(b), 0)
-            + al.scale_edges(m, al.edges.wp(b) & al.edges.pq(b), 2.0, 2)
+            al.block_edges(m, b, al.edges.wp, 0)
+            + al.scale_edges(m, b, al.edges.wp(b) & al.edges.pq(b), 2.0, 2)
         ),
         HookError,
         r"nothing is cut or scaled at blocks.2",
     ),
     "transposed": (
-        lambda m, b: al.block_edges(m, al.edges.pq(b).transpose(1, 2), 0),
+        lambda m, b: al.block_edges(m, b, al.edges.pq(b).transpose(1, 2), 0),
         PromptError,
         "from a token to an earlier token",
     ),
     "padding": (
-        lambda m, b: al.scale_edges(m, to_padding(b), 0.5, 0),
-        PromptError,
-        "some belong to padding",
-    ),
-    "padding, for all prompts": (
-        lambda m, b: al.block_edges(m, to_padding(b)[:1], 0),
+        lambda m, b: al.scale_edges(m, b, to_padding(b), 0.5, 0),
         PromptError,
         "some belong to padding",
     ),
@@ -262,7 +266,7 @@ def test_a_batch_without_an_edge_may_be_beside_others(exact: Any) -> None:
     assert any(found) and not all(found)
 
     def cut(batch: al.PromptBatch) -> Any:
-        return al.block_edges(exact, by_length(batch), range(3))
+        return al.block_edges(exact, batch, by_length(batch), range(3))
 
     changed = al.target_logits(exact, batches, hooks=cut, progress=False)
     clean = al.target_logits(exact, batches, progress=False)
@@ -275,7 +279,7 @@ def test_a_batch_without_an_edge_may_be_beside_others(exact: Any) -> None:
 def test_edges_of_other_prompts_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
     assert batches[0].tokens.shape != batches[1].tokens.shape
-    fixed = al.block_edges(gpt2, al.edges.wp(batches[0]), 0)
+    fixed = al.block_edges(gpt2, batches[0], al.edges.wp, 0)
     with pytest.raises(HookError, match="made for other prompts"):
         al.target_logits(gpt2, batches, hooks=lambda batch: fixed, progress=False)
 
@@ -286,7 +290,7 @@ def test_edges_that_follow_moved_prompts_act_there(exact: Any) -> None:
     fixed = texts_read_by_anchors(left) & ~al.edges.from_first(left)
 
     def follows(batch: al.PromptBatch) -> Any:
-        return al.block_edges(exact, texts_read_by_anchors(batch), 0)
+        return al.block_edges(exact, batch, texts_read_by_anchors(batch), 0)
 
     ours, theirs = (
         al.target_logits(exact, [batch], hooks=follows, progress=False) for batch in (left, right)
@@ -296,5 +300,8 @@ def test_edges_that_follow_moved_prompts_act_there(exact: Any) -> None:
     inside = fixed & al.edges.every(right)
     with pytest.raises(HookError, match="prompts are run with their padding on the right"):
         al.target_logits(
-            exact, [left], hooks=lambda batch: al.block_edges(exact, inside, 0), progress=False
+            exact,
+            [left],
+            hooks=lambda batch: al.block_edges(exact, batch, inside, 0),
+            progress=False,
         )

@@ -78,7 +78,7 @@ def test_hooks_that_change_their_heads_run_whole_prompts(
 
     def change(batch: al.PromptBatch) -> Any:
         head = int(set(batch.index.tolist()) <= second)
-        return al.isolate_labels(gpt2, batch, range(2), heads=head)
+        return al.isolate_labels(gpt2, batch, al.Site(range(2), heads=head))
 
     record = al.run(gpt2, batches, [al.Loyalty()], hooks=change, **QUIET)["loyalty"]
     assert "hooks differ between prompts" in record.info["shared_prefix"]

@@ -51,7 +51,7 @@ def divergence(model: Any, batch: al.PromptBatch, depth: int) -> torch.Tensor:
     values = []
     for number in range(len(batch)):
         prompt = batch.prompt(number)
-        cut = al.isolate_labels(model, prompt, layers=range(depth))
+        cut = al.isolate_labels(model, prompt, range(depth))
         clean, changed = (
             model.run_with_hooks(prompt.tokens, fwd_hooks=hooks)[0, -1]
             .detach()

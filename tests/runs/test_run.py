@@ -243,7 +243,14 @@ def test_metrics_see_the_changed_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
 
     def only_itself(batch: al.PromptBatch) -> list[Hook]:
-        return al.isolate(gpt2, batch, batch.target_positions[:, None], range(2))
+        return al.block_edges(
+            gpt2,
+            batch,
+            al.edges.between(
+                al.edges.at(batch, batch.target_positions[:, None]), batch.attention_mask
+            ),
+            range(2),
+        )
 
     seen = run(gpt2, batches, [SelfAttention()], hooks=only_itself)["self_attention"].per_prompt
     assert (seen[:, :2] == 1).all() and (seen[:, 2] < 1).all()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.without_jaxtyping
 
 
 def isolated(model: Any, layers: Any) -> Callable[[al.PromptBatch], Any]:
-    return lambda batch: al.isolate_labels(model, batch, layers=layers)
+    return lambda batch: al.isolate_labels(model, batch, layers)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Unseen:
     layers: Any = field(compare=False)
 
     def __call__(self, batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(self.model, batch, layers=self.layers)
+        return al.isolate_labels(self.model, batch, self.layers)
 
 
 @pytest.mark.filterwarnings("ignore:in . of . sets of demonstrations")

@@ -145,7 +145,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "whole prompts": lambda: run(al.SaliencyFlows(), share_prefix=False),
         "distances": lambda: al.diagnose(run(al.AnchorDistances(directions=2))["anchor_distances"]),
         "heads": lambda: run(al.LabelHeads(draws=1), al.SegmentAttention(), al.PrefixEffect()),
-        "loyalty": lambda: run(al.Loyalty(), hooks=partial(al.isolate_labels, model, layers=0)),
+        "loyalty": lambda: run(al.Loyalty(), hooks=partial(al.isolate_labels, model, site=0)),
         "segments": lambda: al.run(model, written, [al.SegmentFlows()], loss=answer, **QUIET),
         "value norms": lambda: run(al.SegmentFlows(weight=al.weights.value_norm)),
         "losses": lambda: [
@@ -163,16 +163,21 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
         ),
         "of logits": of_logits,
-        "isolate_labels": lambda: hooked(partial(al.isolate_labels, model, layers=[0, 1])),
-        "isolate_random": lambda: hooked(partial(al.isolate_random, model, layers=0, seed=1)),
+        "isolate_labels": lambda: hooked(partial(al.isolate_labels, model, site=[0, 1])),
+        "isolate_random": lambda: hooked(partial(al.isolate_random, model, site=0, seed=1)),
         "isolate": lambda: hooked(
-            lambda each: al.isolate(model, each, each.label_positions, 1, heads=0)
+            lambda each: al.block_edges(
+                model,
+                each,
+                al.edges.between(al.edges.at(each, each.label_positions), each.attention_mask),
+                al.Site(1, heads=0),
+            )
         ),
         "scale_edges": lambda: hooked(
-            lambda each: al.scale_edges(model, al.edges.pq(each), 0.5, layers=0)
+            lambda each: al.scale_edges(model, each, al.edges.pq, 0.5, 0)
         ),
         "block_edges": lambda: hooked(
-            lambda each: al.block_edges(model, al.edges.wp(each), range(2), heads=[1])
+            lambda each: al.block_edges(model, each, al.edges.wp, al.Site(range(2), heads=[1]))
         ),
         "reweight_anchors": lambda: hooked(lambda each: al.reweight_anchors(model, each, factors)),
         "detach_heads": lambda: al.run(
