@@ -28,7 +28,7 @@ def forerunners_read(batch: al.PromptBatch) -> Tensor:
 
 
 def labels_read_format(batch: al.PromptBatch) -> Tensor:
-    return edges.between(edges.anchors(batch), edges.group(batch, "format"))
+    return edges.between(edges.anchors(batch), edges.segment(batch, "format"))
 
 
 def context(batch: al.PromptBatch) -> Tensor:
@@ -61,9 +61,7 @@ def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any, sites:
         return rows
 
     def loyalty(site: al.Site, edges_of: Any) -> al.LoyaltyRecord:
-        changed = logits(
-            lambda batch: al.block_edges(model, edges_of(batch), site.layers, site.heads)
-        )
+        changed = logits(lambda batch: al.block_edges(model, batch, edges_of, site))
         return al.loyalty(clean, changed, batches[0].label_token_ids)
 
     clean = logits(lambda batch: [])
