@@ -84,7 +84,7 @@ class Loyalty:
 
     Examples:
         >>> results = al.run(model, batches, [al.Loyalty()], progress=False,
-        ...     hooks=lambda batch: al.isolate_labels(model, batch, layers=range(5)))
+        ...     hooks=lambda batch: al.isolate_labels(model, batch, range(5)))
         >>> bool(0 <= results["loyalty"].word_loyalty <= 1)
         True
     """
