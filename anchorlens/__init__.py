@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from .errors import AnchorlensError as AnchorlensError
     from .experiments import sites as sites
     from .experiments.analysis import analyse as analyse
-    from .experiments.compression_loyalty import AnswerTimesRecord as AnswerTimesRecord
-    from .experiments.compression_loyalty import CompressionRecord as CompressionRecord
-    from .experiments.compression_loyalty import answer_times as answer_times
-    from .experiments.compression_loyalty import compression_loyalty as compression_loyalty
-    from .experiments.compression_loyalty import text_anchor_prompts as text_anchor_prompts
     from .experiments.context_comparison import ContextsRecord as ContextsRecord
     from .experiments.context_comparison import compare_contexts as compare_contexts
     from .experiments.context_effect import prefix_effect as prefix_effect
@@ -128,6 +123,7 @@ if TYPE_CHECKING:
     from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
+    from .prompts.text_anchor import text_anchor_prompts as text_anchor_prompts
     from .prompts.verbalizer import Verbalizer as Verbalizer
     from .replication.paper import paper as paper
     from .replication.paper_figures import paper_figures as paper_figures

@@ -29,14 +29,15 @@ def main() -> None:
         batches += al.build_prompts(
             model.tokenizer, al.TASKS[options.task], demos, queries, batch_size=16
         )
-    record = al.compression_loyalty(model, batches)
-    for name in record.axes():
+    contexts = {"anchors": al.compress}
+    record = al.compare_contexts(model, batches, contexts, draws=20, repeats=0)
+    for name, axes in record.axes().items():
         value = getattr(record, name)
-        if value.ndim == 0:
-            low, high = record.intervals[name]
-            print(f"{name:24}{value:12.3f} [{low:.3f}, {high:.3f}]")
-        elif name.startswith("random"):
+        if axes == ("draw",):
             print(f"{name:24}{value.mean():12.3f} (draws {value.min():.3f} to {value.max():.3f})")
+        elif name in record.intervals and axes in ((), ("context",)):
+            low, high = record.intervals[name].flatten()
+            print(f"{name:24}{value.item():12.3f} [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":

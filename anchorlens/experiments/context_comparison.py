@@ -16,8 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..contexts.compression import checked_selections
+from ..contexts.compression import contexts as compressed_contexts
 from ..contexts.context import refuse_another_model
+from ..contexts.placement import Placement, as_in_prompt
 from ..contexts.query_pass import Context, QueryPass, bos_of, is_context
+from ..contexts.selection import Keep, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
 from ..metrics.aucroc import predicted_class
@@ -31,14 +35,22 @@ from ..results.contributions import Contributions
 from ..results.record import Record, require_gold
 from ..runs.study import Study
 from ..system.arguments import checked
+from ..system.names import name_of
 from ..system.processes import gather_from_processes
 
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
+# Fields that are means of what each query contributes.
+_MEANS = {"label_loyalty": "label_kept", "word_loyalty": "word_overlap"}
+_MEANS |= {"kl": "kl", "accuracy": "correct"}
+_NAMES_OF_DRAWS = ("random words, mean of draws", "random words, best draw")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextsRecord(Record):
     """What several contexts give and cost, on the same queries; ``info["contexts"]`` names them.
+
+    Random controls are contexts of random words in place of the label words. Without any, numbers
+    of theirs are NaN or empty.
 
     Attributes:
         accuracy: Share of queries whose predicted label is true, from 0 to 1; high is good.
@@ -54,11 +66,27 @@ class ContextsRecord(Record):
         kl: Mean KL(whole prompt || context) of the next token, in nats, from 0 up; low means
             similar.
         bytes_stored: Bytes of the stored keys and values, mean over sets of demonstrations.
-        seconds: Seconds a query takes after the context, which was made before.
+        seconds: Seconds a query takes after the context, which was made before; NaN where no time
+            was measured.
+        whole_seconds: Seconds a query takes where the whole prompt is run for it. Divided by
+            ``seconds`` it is the speed-up of the paper's Table 3.
         stolen: Part of the target's attention that goes to the context, without BOS, as a mean over
             layers and heads. It is from 0 to 1; where label words are re-weighted it can be more.
         stolen_by_layer: The same in each layer, as a mean over heads.
+        random_accuracy: Accuracy of each random control.
+        random_label_loyalty: Label loyalty of each random control.
+        random_word_loyalty: Word loyalty of each random control.
+        random_kl: KL of each random control.
+        top_accuracy: Accuracy of the control with the best label loyalty in each set (in all
+            prompts, where sets are pooled), chosen on the same prompts, as in the paper's Table 2.
+        top_label_loyalty: Label loyalty of this control.
+        top_word_loyalty: Word loyalty of this control.
+        label_gap: label_loyalty minus the mean of the controls, paired by query, from -1 to 1.
+            Above 0 means that the label words in particular carry what is needed.
+        word_gap: The same for word loyalty.
         correct: 1 for each query whose predicted label is true, else 0.
+        label_kept: 1 for each query whose predicted label is that of the whole prompt, else 0.
+        word_overlap: Jaccard similarity of each query.
     """
 
     accuracy: Float[Tensor, " context"]
@@ -70,21 +98,40 @@ class ContextsRecord(Record):
     kl: Float[Tensor, " context"]
     bytes_stored: Float[Tensor, " context"]
     seconds: Float[Tensor, " context"]
+    whole_seconds: Float[Tensor, ""]
     stolen: Float[Tensor, " context"]
     stolen_by_layer: Float[Tensor, "context layer"]
+    random_accuracy: Float[Tensor, " draw"]
+    random_label_loyalty: Float[Tensor, " draw"]
+    random_word_loyalty: Float[Tensor, " draw"]
+    random_kl: Float[Tensor, " draw"]
+    top_accuracy: Float[Tensor, ""]
+    top_label_loyalty: Float[Tensor, ""]
+    top_word_loyalty: Float[Tensor, ""]
+    label_gap: Float[Tensor, " context"]
+    word_gap: Float[Tensor, " context"]
     correct: Float[Tensor, "prompt context"]
+    label_kept: Float[Tensor, "prompt context"]
+    word_overlap: Float[Tensor, "prompt context"]
 
     caption: ClassVar[str] = captions.CONTEXTS
-    differences: ClassVar[Collection[str]] = ("gain_over_first", "gain_over_demonstrations")
+    differences: ClassVar[Collection[str]] = (
+        *("gain_over_first", "gain_over_demonstrations"),
+        "label_gap",
+    )
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "word_loyalty": (0.0, 1.0),
-        "kl": (0.0, inf),
+        **dict.fromkeys(("word_loyalty", "random_word_loyalty", "top_word_loyalty"), (0.0, 1.0)),
+        "word_gap": (-1.0, 1.0),
+        **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
     }
-    without_intervals: ClassVar[Collection[str]] = ("seconds",)
+    # The best of the draws is no mean over them: its interval is for these draws.
+    means_over_draws: ClassVar[Collection[str]] = ("label_gap", "word_gap")
+    without_intervals: ClassVar[Collection[str]] = ("seconds", "whole_seconds")
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of queries."""
-        return dict.fromkeys(("accuracy", "whole_accuracy", "label_loyalty"), 1)
+        names = ("accuracy", "whole_accuracy", "label_loyalty")
+        return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
 
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
@@ -92,10 +139,18 @@ class ContextsRecord(Record):
         return self.info["contexts"] if axis == "context" else super().axis_names(axis)
 
     def table(self) -> pd.DataFrame:
-        """The main numbers as text, with intervals: a row for each context."""
+        """The main numbers as text, with intervals: a row for each context.
+
+        After random controls there are also their mean and the best of them.
+        """
 
         def texts(name: str, form: str = ".2f") -> list[str]:
             return [format(self.estimate(name, k), form) for k in range(len(self.accuracy))]
+
+        def texts_of_draws(name: str) -> list[str]:
+            if f"random_{name}" not in self.axes() or f"top_{name}" not in self.axes():
+                return ["", ""]
+            return [f"{getattr(self, start + name).mean():.2f}" for start in ("random_", "top_")]
 
         kilobytes, milliseconds = self.bytes_stored / 1000, 1000 * self.seconds
         columns = {
@@ -109,22 +164,42 @@ class ContextsRecord(Record):
             "ms a query": [f"{value:.1f}" for value in milliseconds.tolist()],
             "stolen attention": texts("stolen"),
         }
-        return pd.DataFrame(columns, index=pd.Index(self.info["contexts"], name="context"))
+        names = list(self.info["contexts"])
+        if len(self.random_accuracy):
+            columns["label gap"] = texts("label_gap", "+.2f")
+            columns["word gap"] = texts("word_gap", "+.2f")
+            names += _NAMES_OF_DRAWS
+            for column, cells in columns.items():
+                cells += texts_of_draws(column.replace(" ", "_"))
+        return pd.DataFrame(columns, index=pd.Index(names, name="context"))
 
     def plot(self) -> go.Figure:
-        """Accuracy, loyalties and stolen attention of each context, as bars with intervals."""
-        names = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
-        values = torch.stack([getattr(self, name) for name in names], dim=1)
-        known = [self.intervals[name] for name in names if name in self.intervals]
-        low, high = torch.stack(known, dim=2) if known else (None, None)
+        """Accuracy, loyalties and stolen attention of each context, as bars with intervals.
+
+        The bars of random controls are their mean with the range of the draws, and the best draw.
+        """
+        fields = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
+        values = torch.stack([getattr(self, name) for name in fields], dim=1)
+        unknown = torch.full((2, len(values)), torch.nan, dtype=values.dtype, device="cpu")
+        bounds = torch.stack([self.intervals.get(name, unknown) for name in fields], dim=2)
+        groups = list(self.info["contexts"])
+        if len(self.random_accuracy):
+            draws = torch.stack([getattr(self, f"random_{name}") for name in fields[:3]])
+            best = torch.stack([getattr(self, f"top_{name}") for name in fields[:3]])
+            # Low end, height and high end of both bars; none has stolen attention.
+            ends = torch.stack([draws.amin(1), best, draws.mean(1), best, draws.amax(1), best])
+            ends = torch.nn.functional.pad(ends.view(3, 2, 3), (0, 1), value=torch.nan)
+            values = torch.cat([values, ends[1]])
+            bounds = torch.cat([bounds, ends[::2]], dim=1)
+            groups += _NAMES_OF_DRAWS
         return figures.grouped_bars(
             values,
-            self.info["contexts"],
+            groups,
             ["accuracy", "label loyalty", "word loyalty", "stolen attention"],
             title=f"Contexts; accuracy of the demonstrations is {float(self.whole_accuracy):.2f}",
             y_title="share",
-            low=low,
-            high=high,
+            low=bounds[0],
+            high=bounds[1],
         )
 
 
@@ -134,6 +209,10 @@ def compare_contexts(
     batches: Sequence[PromptBatch],
     contexts: Mapping[str, Context | MakeContext],
     *,
+    draws: int = 0,
+    seed: int = 0,
+    control: Callable[[int], Keep] = random_and_format,
+    positions: Placement = as_in_prompt,
     repeats: int = 5,
     resamples: int = 200,
     folder: str | Path | None = None,
@@ -143,7 +222,8 @@ def compare_contexts(
 
     Each context answers in place of the demonstrations of the prompts. Loyalty is to the whole
     prompts. The times are those of the pass over the queries of one batch, of middle length: the
-    contexts take turns, and each time is the median over ``repeats``.
+    contexts and the whole prompts take turns, and each time is the median over ``repeats``. The
+    paper's Table 2 is this comparison for ``al.compress`` with 20 draws, and its Table 3 the times.
 
     Args:
         model: A hooked model; its attention hooks are verified at first use.
@@ -151,21 +231,28 @@ def compare_contexts(
         contexts: What stands before the queries, by name: a context, or a function of the model and
             a batch to one, such as ``al.compress``. A function is called once for each set of
             demonstrations. Accuracies are compared with that of the first.
-        repeats: Number of timed passes of each context, after one that is not timed.
+        draws: Number of random controls: compressed contexts that select random words (20 in the
+            paper). By default there are none.
+        seed: Number of the first draw.
+        control: For the number of a draw, which tokens this control selects; see ``compress``.
+        positions: Positions of the tokens of a control; see ``compress``.
+        repeats: Number of timed passes of each context, after one that is not timed; 0 for no
+            times.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed; the same call after an interruption continues
             from there. Times are measured again.
         progress: Show a progress bar.
 
     Returns:
-        Accuracy, gains, loyalties, KL, bytes, times and stolen attention of each context.
+        Accuracy, gains, loyalties, KL, bytes, times and stolen attention of each context; with
+        draws also the numbers of each control, the best control, and the gaps to their mean.
 
     Raises:
         PromptError: There are no contexts, a name is no text, a value is neither a context nor a
-            function that gives one, a context was trained on queries of the prompts, or it does not
-            fit the prompts.
+            function that gives one, a context was trained on queries of the prompts, it does not
+            fit the prompts, or demonstrations are too short for a control.
         ModelError: A context was made with another model.
-        MetricError: The prompts have no true labels, or ``repeats`` is below 1.
+        MetricError: The prompts have no true labels, or ``draws`` or ``repeats`` is below 0.
         StoreError: The folder is of another run.
 
     Examples:
@@ -175,12 +262,22 @@ def compare_contexts(
         ['none', 'anchors only']
         >>> bool(record.bytes_stored[1] > 0)
         True
+
+        How much of the demonstrations' answers stays, beside as many random words (Table 2).
+
+        >>> record = al.compare_contexts(
+        ...     model, batches, {"anchors only": al.compress}, draws=3, progress=False)
+        >>> record.random_label_loyalty.shape, record.label_gap.shape
+        (torch.Size([3]), torch.Size([1]))
     """
     _check_contexts(contexts)
-    if repeats < 1:
-        raise MetricError(f"repeats must be a whole number from 1; got {repeats}")
+    for name, count in (("draws", draws), ("repeats", repeats)):
+        if count < 0:
+            raise MetricError(f"{name} must be a whole number from 0; got {count}")
+    controls = [control(number) for number in range(seed, seed + draws)]
     settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
     settings |= {f"context {name}": context for name, context in contexts.items()}
+    settings |= {"controls": controls, "positions": positions} if draws else {}
     with Study(
         model,
         batches,
@@ -191,25 +288,37 @@ def compare_contexts(
         title="contexts",
     ).entered() as study:
         _check_prompts(model, study.batches, contexts)
+        for batch in study.batches if draws else ():
+            checked_selections(controls, batch)
         digests = set(query_digests(study.batches))
         plan = study.plan()
-        contexts_of_set: dict[int | None, list[Context]] = {}
+        contexts_of_set: dict[int | None, tuple[list[Context], Sequence[Context]]] = {}
 
-        def contexts_for(batch: PromptBatch) -> list[Context]:
+        def contexts_for(batch: PromptBatch) -> tuple[list[Context], Sequence[Context]]:
+            """The contexts, and the random controls, of the demonstrations of a batch."""
             name = only_set(batch)
             if name not in contexts_of_set:
                 contexts_of_set.clear()  # memory holds the contexts of a single set
-                contexts_of_set[name] = _made(model, batch, contexts, digests)
+                made = _made(model, batch, contexts, digests)
+                options = {"positions": positions}
+                drawn = compressed_contexts(model, batch, controls, **options) if draws else []
+                contexts_of_set[name] = made, drawn
             return contexts_of_set[name]
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            return _rows(model, batch, plan.logits(batch), contexts_for(batch))
+            return _contributions(model, batch, plan.logits(batch), *contexts_for(batch))
 
         contributions = study.collect(contributions_of)
-        timed = _of_middle_length(study.batches).to(device_of(model))
-        passes = [context.query_pass(model, timed) for context in contexts_for(timed)]
-        seconds = gather_from_processes("times", _seconds_a_query(model, passes, repeats))[0]
-        info = {"contexts": list(contexts), "timed_batch": len(timed), "repeats": repeats}
+        seconds = torch.full((1 + len(contexts),), torch.nan, dtype=torch.double, device="cpu")
+        info: dict[str, Any] = {"contexts": list(contexts)}
+        if repeats:
+            timed = _of_middle_length(study.batches).to(device_of(model))
+            passes = [context.query_pass(model, timed) for context in contexts_for(timed)[0]]
+            passes.insert(0, QueryPass(timed, None))  # the whole prompts
+            seconds = gather_from_processes("times", _seconds_a_query(model, passes, repeats))[0]
+            info |= {"timed_batch": len(timed), "repeats": repeats}
+        if draws:
+            info |= {"control": name_of(control), "positions": name_of(positions), "seed": seed}
         info["shared_prefix"] = plan.status
         record = study.record(partial(_record, seconds=seconds), contributions, info)
         for bounds in record.intervals.get("gain_over_first", ()):
@@ -298,25 +407,34 @@ def _made(
     return made
 
 
-def _rows(
+def _contributions(
     model: HookedModel,
     batch: PromptBatch,
     whole_logits: Float[Tensor, "batch vocab"],
     contexts: Sequence[Context],
+    controls: Sequence[Context],
 ) -> dict[str, Tensor]:
-    """What each query contributes: every context, compared with the whole prompt."""
+    """What each query contributes: contexts and controls, compared with the whole prompt."""
     whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
-    of_contexts = [_rows_of_context(model, batch, whole, context) for context in contexts]
+    of_contexts = [_of_context(model, batch, whole, context) for context in contexts]
+    of_controls = [
+        _of_logits(batch, whole, control.query_pass(model, batch).logits(model))
+        for control in controls
+    ]
+    none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")
     return {
+        **{name: torch.stack([each[name] for each in of_contexts], 1) for name in of_contexts[0]},
         **{
-            name: torch.stack([values[name] for values in of_contexts], 1)
-            for name in of_contexts[0]
+            f"random_{name}": torch.stack([each[name] for each in of_controls], 1)
+            if controls
+            else none
+            for name in _MEANS.values()
         },
         "whole_correct": _correct(whole_logits, batch),
     }
 
 
-def _rows_of_context(
+def _of_context(
     model: HookedModel, batch: PromptBatch, whole: NextTokens, context: Context
 ) -> dict[str, Tensor]:
     query_pass = context.query_pass(model, batch)
@@ -336,14 +454,20 @@ def _rows_of_context(
         observers=hooks_by_layer(model, pattern_name, observe),
         prefix=query_pass.prefix,
     )
+    size = torch.full((len(batch),), float(context.size), dtype=torch.double, device="cpu")
     return {
-        **loyalty_contributions(whole, next_tokens(logits, batch.label_scores(logits))),
-        "correct": _correct(logits, batch),
-        "bytes_stored": torch.full(
-            (len(batch),), float(context.size), dtype=torch.double, device="cpu"
-        ),
+        **_of_logits(batch, whole, logits),
+        "bytes_stored": size,
         "stolen": torch.stack(stolen, dim=1),
     }
+
+
+def _of_logits(
+    batch: PromptBatch, whole: NextTokens, logits: Float[Tensor, "batch vocab"]
+) -> dict[str, Tensor]:
+    """Loyalty to the whole prompt, and whether the answer is right."""
+    loyalties = loyalty_contributions(whole, next_tokens(logits, batch.label_scores(logits)))
+    return {**loyalties, "correct": _correct(logits, batch)}
 
 
 def _keys_of_context(queries: PromptBatch, batch: PromptBatch) -> Bool[Tensor, "batch key"]:
@@ -381,19 +505,36 @@ def _seconds_a_query(
 
 
 def _record(contributions: Contributions, seconds: Float[Tensor, " context"]) -> ContextsRecord:
-    accuracy, whole = contributions["correct"].mean(0), contributions["whole_correct"].mean()
-    by_layer = contributions["stolen"].mean(0)
+    of_name: dict[str, Any] = {name: contributions[row].mean(0) for name, row in _MEANS.items()}
+    drawn = {name: contributions[f"random_{row}"] for name, row in _MEANS.items()}
+    of_name |= {f"random_{name}": values.mean(0) for name, values in drawn.items()}
+    of_name |= {name: contributions[name] for name in ("correct", "label_kept", "word_overlap")}
+    whole, by_layer = contributions["whole_correct"].mean(), contributions["stolen"].mean(0)
+    accuracy = of_name["accuracy"]
+    top = torch.stack([_best_draw(of_set) for of_set in contributions.of_sets()]).mean(0)
     return ContextsRecord(
-        accuracy=accuracy,
+        **of_name,
         whole_accuracy=whole,
         gain_over_first=accuracy - accuracy[0],
         gain_over_demonstrations=accuracy - whole,
-        label_loyalty=contributions["label_kept"].mean(0),
-        word_loyalty=contributions["word_overlap"].mean(0),
-        kl=contributions["kl"].mean(0),
         bytes_stored=contributions["bytes_stored"].mean(0),
-        seconds=seconds,
+        seconds=seconds[1:],
+        whole_seconds=seconds[0],
         stolen=by_layer.mean(1),
         stolen_by_layer=by_layer,
-        correct=contributions["correct"],
+        top_label_loyalty=top[0],
+        top_word_loyalty=top[1],
+        top_accuracy=top[2],
+        label_gap=of_name["label_loyalty"] - drawn["label_loyalty"].mean(),
+        word_gap=of_name["word_loyalty"] - drawn["word_loyalty"].mean(),
     )
+
+
+def _best_draw(contributions: Contributions) -> Float[Tensor, " quantity"]:
+    """Label loyalty, word loyalty and accuracy of the draw with the best label loyalty."""
+    names = ("label_kept", "word_overlap", "correct")
+    of_draws = torch.stack([contributions[f"random_{name}"].mean(0) for name in names])
+    if not of_draws.numel():
+        return of_draws.new_full((3,), torch.nan)
+    best = (of_draws[0] == of_draws[0].max()).long().argmax()  # the first of equal draws
+    return of_draws[:, best]

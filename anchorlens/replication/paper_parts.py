@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from string import ascii_uppercase
 from typing import Any, NamedTuple
@@ -10,15 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contexts.selection import label_words
+from ..contexts.compression import compress
+from ..contexts.selection import everything, label_words
 from ..errors import DataError, PromptError
 from ..experiments.analysis import both_ends, run_possible
-from ..experiments.compression_loyalty import (
-    CompressionRecord,
-    answer_times,
-    compression_loyalty,
-    text_anchor_prompts,
-)
+from ..experiments.context_comparison import compare_contexts
 from ..experiments.diagnosis import diagnose
 from ..experiments.isolation import isolation_sweep
 from ..experiments.reweighting import reweighting_accuracy, train_reweighting
@@ -34,10 +31,13 @@ from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
+from ..prompts.text_anchor import text_anchor_prompts
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
+RANDOM_CONTEXTS = 20  # the paper's number of random controls in Table 2
+TIMED_PASSES = 24  # of a query, for each method of Table 3
 # The appendix.
 DEPTHS = (1, 3, 5, 7)
 DIRECTIONS = (5, 10, 20, 50, 100, 200)
@@ -156,25 +156,38 @@ def table_1(setting: Setting) -> Iterator[Number]:
 def table_2(setting: Setting) -> Iterator[Number]:
     """Loyalty and accuracy of compressed contexts: label words, random words, no texts."""
     batches = setting.prompts()
-    record = compression_loyalty(setting.model, batches, seed=setting.seed, **QUIET)
+    contexts: dict[str, Any] = {
+        "demonstrations": partial(compress, keep=everything),
+        "Hidden_anchor": compress,
+        "label words alone": partial(compress, keep=label_words),
+    }
+    draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
+    record = compare_contexts(setting.model, batches, contexts, repeats=0, **draws, **QUIET)
     random = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
     top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
     yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
     yield from _text_anchor(setting, batches)
-    yield from _row_2("Hidden_random", *(draws.mean() for draws in random))
+    yield from _row_2("Hidden_random", *(of_draws.mean() for of_draws in random))
     yield from _row_2("Hidden_random-top", *top)
-    yield from _compressed("Hidden_anchor", record)
-    alone = compression_loyalty(setting.model, batches, label_words, draws=1, **QUIET)
-    yield from _compressed("label words alone", alone)
+    cached = record.bytes_stored / record.bytes_stored[0]
+    numbers = record.label_loyalty, record.word_loyalty, record.accuracy, cached
+    for name, *row in zip(contexts, *(values.tolist() for values in numbers), strict=True):
+        if name != "demonstrations":
+            yield from _row_2(name, *row)
 
 
 def table_3(setting: Setting) -> Iterator[Number]:
     """How many times as fast a compressed context answers one query at a time."""
     few = setting.prompts(queries=setting.queries[:8], batch_size=1)
-    record = answer_times(setting.model, few)
+    contexts: dict[str, Any] = {
+        "cached": partial(compress, keep=everything),
+        "compressed": compress,
+    }
+    record = compare_contexts(setting.model, few, contexts, repeats=TIMED_PASSES, **QUIET)
+    cached, compressed = record.seconds
     speed_ups = {
-        "against the whole prompt": record.speed_up,
-        "against a cached prefix": record.speed_up_over_cached,
+        "against the whole prompt": record.whole_seconds / compressed,
+        "against a cached prefix": cached / compressed,
     }
     for row, speed_up in speed_ups.items():
         yield Number("Table 3", row, "speed-up", float(speed_up))
@@ -310,17 +323,11 @@ def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[N
     yield from _row_2("Text_anchor", record.label_loyalty, record.word_loyalty, accuracy)
 
 
-def _compressed(name: str, record: CompressionRecord) -> Iterator[Number]:
-    loyalties = record.label_loyalty, record.word_loyalty
-    cached = record.bytes_kept / record.bytes_whole
-    yield from _row_2(name, *loyalties, record.accuracy, cached=cached)
-
-
 def _row_2(
     name: str,
     label: Tensor | float,
     word: Tensor | float,
-    accuracy: Tensor,
+    accuracy: Tensor | float,
     cached: Tensor | float | None = None,
 ) -> Iterator[Number]:
     """A row of Table 2; ``cached`` is the share of the whole cache that is stored."""

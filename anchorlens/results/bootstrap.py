@@ -237,7 +237,7 @@ def _percentiles(
     values: Float[Tensor, "resample *axes"], population: Population
 ) -> Float[Tensor, "end *axes"]:
     """Expanded percentiles; NaN for a single unit, whose resamples are all the same."""
-    if population.units < 2:
+    if population.units < 2 or not values.numel():
         return torch.full_like(values[:1], torch.nan).expand(2, *values.shape[1:])
     tails = torch.tensor([population.tail, 1 - population.tail], dtype=torch.double, device="cpu")
     return values.nanquantile(tails, dim=0)

@@ -266,23 +266,18 @@ def calls() -> list[Call]:
             {"model": models, "batch": bad},
         ),
         Call(
-            al.compression_loyalty,
-            {**all_of, "keep": al.selection.label_words, "draws": 1, **QUICK},
-            {"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
-        ),
-        Call(al.answer_times, {**all_of, "repeats": 1}, {"batches": bad_lists, "repeats": sizes}),
-        Call(
             al.reweight_demonstrations,
             {"model": model, "demonstrations": batch, "beta": torch.zeros(3, 2, 6)},
             {"demonstrations": bad, "beta": [vector, torch.full((3, 2, 6), NAN)]},
         ),
         Call(
             al.compare_contexts,
-            {**all_of, "contexts": {"none": al.NoContext()}, "repeats": 1, **QUICK},
+            {**all_of, "contexts": {"none": al.NoContext()}, "draws": 1, "repeats": 1, **QUICK},
             {
                 "batches": bad_lists,
                 "contexts": [{}, [], None, {1: al.NoContext()}, {"none": 3}],
-                "repeats": sizes,
+                "draws": COUNTS,
+                "repeats": COUNTS,
                 "resamples": COUNTS,
             },
         ),

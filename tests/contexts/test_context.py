@@ -11,7 +11,7 @@ from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError, ModelError, PromptError
+from anchorlens.errors import ModelError, PromptError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -98,22 +98,21 @@ def test_a_later_set_is_refused_before_any_pass(gpt2: Any) -> None:
     batches += al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], bare, [query])
     passes, hook = passes_of(gpt2)
     with pytest.raises(PromptError, match="has 0 text tokens"):
-        al.compression_loyalty(gpt2, batches, draws=1, **QUIET)
+        al.compare_contexts(gpt2, batches, {"none": al.NoContext()}, draws=1, **QUIET)
     hook.remove()
     assert not passes
 
 
-def test_answer_times_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
+def test_a_comparison_leaves_no_trace(hooked: Any, byte_level: Any) -> None:
     model = hooked(tiny_gpt2(len(byte_level)), byte_level)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     for dropout in dropouts:
         dropout.p = 0.5
     model.train()
     state = torch.get_rng_state()
-    al.answer_times(model, questions(model, 2), repeats=1)
+    contexts: dict[str, Any] = {"anchors": al.compress}
+    al.compare_contexts(model, questions(model, 2), contexts, draws=1, repeats=1, **QUIET)
     assert model.training and torch.equal(state, torch.get_rng_state())
-    with pytest.raises(MetricError, match="repeats must be at least 1; got 0"):
-        al.answer_times(model, questions(model, 2), repeats=0)
 
 
 def test_a_context_of_one_token_equals_masking(llama: Any) -> None:

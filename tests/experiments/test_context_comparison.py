@@ -118,7 +118,7 @@ def test_all_numbers_equal_those_of_plain_transformers(
     a_position = 2 * 3 * channels * 4
     counts = [0, int(kept.sum()), len(kept), len(kept) - 1]
     assert record.bytes_stored.tolist() == [count * a_position for count in counts]
-    assert (record.seconds > 0).all()
+    assert (record.seconds > 0).all() and record.whole_seconds > 0
     # So that this can fail: the contexts differ, and the demonstrations are all loyal.
     assert len(set(record.kl.tolist())) == 4 and record.label_loyalty[2] == 1
 
@@ -126,11 +126,11 @@ def test_all_numbers_equal_those_of_plain_transformers(
 def test_batches_and_padding_do_not_change_the_numbers(llama: Any) -> None:
     contexts: dict[str, Any] = {"anchors only": al.compress, "none": al.NoContext()}
     records = [
-        al.compare_contexts(llama, questions(llama, 9, **options), contexts, **QUIET)
+        al.compare_contexts(llama, questions(llama, 9, **options), contexts, draws=2, **QUIET)
         for options in ({"batch_size": 4}, {"batch_size": 3, "padding_side": "left"})
     ]
     for name, value in records[0].tensors().items():
-        if name != "seconds":
+        if "seconds" not in name:
             assert difference(value, getattr(records[1], name)) < 1e-5, name
 
 
@@ -185,8 +185,9 @@ def test_a_call_after_an_interruption_goes_on(
 ) -> None:
     batches = questions(gpt2, 9, batch_size=3)
     contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
-    expected = al.compare_contexts(gpt2, batches, contexts, **QUIET)
-    rows, calls = context_comparison._rows, list[int]()
+    draws: dict[str, Any] = {"draws": 2}
+    expected = al.compare_contexts(gpt2, batches, contexts, **draws, **QUIET)
+    rows, calls = context_comparison._contributions, list[int]()
 
     def stops_at(last: int) -> None:
         def counted(*arguments: Any) -> Any:
@@ -196,23 +197,29 @@ def test_a_call_after_an_interruption_goes_on(
             return rows(*arguments)
 
         calls.clear()
-        monkeypatch.setattr(context_comparison, "_rows", counted)
+        monkeypatch.setattr(context_comparison, "_contributions", counted)
 
     stops_at(3)
     with pytest.raises(KeyboardInterrupt):
-        al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **QUIET)
+        al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **draws, **QUIET)
     stops_at(99)
-    record = al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **QUIET)
+    record = al.compare_contexts(gpt2, batches, contexts, folder=tmp_path, **draws, **QUIET)
     assert len(calls) == 2  # the first stored batch is computed again, then the third
     assert torch.equal(record.correct, expected.correct)
     assert torch.equal(record.stolen_by_layer, expected.stolen_by_layer)
+    assert torch.equal(record.random_kl, expected.random_kl) and len(record.random_kl) == 2
     others: list[dict[str, Any]] = [
-        dict(reversed(contexts.items())),
-        contexts | {"anchors only": DEMONSTRATIONS},
+        {"contexts": dict(reversed(contexts.items()))},
+        {"contexts": contexts | {"anchors only": DEMONSTRATIONS}},
+        {"draws": 1},
+        {"seed": 1},
+        {"positions": al.placement.restarted},
     ]
     for other in others:
         with pytest.raises(al.errors.StoreError, match="another run"):
-            al.compare_contexts(gpt2, batches, other, folder=tmp_path, **QUIET)
+            al.compare_contexts(
+                gpt2, batches, **({"contexts": contexts} | draws | other), folder=tmp_path, **QUIET
+            )
 
 
 def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: Any) -> None:
@@ -244,6 +251,38 @@ def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: A
     assert_same(al.load_record(record.save(tmp_path / "contexts.safetensors")), record, 0)
     frame = record.to_frame()
     assert set(frame[frame.quantity == "stolen_by_layer"].context) == set(contexts)
+    assert not len(frame[frame.quantity == "random_kl"]) and record.label_gap.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:intervals of")
+def test_random_controls_are_in_the_table_and_in_the_figure(gpt2: Any, tmp_path: Any) -> None:
+    contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
+    options: dict[str, Any] = {"draws": 3, "repeats": 0, "progress": False}
+    record = al.compare_contexts(gpt2, questions(gpt2, 12), contexts, **options)
+    table, figure = record.table(), record.plot()
+    mean, best = "random words, mean of draws", "random words, best draw"
+    assert (
+        table.index.to_list()
+        == [*contexts, mean, best]
+        == [name.replace("<br>", " ") for name in figure.layout.xaxis.ticktext]
+    )
+    draws = record.random_label_loyalty
+    assert table.loc[mean, "label loyalty"] == f"{draws.mean():.2f}"
+    assert table.loc[best, "label loyalty"] == f"{draws.max():.2f}"
+    assert table.loc[best, "accuracy"] == f"{record.top_accuracy:.2f}"
+    assert table.loc[best, "KL in nats"] == ""
+    low, high = record.intervals["label_gap"][:, 1]
+    gap = f"{record.label_gap[1]:+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert table.loc["anchors only", "label gap"] == gap
+    bars = figure.data[1]
+    expected = [*record.label_loyalty.tolist(), float(draws.mean()), float(draws.max())]
+    assert list(bars.y) == pytest.approx(expected)
+    assert bars.error_y.array[2] == pytest.approx(float(draws.max() - draws.mean()))
+    assert bars.error_y.arrayminus[2] == pytest.approx(float(draws.mean() - draws.min()))
+    assert bars.error_y.array[3] == 0
+    assert_same(al.load_record(record.save(tmp_path / "contexts.safetensors")), record, 0)
+    al.write_report({"contexts": record}, tmp_path / "report.html")
+    assert mean in (tmp_path / "report.html").read_text("utf-8")
 
 
 @pytest.mark.every_kind
@@ -311,6 +350,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
 
     def cached_positions(model: Any, passes: Any, repeats: int) -> Tensor:
         timed.append([int(each.batch.index) for each in passes])
+        assert passes[0].batch.first_query == 0  # the whole prompt
         cached = [0 if each.prefix is None else len(each.prefix) for each in passes]
         return torch.tensor(cached).double()
 
@@ -323,7 +363,12 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     record = al.compare_contexts(gpt2, batches, contexts, **QUIET)
     context = al.compress(gpt2, batches[0])
     assert record.seconds.tolist() == [0, len(context.kept), int(context.kept.sum())]
-    assert timed == [[int(batches[3].index)] * 3]
+    assert timed == [[int(batches[3].index)] * 4]
+    timed.clear()
+    assert (
+        al.compare_contexts(gpt2, batches, contexts, **QUIET | {"repeats": 0}).seconds.isnan().all()
+    )
+    assert not timed
 
 
 def test_reweighting_refuses_a_beta_that_does_not_fit(gpt2: Any) -> None:
@@ -369,8 +414,9 @@ def test_prompts_that_cannot_be_compared_are_refused(gpt2: Any, passes: None) ->
     )
     with pytest.raises(MetricError, match="accuracy needs the true label"):
         al.compare_contexts(gpt2, unlabelled, none, **QUIET)
-    with pytest.raises(MetricError, match="repeats must be a whole number from 1; got 0"):
-        al.compare_contexts(gpt2, questions(gpt2, 3), none, **{**QUIET, "repeats": 0})
+    for name in ("draws", "repeats"):
+        with pytest.raises(MetricError, match=f"{name} must be a whole number from 0; got -1"):
+            al.compare_contexts(gpt2, questions(gpt2, 3), none, **{**QUIET, name: -1})
 
 
 def test_a_batch_of_several_sets_is_refused(gpt2: Any, passes: None) -> None:
@@ -379,6 +425,8 @@ def test_a_batch_of_several_sets_is_refused(gpt2: Any, passes: None) -> None:
     batches = al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], sets, examples[-2:])
     with pytest.raises(PromptError, match=r"'anchors' makes a context for each set.*has several"):
         al.compare_contexts(gpt2, batches, {"anchors": al.compress}, **QUIET)
+    with pytest.raises(PromptError, match="call build_prompts for each set and join"):
+        al.compare_contexts(gpt2, batches, {"none": al.NoContext()}, draws=1, **QUIET)
 
 
 def test_a_function_that_makes_no_context_is_refused(gpt2: Any) -> None:

@@ -63,7 +63,9 @@ def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> Non
         results: dict[str, Any] = dict(al.run(gpt2, batches, METRICS, **QUIET))
         results |= al.run(gpt2, batches, [al.Loyalty()], hooks=hooks_of(gpt2), **QUIET)
         results["isolation"] = al.isolation_loyalty(gpt2, batches, range(1), draws=2, **QUIET)
-        results["compression"] = al.compression_loyalty(gpt2, batches, draws=2, **QUIET)
+        contexts: dict[str, Any] = {"anchors": al.compress}
+        options: dict[str, Any] = {"draws": 2, "repeats": 0, **QUIET}
+        results["compression"] = al.compare_contexts(gpt2, batches, contexts, **options)
         results["beta"] = al.train_reweighting(gpt2, batches, epochs=2, progress=False)
         records.append(results)
     for name, record in records[0].items():
@@ -148,7 +150,7 @@ def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
     losses = -log_softmax(scores, axis=1)[np.arange(len(GOLD)), GOLD]
     expected = np.mean([losses[batch.index].mean() for batch in batches])
     assert float(beta.vanilla_loss) == pytest.approx(expected, abs=1e-5)
-    record = al.compression_loyalty(gpt2, batches, draws=1, **QUIET)
+    record = al.compare_contexts(gpt2, batches, {"anchors": al.compress}, draws=1, **QUIET)
     assert float(record.whole_accuracy) == (scores.argmax(1) == GOLD).mean()
 
 

@@ -40,8 +40,9 @@ REQUESTS: dict[str, Callable[[Any, al.PromptBatch], Any]] = {
     ),
     "train_reweighting": lambda model, batch: al.train_reweighting(model, [batch]),
     "compress": al.compress,
-    "compression_loyalty": lambda model, batch: al.compression_loyalty(model, [batch]),
-    "answer_times": lambda model, batch: al.answer_times(model, [batch]),
+    "compare_contexts": lambda model, batch: al.compare_contexts(
+        model, [batch], {"anchors": al.compress}
+    ),
 }
 
 

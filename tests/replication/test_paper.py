@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -187,8 +188,12 @@ def test_table_2_equals_compression_and_plain_transformers(
     numbers: pd.DataFrame, model: Any, byte_level: Any, seed: int
 ) -> None:
     batches = prompts(model, seed)
-    record = al.compression_loyalty(model, batches, seed=seed, **QUIET)
-    alone = al.compression_loyalty(model, batches, al.selection.label_words, draws=1, **QUIET)
+    whole_cache, alone = (
+        partial(al.compress, keep=keep)
+        for keep in (al.selection.everything, al.selection.label_words)
+    )
+    contexts: dict[str, Any] = {"anchors": al.compress, "alone": alone, "all": whole_cache}
+    record = al.compare_contexts(model, batches, contexts, draws=20, seed=seed, repeats=0, **QUIET)
     demos, _, queries = draw_examples(seed)
     weights = weights_for(byte_level)
     bare = "".join(FORMAT.format(TASK.labels[int(demo.label or 0)]) for demo in demos)
@@ -208,10 +213,10 @@ def test_table_2_equals_compression_and_plain_transformers(
                           record.random_accuracy.mean()],
         "Hidden_random-top": [record.top_label_loyalty, record.top_word_loyalty,
                               record.top_accuracy],
-        "Hidden_anchor": [record.label_loyalty, record.word_loyalty, record.accuracy,
-                          record.bytes_kept / record.bytes_whole],
-        "label words alone": [alone.label_loyalty, alone.word_loyalty, alone.accuracy,
-                              alone.bytes_kept / alone.bytes_whole],
+        "Hidden_anchor": [record.label_loyalty[0], record.word_loyalty[0], record.accuracy[0],
+                          record.bytes_stored[0] / record.bytes_stored[2]],
+        "label words alone": [record.label_loyalty[1], record.word_loyalty[1], record.accuracy[1],
+                              record.bytes_stored[1] / record.bytes_stored[2]],
     }  # fmt: skip
     assert len(record.random_accuracy) == 20
     for name, row in expected.items():
@@ -259,13 +264,12 @@ def test_table_3_has_the_times_and_lengths_of_the_first_queries(
     """The first eight queries are timed, one at a time."""
     timed_batches: list[al.PromptBatch] = []
 
-    def times(model: Any, batches: list[al.PromptBatch]) -> al.AnswerTimesRecord:
+    def times(model: Any, batches: list[al.PromptBatch], contexts: Any, **options: Any) -> Any:
         timed_batches.extend(batches)
-        names = ("whole", "cached", "compressed", "speed_up", "speed_up_over_cached")
-        numbers: Any = {name: torch.tensor(float(k)) for k, name in enumerate(names)}
-        return al.AnswerTimesRecord(**numbers)
+        record = al.compare_contexts(model, batches, contexts, **options)
+        return replace(record, whole_seconds=torch.tensor(6.0), seconds=torch.tensor([8.0, 2.0]))
 
-    monkeypatch.setattr(paper_parts, "answer_times", times)
+    monkeypatch.setattr(paper_parts, "compare_contexts", times)
     ours = {number.row: number.value for number in table_3(setting(model))}
     demos, _, queries = draw_examples(3)
     lines = "".join(TASK.demonstration(demo.text, int(demo.label or 0)) + "\n" for demo in demos)

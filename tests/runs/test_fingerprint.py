@@ -371,7 +371,6 @@ def test_weights_are_summed_once_for_each_set_of_contexts(
 
     monkeypatch.setattr(context, "identity", counted)
     batches = questions(gpt2, count=4, batch_size=1)
-    al.compression_loyalty(gpt2, batches, draws=2, progress=False, resamples=0)
-    assert len(summed) == 1
-    al.answer_times(gpt2, batches, repeats=1)
-    assert len(summed) == 3
+    contexts: dict[str, Any] = {"anchors": al.compress}
+    al.compare_contexts(gpt2, batches, contexts, draws=2, progress=False, resamples=0)
+    assert len(summed) == 2  # for the context, and once for both controls

@@ -216,12 +216,12 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             al.prepare_model(al.restore_model(model)), batches[:1], progress=False
         ),
         "effect": lambda: al.prefix_effect(model, batches, al.compress(model, batch), **QUIET),
-        "compression": lambda: al.compression_loyalty(model, batches, draws=1, **QUIET),
         "anchors of texts": lambda: al.target_logits(
             model, al.text_anchor_prompts(tokenizer, task, demos, queries[:2]), progress=False
         ),
-        "contexts": lambda: al.compare_contexts(model, batches, contexts, repeats=1, **QUIET),
-        "times": lambda: al.answer_times(model, batches, repeats=1) is None,
+        "contexts": lambda: al.compare_contexts(
+            model, batches, contexts, draws=1, repeats=1, **QUIET
+        ),
         "reweighting": reweighted,
         "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
         "soft prompt": lambda: saved(twice(train_soft, "soft")[1], "soft"),

@@ -61,6 +61,9 @@ def assert_same(ours: al.Record, theirs: al.Record, tolerance: float = 1e-5) -> 
         other = getattr(theirs, name)
         assert torch.equal(values.isnan(), other.isnan()), name
         values, other = (tensor.detach().nan_to_num().double() for tensor in (values, other))
+        assert values.shape == other.shape, name
+        if not values.numel():
+            continue
         largest = float(other.abs().max())
         assert float((values - other).abs().max()) <= tolerance * max(largest, 1e-30), name
     assert set(ours.intervals) == set(theirs.intervals)

@@ -109,7 +109,8 @@ def isolation(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
 
 
 def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return {"": al.compression_loyalty(model, batches, draws=2, **QUIET)}
+    contexts: dict[str, Any] = {"anchors": al.compress}
+    return {"": al.compare_contexts(model, batches, contexts, draws=2, repeats=0, **QUIET)}
 
 
 def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
