@@ -127,7 +127,7 @@ def block_edges(
         >>> cut = al.block_edges(model, batch, al.edges.pq, range(3))
         >>> logits = model.run_with_hooks(batch.tokens, fwd_hooks=cut)
     """
-    where = _as_site(site)
+    where = as_site(site)
     check_fits(model, batch)
     chosen = _checked_edges(batch, edges, "cut" if where.renormalize else None)
     return hooks_on_edges(model, batch, chosen, where)
@@ -177,7 +177,7 @@ def scale_edges(
     """
     require_prepared(model)
     check_fits(model, batch)
-    where, factors = _as_site(site), _factors(model, factor)
+    where, factors = as_site(site), _factors(model, factor)
     used = factors[where.layers_of(model)][:, where.heads_of(model)]
     cuts = where.renormalize and bool((used == 0).any())
     if cuts and factors.requires_grad:
@@ -217,7 +217,7 @@ def detach_heads(model: HookedModel, site: SiteOrLayers = EVERYWHERE) -> list[Ho
         ...     hooks=lambda batch: al.detach_heads(model, al.Site(1, heads=0)))
     """
     require_prepared(model)
-    where = _as_site(site)
+    where = as_site(site)
     if where.keep_bos or not where.renormalize:
         raise HookError(
             "detach_heads cuts no edges, so that it neither keeps BOS nor acts after the softmax; "
@@ -400,10 +400,10 @@ def _isolate(
         raise PromptError("the batch has no label words, so that there is nothing to isolate")
     readers = sent(words, batch.tokens.device)
     cut = edge_sets.between(readers, batch.attention_mask)
-    return hooks_on_edges(model, batch, cut, _as_site(site))
+    return hooks_on_edges(model, batch, cut, as_site(site))
 
 
-def _as_site(site: SiteOrLayers) -> Site:
+def as_site(site: SiteOrLayers) -> Site:
     return site if isinstance(site, Site) else Site(site)
 
 

@@ -109,10 +109,9 @@ def main() -> None:
             continue
         first, last = [], []
         for seed, batches in seeds.items():
-            first_5 = al.isolation_loyalty(
-                model, batches, range(5), draws=options.draws, keep_bos=keep_bos
-            )
-            last_5 = al.isolation_loyalty(model, batches, range(-5, 0), draws=1, keep_bos=keep_bos)
+            ends = [al.Site(layers, keep_bos=keep_bos) for layers in (range(5), range(-5, 0))]
+            first_5 = al.isolation_loyalty(model, batches, ends[0], draws=options.draws)
+            last_5 = al.isolation_loyalty(model, batches, ends[1], draws=1)
             first_5.save(options.out / f"first5-{seed}-{keep_bos}.safetensors")
             last_5.save(options.out / f"last5-{seed}-{keep_bos}.safetensors")
             first.append(first_5)

@@ -1,8 +1,8 @@
 """Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
@@ -182,7 +182,6 @@ def edge_sweep(
     metrics: Sequence[Metric] = (),
     draws: int = 10,
     seed: int = 0,
-    renormalize: bool = True,
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -207,7 +206,6 @@ def edge_sweep(
         metrics: Metrics as in ``run`` that observe the clean run; none may need a gradient.
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
-        renormalize: See ``block_edges``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed, as in ``run``.
         progress: Show a progress bar.
@@ -222,8 +220,8 @@ def edge_sweep(
             control. It is raised before any pass.
         PromptError: ``edges`` or ``control`` gives something else than edges from tokens to earlier
             tokens of the prompts.
-        ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
-            is False.
+        ModelError: The attention hooks do not act, or value biases are folded and a site
+            acts after the softmax.
         MetricError: A metric needs a gradient, or the prompts do not fit it.
         RunError: A metric has no result for these contributions; its ``results`` has all other
             records.
@@ -259,9 +257,9 @@ def edge_sweep(
 
     ensure_prepared(model)  # before its layers and heads are counted
     _check_sites(sites, metrics, draws)
-    cuts = [_Change(model, site, edges, control, renormalize) for site in sites.values()]
     seeds = range(seed, seed + draws)
-    options = {"renormalize": renormalize, "edges": name_of(edges), "control": name_of(control)}
+    cuts = [_cut_at(model, site, edges, control, seeds) for site in sites.values()]
+    options = {"edges": name_of(edges), "control": name_of(control)}
     acts_in = "; ".join(str(each.acts_in) for each in cuts)
     isolation = (edges, control) in ISOLATIONS
     study = Study(
@@ -274,21 +272,18 @@ def edge_sweep(
         title="isolation" if isolation else "cut edges",
     )
     with study.entered():
-        _check_cuts(study.batches, cuts, seed)  # raises errors before the model runs
-        # Each function once: what runs before the queries is stored for the function that is given.
-        changes = [(each.cut, [partial(each.random_cut, seed) for seed in seeds]) for each in cuts]
-        plan = study.plan(metrics, interventions=[changes[0][0]], loss=None)
-        pairs = zip(cuts, changes, strict=True)
-        first_changes = {each.first_layer: cut for each, (cut, _) in pairs}
+        _check_cuts(study.batches, cuts)  # raises errors before the model runs
+        plan = study.plan(metrics, interventions=[cuts[0].hooks], loss=None)
+        first_changes = {each.first_layer: each.hooks for each in cuts}
         reasons = plan.why_not_late(study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
             with stored_starts(model, first_changes.keys() - reasons.keys()) as starts:
                 contributions, clean_logits = plan.contributions_and_logits(batch)
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
-            for number, (each, change) in enumerate(zip(cuts, changes, strict=True)):
+            for number, each in enumerate(cuts):
                 start = starts.get(each.first_layer)
-                of_site = _contributions(plan, batch, clean, *change, start)
+                of_site = _contributions(plan, batch, clean, each, start)
                 contributions |= {f"/{number}/{name}": values for name, values in of_site.items()}
             return contributions
 
@@ -310,45 +305,47 @@ def edge_sweep(
 
 
 @dataclass(frozen=True)
-class _Change:
-    """The edges that are cut at a site, and their random controls."""
+class _Cut:
+    """Edges that are cut at a site.
 
-    model: HookedModel
-    site: Site
-    edges: EdgesOfBatch
-    control: RandomEdges
-    renormalize: bool
+    Attributes:
+        acts_in: What the site is, in numbers of this model; heads are None for all of them.
+        hooks: Makes the hooks that cut.
+        controls: For each draw, makes the hooks that cut as many random edges.
+    """
 
-    @cached_property
-    def acts_in(self) -> dict[str, Any]:
-        """Layers and heads by number (heads None for all of them), and ``keep_bos``."""
-        return {
-            "layers": self.site.layers_of(self.model),
-            "heads": None if self.site.heads is None else self.site.heads_of(self.model),
-            "keep_bos": self.site.keep_bos,
-        }
+    acts_in: dict[str, Any]
+    hooks: HooksOfBatch
+    controls: list[HooksOfBatch]
 
     @property
     def first_layer(self) -> int:
         return int(self.acts_in["layers"][0])
 
-    def cut(self, batch: PromptBatch) -> Sequence[Hook]:
-        """Hooks that cut the edges."""
-        return self._block(batch, self._chosen(batch))
 
-    def random_cut(self, seed: int, batch: PromptBatch) -> Sequence[Hook]:
-        """Hooks that cut as many random edges."""
-        drawn = self.control(batch, self._chosen(batch), seed)
-        return self._block(batch, edge_sets.check_edges(batch, drawn))
+def _cut_at(
+    model: HookedModel, site: Site, edges: EdgesOfBatch, control: RandomEdges, seeds: Iterable[int]
+) -> _Cut:
+    acts_in = {
+        "layers": site.layers_of(model),
+        "heads": None if site.heads is None else site.heads_of(model),
+        "keep_bos": site.keep_bos,
+        "renormalize": site.renormalize,
+    }
 
-    def _chosen(self, batch: PromptBatch) -> EdgeSet:
-        chosen = edge_sets.check_edges(batch, self.edges(batch))
+    def chosen(batch: PromptBatch) -> EdgeSet:
+        given = edge_sets.check_edges(batch, edges(batch))
         # No other edge is drawn for one that is not cut.
-        return chosen & ~edge_sets.from_first(batch) if self.site.keep_bos else chosen
+        return given & ~edge_sets.from_first(batch) if site.keep_bos else given
 
-    def _block(self, batch: PromptBatch, edges: EdgeSet) -> Sequence[Hook]:
-        site = self.site if self.renormalize else replace(self.site, renormalize=False)
-        return hooks_on_edges(self.model, batch, edges, site)
+    def cut(batch: PromptBatch) -> Sequence[Hook]:
+        return hooks_on_edges(model, batch, chosen(batch), site)
+
+    def random_cut(seed: int, batch: PromptBatch) -> Sequence[Hook]:
+        drawn = control(batch, chosen(batch), seed)
+        return hooks_on_edges(model, batch, edge_sets.check_edges(batch, drawn), site)
+
+    return _Cut(acts_in, cut, [partial(random_cut, seed) for seed in seeds])
 
 
 def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
@@ -361,25 +358,20 @@ def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: in
         raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
 
 
-def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Change], seed: int) -> None:
+def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Cut]) -> None:
     for each in cuts:
-        acts = [act for batch in batches for _, act in each.cut(batch)[:1]]
+        acts = [act for batch in batches for _, act in each.hooks(batch)[:1]]
         if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
             raise HookError(
                 "there is nothing to cut: edges(batch) has no edge in any prompt"
-                + " but those to BOS" * each.site.keep_bos
+                + " but those to BOS" * each.acts_in["keep_bos"]
             )
         for batch in batches:
-            each.random_cut(seed, batch)
+            each.controls[0](batch)
 
 
 def _contributions(
-    plan: Runner,
-    batch: PromptBatch,
-    clean: NextTokens,
-    cut: HooksOfBatch,
-    controls: Sequence[HooksOfBatch],
-    start: Start | None,
+    plan: Runner, batch: PromptBatch, clean: NextTokens, cut: _Cut, start: Start | None
 ) -> dict[str, Tensor]:
     """Loyalty of each prompt with the edges cut, and under each random draw."""
 
@@ -387,8 +379,8 @@ def _contributions(
         logits = plan.logits(batch, hooks, start)
         return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
-    of_cut = loyalty_with(cut)
-    drawn = [loyalty_with(control) for control in controls]
+    of_cut = loyalty_with(cut.hooks)
+    drawn = [loyalty_with(control) for control in cut.controls]
     random = {
         f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
         for name in of_cut

@@ -1,10 +1,10 @@
 """Loyalty with label words isolated, and with as many random words isolated (section 2.2)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..hooks import Site
+from ..hooks import Site, SiteOrLayers, as_site
 from ..metrics.metric import Metric
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
@@ -16,13 +16,11 @@ from .edge_sweep import ISOLATIONS, CutEdgesRecord, SweepResults, edge_sweep
 def isolation_loyalty(
     model: HookedModel,
     batches: Sequence[PromptBatch],
-    layers: Iterable[int] | int,
+    site: SiteOrLayers,
     *,
-    keep_bos: bool = False,
     draws: int = 10,
     seed: int = 0,
     whole_words: bool = False,
-    renormalize: bool = True,
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -32,12 +30,11 @@ def isolation_loyalty(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Prompts from ``build_prompts``.
-        layers: Layers to isolate in: ``range(5)`` are the first five, ``range(-5, 0)`` the last.
-        keep_bos: See ``isolate_labels``; report both values where prompts begin with BOS.
+        site: Layers, or an ``al.Site``: ``range(5)`` are the first five, ``range(-5, 0)`` the last.
+            Report both values of ``keep_bos`` where prompts begin with BOS.
         draws: Number of random controls; see ``isolation_sweep``.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
-        renormalize: See ``block_edges``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed, as in ``run``.
         progress: Show a progress bar.
@@ -46,9 +43,9 @@ def isolation_loyalty(
         Loyalties of both, the gaps between them, and what each prompt contributed.
 
     Raises:
-        ModelError: The attention hooks do not act, or value biases are folded and ``renormalize``
-            is False.
-        HookError: A layer does not exist, ``keep_bos`` is set for prompts without BOS, or the
+        ModelError: The attention hooks do not act, or value biases are folded and the site acts
+            after the softmax.
+        HookError: A layer does not exist, the site has ``keep_bos`` for prompts without BOS, or the
             demonstrations have too few other words for the control. It is raised before any pass.
         StoreError: ``folder`` holds another run, or cannot be written into.
 
@@ -60,11 +57,10 @@ def isolation_loyalty(
     records = isolation_sweep(
         model,
         batches,
-        {"isolated": Site(layers, keep_bos=keep_bos)},
+        {"isolated": as_site(site)},
         draws=draws,
         seed=seed,
         whole_words=whole_words,
-        renormalize=renormalize,
         resamples=resamples,
         folder=folder,
         progress=progress,
@@ -83,7 +79,6 @@ def isolation_sweep(
     draws: int = 10,
     seed: int = 0,
     whole_words: bool = False,
-    renormalize: bool = True,
     resamples: int = 200,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -101,7 +96,6 @@ def isolation_sweep(
         draws: Number of random controls. Use about 10: their loyalties vary widely.
         seed: Number of the first draw.
         whole_words: See ``isolate_labels``.
-        renormalize: See ``block_edges``.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         folder: Stores what each batch contributed, as in ``run``.
         progress: Show a progress bar.
@@ -135,7 +129,6 @@ def isolation_sweep(
         metrics=metrics,
         draws=draws,
         seed=seed,
-        renormalize=renormalize,
         resamples=resamples,
         folder=folder,
         progress=progress,

@@ -201,11 +201,11 @@ def calls() -> list[Call]:
         ),
         Call(
             al.isolation_loyalty,
-            {**all_of, "layers": [0], "draws": 1, **QUICK},
+            {**all_of, "site": [0], "draws": 1, **QUICK},
             {
                 "model": models,
-                **{"batches": bad_lists, "layers": LAYERS, "draws": sizes, "resamples": COUNTS},
-                "keep_bos": [True],
+                **{"batches": bad_lists, "draws": sizes, "resamples": COUNTS},
+                "site": [*LAYERS, al.Site([0], keep_bos=True)],
             },
         ),
         Call(

@@ -159,7 +159,7 @@ def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) ->
     changes: list[dict[str, Any]] = [
         {"edges": edges.pq},
         {"control": edges.random_edges},
-        {"renormalize": False},
+        {"sites": {"a": al.Site(0, renormalize=False)}},
         {"seed": 1},
         {"draws": 2},
         {"sites": {"a": al.Site(1)}},

@@ -36,18 +36,22 @@ def prompts_with_long_labels(model: Any) -> list[al.PromptBatch]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"whole_words": True}])
+@pytest.mark.parametrize(
+    ("site", "words"),
+    [
+        (al.Site(range(2)), {}),
+        (al.Site(range(2), renormalize=False), {}),
+        (al.Site([1, 2], heads=0), {"whole_words": True}),
+    ],
+)
 def test_isolation_equals_separate_runs(
-    name: str, options: dict[str, Any], request: pytest.FixtureRequest
+    name: str, site: al.Site, words: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
     batches = prompts_with_long_labels(model)
-    record = al.isolation_loyalty(
-        model, batches, layers=range(2), draws=3, seed=11, resamples=0, progress=False, **options
-    )
+    options: dict[str, Any] = {"draws": 3, "seed": 11, "resamples": 0, "progress": False}
+    record = al.isolation_loyalty(model, batches, site, **options, **words)
     ids = batches[0].label_token_ids
-    site = al.Site(range(2), renormalize=options.get("renormalize", True))
-    words: dict[str, Any] = {"whole_words": options.get("whole_words", False)}
     clean = by_hand(model, batches, lambda batch: [])
     isolated = by_hand(model, batches, lambda batch: al.isolate_labels(model, batch, site, **words))
     of_labels = al.loyalty(clean, isolated, ids)
@@ -80,7 +84,7 @@ def test_isolation_equals_separate_runs(
 def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -> None:
     batches = questions(llama, 6)
     options: dict[str, Any] = {"draws": 2, "resamples": 0, "progress": False}
-    with_bos = al.isolation_loyalty(llama, batches, 0, keep_bos=True, **options)
+    with_bos = al.isolation_loyalty(llama, batches, al.Site(0, keep_bos=True), **options)
     without_bos = al.isolation_loyalty(llama, batches, 0, **options)
     assert float(with_bos.kl) != float(without_bos.kl)
     assert (with_bos.random_kl != without_bos.random_kl).all()
@@ -91,7 +95,7 @@ def test_keep_bos_changes_the_isolation_and_needs_a_bos(llama: Any, gpt2: Any) -
     expected = al.loyalty(clean, logits, batches[0].label_token_ids)
     torch.testing.assert_close(with_bos.kl, expected.kl, rtol=1e-4, atol=1e-5)
     with pytest.raises(HookError, match="do not begin with a BOS"):
-        al.isolation_loyalty(gpt2, questions(gpt2, 2), 0, keep_bos=True)
+        al.isolation_loyalty(gpt2, questions(gpt2, 2), al.Site(0, keep_bos=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,7 +103,7 @@ def test_batches_padding_and_order_change_nothing(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
-    options: dict[str, Any] = {"layers": range(2), "draws": 2, "resamples": 10, "progress": False}
+    options: dict[str, Any] = {"site": range(2), "draws": 2, "resamples": 10, "progress": False}
     plans = [
         questions(model, batch_size=5),
         questions(model, batch_size=1),
@@ -132,7 +136,7 @@ def test_the_record_has_intervals_and_info(gpt2: Any) -> None:
 
 def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
-    options: dict[str, Any] = {"layers": 0, "resamples": 0, "progress": False}
+    options: dict[str, Any] = {"site": 0, "resamples": 0, "progress": False}
     three = al.isolation_loyalty(gpt2, batches, draws=3, seed=7, **options)
     single = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
     assert torch.equal(three.random_kl[2:], single.random_kl)

@@ -216,7 +216,7 @@ def test_no_trace_is_left_after_bad_input(gpt2: Any) -> None:
         lambda: al.run(
             gpt2, [batch], METRICS, hooks=lambda b: al.isolate_labels(gpt2, b, 99), progress=False
         ),
-        lambda: al.isolation_loyalty(gpt2, [batch], layers=99),
+        lambda: al.isolation_loyalty(gpt2, [batch], 99),
     ]
     for call in bad:
         with unchanged(gpt2), pytest.raises(AnchorlensError):
