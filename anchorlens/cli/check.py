@@ -2,7 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,14 +106,31 @@ def tried(model: Any) -> dict[str, Any]:
         batches = _prompts(model)
     except AnchorlensError as error:
         return {name: f"{NO}{error}" for name in ("prompts", *ANALYSES)}
-    found: dict[str, Any] = {
+    prefixes: list[str] = []
+
+    def of_metric(metric: Metric) -> str:
+        prefixes.append(run(model, batches, [metric], **QUIET)[metric.name].info["shared_prefix"])
+        return "yes"
+
+    # Each alone, so that one that fails does not hide what the others do.
+    attempts: dict[str, Callable[[], str]] = {
+        **{metric.name: partial(of_metric, metric) for metric in METRICS},
+        "isolation": lambda: _isolation(model, batches),
+        "compression": lambda: _compression(model, batches),
+    }
+    status = {}
+    for name, attempt in attempts.items():
+        try:
+            status[name] = attempt()
+        except AnchorlensError as error:
+            status[name] = f"{NO}{error}"
+    return {
         "prompts": f"yes, {int(batches[0].attention_mask.sum(1).max())} tokens for two "
         "demonstrations and a query",
         "begins_with_BOS": batches[0].begins_with_bos,
+        "shared_demonstrations": next(iter(prefixes), "not tried"),
+        **status,
     }
-    return (
-        found | _metrics(model, batches) | _isolation(model, batches) | _compression(model, batches)
-    )
 
 
 def _prompts(model: Any) -> list[PromptBatch]:
@@ -122,38 +140,16 @@ def _prompts(model: Any) -> list[PromptBatch]:
     return build_prompts(model.tokenizer, TASKS["sst2"], demos, queries)
 
 
-def _metrics(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """Each metric alone, so that one that fails does not hide what the others do."""
-    status: dict[str, Any] = {}
-    prefixes: list[str] = []
-    for metric in METRICS:
-        try:
-            record = run(model, batches, [metric], **QUIET)[metric.name]
-        except AnchorlensError as error:
-            status[metric.name] = f"{NO}{error}"
-        else:
-            status[metric.name] = "yes"
-            prefixes.append(record.info["shared_prefix"])
-    return status | {"shared_demonstrations": next(iter(prefixes), "not tried")}
-
-
-def _isolation(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    sites = first_and_last(model, [1])
-    try:
-        records = isolation_sweep(model, batches, sites, draws=1, **QUIET)
-    except AnchorlensError as error:
-        return {"isolation": f"{NO}{error}"}
+def _isolation(model: Any, batches: Sequence[PromptBatch]) -> str:
+    records = isolation_sweep(model, batches, first_and_last(model, [1]), draws=1, **QUIET)
     skipped = list(records.values())[-1].info["skipped_layers"]
     how = f"runs of the last layer skip {skipped} layers" if isinstance(skipped, int) else skipped
-    return {"isolation": f"yes, {how}"}
+    return f"yes, {how}"
 
 
-def _compression(model: Any, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    try:
-        context = compress(model, batches[0])
-    except AnchorlensError as error:
-        return {"compression": f"{NO}{error}"}
-    return {"compression": f"yes, {len(context.prefix)} of the cached tokens are enough to answer"}
+def _compression(model: Any, batches: Sequence[PromptBatch]) -> str:
+    context = compress(model, batches[0])
+    return f"yes, {len(context.prefix)} of the cached tokens are enough to answer"
 
 
 def _reason(status: str) -> str:

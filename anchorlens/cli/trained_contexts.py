@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..contexts.compression import compress
 from ..contexts.placement import rebased
@@ -22,9 +22,8 @@ from ..experiments.context_comparison import MakeContext
 from ..experiments.reweighting import train_reweighting
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
-from ..prompts.build import build_prompts
-from ..prompts.draw import Examples
-from ..prompts.examples import Example, sample_demonstrations, sample_queries
+from ..prompts.draw import Draw, Examples
+from ..prompts.examples import sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.store import forget_run
 from .analysis import forget_files
@@ -34,24 +33,12 @@ from .output import Output
 _FILES = re.compile(r"(contexts|soft_prompt|hard_prompt|prefix(_from_anchors)?)\.safetensors")
 
 
-class Split(NamedTuple):
-    """Examples of a task that do not overlap."""
-
-    demonstrations: list[Example]
-    training: list[Example]
-    held_out: list[Example]
-    queries: list[Example]
+Prompts = Mapping[str, list[PromptBatch]]  # for training, held out, and the queries compared
 
 
-class SplitPrompts(NamedTuple):
-    """The prompts of a split; all have the same demonstrations."""
-
-    training: list[PromptBatch]
-    held_out: list[PromptBatch]
-    queries: list[PromptBatch]
-
-
-def split_of(examples: Examples, options: Contexts) -> Split:
+def draws_without_overlap(
+    task: Task, examples: Examples, options: Contexts
+) -> dict[str, list[Draw]]:
     """Draw demonstrations, and examples for training, for choosing and for the comparison.
 
     Raises:
@@ -60,19 +47,9 @@ def split_of(examples: Examples, options: Contexts) -> Split:
     count, seed = options.training, options.seed
     demos = sample_demonstrations(examples.pool, options.shots, seed)
     drawn = sample_queries(examples.pool, count + options.held_out, seed, exclude=demos)
-    chosen = sample_queries(examples.tests, options.queries, seed, exclude=[*demos, *drawn])
-    return Split(demos, drawn[:count], drawn[count:], chosen)
-
-
-def prompts_of(tokenizer: Any, task: Task, split: Split, batch_size: int) -> SplitPrompts:
-    """The prompts of each part of a split."""
-    parts = (split.training, split.held_out, split.queries)
-    return SplitPrompts(
-        *(
-            build_prompts(tokenizer, task, split.demonstrations, part, batch_size=batch_size)
-            for part in parts
-        )
-    )
+    compared = sample_queries(examples.tests, options.queries, seed, exclude=[*demos, *drawn])
+    parts = {"training": drawn[:count], "held out": drawn[count:], "queries": compared}
+    return {name: [Draw(task, demos, queries)] for name, queries in parts.items()}
 
 
 def untrained_contexts(draws: int) -> dict[str, Any]:
@@ -88,16 +65,16 @@ def untrained_contexts(draws: int) -> dict[str, Any]:
     }
 
 
-def reweighted(model: HookedModel, prompts: SplitPrompts, output: Output) -> MakeContext:
+def reweighted(model: HookedModel, prompts: Prompts, output: Output) -> MakeContext:
     """Demonstrations whose label words are re-weighted, trained on the training prompts."""
     output.note("training the factors of the label words")
-    steps = [batch.prompt(row) for batch in prompts.training for row in range(len(batch))]
+    steps = [batch.prompt(row) for batch in prompts["training"] for row in range(len(batch))]
     beta = train_reweighting(model, steps, progress=not output.quiet)
     return partial(reweight_demonstrations, beta=beta)
 
 
 def trained_contexts(
-    model: HookedModel, prompts: SplitPrompts, options: Contexts, folder: Path
+    model: HookedModel, prompts: Prompts, options: Contexts, folder: Path
 ) -> dict[str, PrefixContext]:
     """A soft prompt, a hard prompt, and two prefixes, where the model can have them.
 
@@ -107,7 +84,7 @@ def trained_contexts(
         options: The length of a context that starts from nothing, the number of steps, and a seed.
         folder: Where the states of trainings are stored.
     """
-    batches, length, output = prompts.training, options.length, options.output
+    batches, length, output = prompts["training"], options.length, options.output
 
     def prefix(**others: Any) -> PrefixContext:
         return train_prefix(model, batches, length=length, **others)
@@ -136,7 +113,7 @@ def trained_contexts(
         output.note(f"training: {name}")
         try:
             contexts[name] = train(
-                held_out=prompts.held_out,
+                held_out=prompts["held out"],
                 steps=options.steps,
                 seed=options.seed,
                 progress=not options.quiet,

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..models.load import load_model
 from ..models.quiet import quiet_libraries
 from ..prompts.batch import PromptBatch
 from ..prompts.build import build_prompts
-from ..prompts.draw import draws_of, task_of_name
+from ..prompts.draw import Draw, draws_of, task_of_name
 from ..prompts.examples import Example
 from ..prompts.sample import prompts_of_draws
 from ..prompts.tasks import TASKS
@@ -39,11 +40,9 @@ from .output import PrintedTable
 from .summary import numbers_of
 from .tasks import ChosenTask, chosen_task, examples_of_package
 from .trained_contexts import (
-    SplitPrompts,
+    draws_without_overlap,
     forget_contexts,
-    prompts_of,
     reweighted,
-    split_of,
     texts_of,
     trained_contexts,
     training_records,
@@ -84,12 +83,7 @@ def _analyse(
     }
     make_folders(out, draws)
 
-    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
-        return {
-            name: prompts_of_draws(tokenizer, drawn, options.batch_size)
-            for name, drawn in draws.items()
-        }
-
+    prompts = partial(_prompts, draws, options.batch_size)
     loaded, batches = _loaded(options, options.depth, prompts)
     pages = {}
     for name in draws:
@@ -165,32 +159,23 @@ def paper(options: Paper) -> None:
 def contexts(options: Contexts) -> None:
     """Train contexts, and compare them with demonstrations and their label words."""
     task, out, output = options.task, options.out, options.output
-    split = split_of(examples_of_package(task, options.data), options)
+    examples = examples_of_package(task, options.data)
+    draws = draws_without_overlap(TASKS[task], examples, options)
     make_folders(out, [task])
-
-    def prompts(tokenizer: Any) -> dict[str, list[PromptBatch]]:
-        return prompts_of(tokenizer, TASKS[task], split, options.batch_size)._asdict()
-
-    loaded, parts = _loaded(options, 1, prompts, length=options.length)
-    prompts_of_split = SplitPrompts(**parts)
+    prompts = partial(_prompts, draws, options.batch_size)
+    loaded, batches = _loaded(options, 1, prompts, length=options.length)
     rows = rows_folder(out, task)
     if options.fresh:
         forget_contexts(out / task)
-    trained = trained_contexts(loaded, prompts_of_split, options, rows)
+    trained = trained_contexts(loaded, batches, options, rows)
     compared = {
         **untrained_contexts(options.draws),
-        "re-weighted": reweighted(loaded, prompts_of_split, output),
+        "re-weighted": reweighted(loaded, batches, output),
         **trained,
     }
-    count = sum(map(len, prompts_of_split.queries))
-    output.note(f"{task}: {count} queries, {len(compared)} contexts")
-    record = compare_contexts(
-        loaded,
-        prompts_of_split.queries,
-        compared,
-        folder=rows / "contexts",
-        progress=not options.quiet,
-    )
+    queries, folder = batches["queries"], rows / "contexts"
+    output.note(f"{task}: {sum(map(len, queries))} queries, {len(compared)} contexts")
+    record = compare_contexts(loaded, queries, compared, folder=folder, progress=not options.quiet)
     if is_main():
         record.save(out / task / "contexts.safetensors")
         for name, context in trained.items():
@@ -207,6 +192,13 @@ def contexts(options: Contexts) -> None:
     output.document({"model": options.model, **values, "report": report})
     after = f"the flows in the demonstrations: anchorlens run --model {options.model} --task {task}"
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")
+
+
+def _prompts(
+    draws: Mapping[str, Sequence[Draw]], batch_size: int, tokenizer: Any
+) -> dict[str, list[PromptBatch]]:
+    """The prompts of draws by name."""
+    return {name: prompts_of_draws(tokenizer, drawn, batch_size) for name, drawn in draws.items()}
 
 
 def _loaded(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,12 +13,10 @@ from torch.nn.functional import one_hot
 
 from ..errors import MetricError
 from ..metrics.step_flows import StepFlowsRecord
-from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class, token_spans
+from ..prompts.prompt_html import NO_SEGMENT, prompt_legend, segment_class
 from ..prompts.segment_names import PADDING, SEGMENTS
 from ..system.arguments import checked
-from ..system.texts import printable
 from .flow_page import FlowPage, rounded
-from .templates import as_json, template
 
 # Tokens that are stored for each step and layer, and altogether, so that the page of a long answer
 # opens quickly.
@@ -44,7 +42,7 @@ class Reads(NamedTuple):
     means: list[float | None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class AnswerFlows(FlowPage):
     """The tokens that each token of an answer reads, which a notebook shows as a page of its own.
 
@@ -59,41 +57,33 @@ class AnswerFlows(FlowPage):
         heading: Which answer it is.
     """
 
-    tokens: Sequence[str]
-    segments: Sequence[int]
-    names: Sequence[str]
     positions: Sequence[int]
     losses: Sequence[float]
     layers: Sequence[Sequence[Reads]]
     weight: str
-    heading: str
+    template: ClassVar[str] = "answer.html"
 
-    def __repr__(self) -> str:
-        counts = f"{len(self.tokens)} tokens, {len(self.layers) - 1} layers"
-        steps = f"{len(self.positions)} steps"
-        return printable(f"AnswerFlows({counts}, {steps}; {self.heading})")
+    def layer_names(self) -> list[str]:
+        """All layers together come before the first."""
+        return ["all", *map(str, range(len(self.layers) - 1))]
 
-    def fragment(self) -> Markup:
-        """The HTML of the text, for a page that holds the style and the script once."""
-        text = template("answer.html").render(
-            heading=self.heading,
-            weight=self.weight,
-            signed=any(size < 0 for layer in self.layers for read in layer for size in read.sizes),
-            legend=Markup(prompt_legend(self.segments, self.names)),
-            tokens=Markup(token_spans(self.tokens, self.segments, self.names)),
-            steps=[f"“{self.tokens[k].strip() or '␣'}” ({k})" for k in self.positions],
-            segments=[Markup(prompt_legend([k], self.names)) for k in sorted(set(self.segments))],
-            n_layers=len(self.layers),
-            layer_name="all",
-            start=0,
-            data=as_json(self._data()),
-        )
-        return Markup(text)
+    def values(self) -> dict[str, Any]:
+        """The weight, the tokens that can be chosen, and the segments."""
+        return {
+            "weight": self.weight,
+            "signed": any(
+                size < 0 for layer in self.layers for read in layer for size in read.sizes
+            ),
+            "steps": [f"“{self.tokens[k].strip() or '␣'}” ({k})" for k in self.positions],
+            "segments": [
+                Markup(prompt_legend([k], self.names)) for k in sorted(set(self.segments))
+            ],
+        }
 
-    def _data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
+        """Runs of tokens of one segment, steps, and what each reads."""
         runs = [list(run) for _, run in groupby(range(len(self.tokens)), self.segments.__getitem__)]
         return {
-            "tokens": list(self.tokens),
             "rows": [
                 (run[0], run[-1], segment_class(self.segments[run[0]], self.names)) for run in runs
             ],
@@ -101,7 +91,6 @@ class AnswerFlows(FlowPage):
                 {"position": position, "loss": loss}
                 for position, loss in zip(self.positions, self.losses, strict=True)
             ],
-            "names": ["all", *map(str, range(len(self.layers) - 1))],
             "layers": [[reads._asdict() for reads in layer] for layer in self.layers],
         }
 

@@ -1,10 +1,10 @@
 """The paper's claims against the numbers of a model, each with a verdict and its reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf, isnan, nan, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -118,7 +118,12 @@ def claims(results: Mapping[str, Any]) -> list[Claim]:
     """
     records = list(contents_of(results).records.values())
     ability = reason_against_ability(records)
-    return [_judged(measured, ability) for measured in _numbers_of(records)]
+    return [
+        replace(claim, verdict=Verdict.CANNOT_TELL, reason=ability)
+        if ability and not isnan(claim.estimate.value)
+        else claim
+        for claim in _claims_without_ability(records)
+    ]
 
 
 def estimate_over_sets(
@@ -211,40 +216,32 @@ def reason_against_ability(records: Iterable[Record]) -> str:
     )
 
 
-class _Measured(NamedTuple):
-    """A claim before its verdict, and the usual reason for which there is no number."""
-
-    statement: str
-    measure: str
-    estimate: Estimate
-    limit: float
-    paper: str
-    scope: str
-    no_number: str = "there is no number"
-    test: tuple[Verdict, str] | None = None  # decides in place of the interval
-
-
-def _judged(measured: _Measured, ability: str) -> Claim:
-    """The claim with its verdict and the reason."""
-    number, limit = measured.estimate, measured.limit
+def _claim(
+    statement: str,
+    measure: str,
+    number: Estimate,
+    limit: float,
+    paper: str,
+    scope: str,
+    no_number: str = "there is no number",
+) -> Claim:
+    """A claim, judged by the interval of its number; ``no_number`` says why it has none."""
+    verdict = Verdict.CANNOT_TELL
     if isnan(number.value):
-        verdict, reason = Verdict.CANNOT_TELL, measured.no_number
-    elif ability:
-        verdict, reason = Verdict.CANNOT_TELL, ability
-    elif measured.test is not None:
-        verdict, reason = measured.test
+        reason = no_number
     elif not number.has_interval:
-        verdict, reason = Verdict.CANNOT_TELL, "the number has no interval"
+        reason = "the number has no interval"
     elif number.low > limit:
         verdict, reason = Verdict.AGREES, f"the whole interval is above {limit:g}"
     elif number.high < limit:
         verdict, reason = Verdict.DOES_NOT_AGREE, f"the whole interval is below {limit:g}"
     else:
-        verdict, reason = Verdict.CANNOT_TELL, f"the interval includes {limit:g}"
-    return Claim(*measured[:6], verdict, reason)
+        reason = f"the interval includes {limit:g}"
+    return Claim(statement, measure, number, limit, paper, scope, verdict, reason)
 
 
-def _numbers_of(records: Collection[Record]) -> Iterator[_Measured]:
+def _claims_without_ability(records: Collection[Record]) -> Iterator[Claim]:
+    """The claims, judged as if the model did the task."""
     for record in records:
         if isinstance(record, SaliencyFlowsRecord):
             yield from _of_flows(record)
@@ -258,13 +255,13 @@ def _numbers_of(records: Collection[Record]) -> Iterator[_Measured]:
             yield _of_distances(record)
 
 
-def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
+def _of_flows(record: SaliencyFlowsRecord) -> Iterator[Claim]:
     flows = tuple(record.axis_names("flow") or ())
     if flows == tuple(PAPER_FLOWS):  # shares of other flows are not those of the paper
         ends = (-1.0, 1.0)
         change = estimate_over_sets(record, "share_change", flows.index("wp"), ends=ends)
         several = len(record.share) > 1
-        yield _Measured(
+        yield _claim(
             "Label words gather the information of their demonstrations in shallow layers.",
             "share of the flow from texts to label words (S_wp): mean of the first third of the "
             "layers minus mean of the last third",
@@ -274,7 +271,7 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
             scope=scope_of(record),
             no_number="the model has one layer, which is neither shallow nor deep",
         )
-    yield _Measured(
+    yield _claim(
         "In deep layers the answer is read off the label words.",
         "flow from a label word to the target over that from any other word (S_pq / S_tq): median "
         "over the last third of the layers",
@@ -285,12 +282,12 @@ def _of_flows(record: SaliencyFlowsRecord) -> Iterator[_Measured]:
     )
 
 
-def _of_isolation(record: CutEdgesRecord) -> _Measured:
+def _of_isolation(record: CutEdgesRecord) -> Claim:
     number = estimate_over_sets(record, "label_gap", ends=(-1.0, 1.0))
     if "of_sets" not in record.info:
         number = _as_one_more_draw(number, record)
     bos = "left" if record.info.get("keep_bos") else "cut too"
-    return _Measured(
+    return _claim(
         "Predictions need what label words gather in shallow layers.",
         f"share of predicted labels that stay with random words isolated in {first_layers(record)}"
         f", minus the share that stays with the label words isolated; edges to BOS are {bos}",
@@ -319,8 +316,8 @@ def _as_one_more_draw(number: Estimate, record: CutEdgesRecord) -> Estimate:
     return Estimate(number.value, max(low, -1.0), min(high, 1.0))
 
 
-def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
-    return _Measured(
+def _of_attention(record: AttentionAUCROCRecord) -> Claim:
+    return _claim(
         "In deep layers the attention to the label words tells which label is predicted.",
         "AUCROC of the attention from the target to the label words: mean over the last third of "
         "the layers",
@@ -332,10 +329,10 @@ def _of_attention(record: AttentionAUCROCRecord) -> _Measured:
     )
 
 
-def _of_distances(record: AnchorDistancesRecord) -> _Measured:
+def _of_distances(record: AnchorDistancesRecord) -> Claim:
     layer, count = int(record.default_layer), len(record.pair_auc)
     number = float(record.correlation[layer])
-    return _Measured(
+    claim = _claim(
         "Classes whose label words have similar keys are confused.",
         "rank correlation, over pairs of classes, of the distance of keys with how well the model "
         f"tells the two classes apart, in layer {layer}",
@@ -346,8 +343,11 @@ def _of_distances(record: AnchorDistancesRecord) -> _Measured:
         scope=f"other keys of these {count} classes",
         no_number="there is no rank correlation: there are fewer than three pairs of classes, all "
         "pairs are equal, or this layer has no distances",
-        test=None if isnan(number) else judge_distances(record),
     )
+    if isnan(number):
+        return claim
+    verdict, reason = judge_distances(record)
+    return replace(claim, verdict=verdict, reason=reason)
 
 
 def judge_distances(record: AnchorDistancesRecord) -> tuple[Verdict, str]:

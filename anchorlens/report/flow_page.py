@@ -1,28 +1,63 @@
 """Flows of one text as a page of its own, which a notebook shows, and as a part of a report."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any, ClassVar
 
 from markupsafe import Markup
 
-from ..prompts.prompt_html import PROMPT_CSS
+from ..prompts.prompt_html import PROMPT_CSS, prompt_legend, token_spans
+from ..prompts.segment_names import SEGMENTS
 from ..system.files import write_text
-from .templates import static, template
+from ..system.texts import printable
+from .templates import as_json, static, template
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class FlowPage:
-    """Flows of one text: what its pages have in common.
+    """Flows of one text: what its pages have in common."""
 
-    Attributes:
-        heading: What the page is about, in one sentence.
-    """
-
+    tokens: Sequence[str]
+    segments: Sequence[int]
+    names: Sequence[str] = SEGMENTS
+    layers: Sequence[Sequence[Any]]
     heading: str
+    start: int = 0
+    template: ClassVar[str]
+
+    def __repr__(self) -> str:
+        layers = sum(name.isdecimal() for name in self.layer_names())
+        counts = f"{len(self.tokens)} tokens, {layers} layers"
+        return printable(f"{type(self).__name__}({counts}; {self.heading})")
+
+    def layer_names(self) -> list[str]:
+        """What the slider of layers shows at each step."""
+        return [str(layer) for layer in range(len(self.layers))]
+
+    def values(self) -> dict[str, Any]:
+        """What the template shows besides the values of all pages."""
+        raise NotImplementedError
+
+    def data(self) -> dict[str, Any]:
+        """The numbers that the script reads besides the tokens and the names of layers."""
+        raise NotImplementedError
 
     def fragment(self) -> Markup:
         """The HTML of the text, for a page that holds the style and the script once."""
-        raise NotImplementedError
+        names = self.layer_names()
+        text = template(self.template).render(
+            heading=self.heading,
+            legend=Markup(prompt_legend(self.segments, self.names)),
+            tokens=Markup(token_spans(self.tokens, self.segments, self.names)),
+            n_layers=len(names),
+            layer_name=names[self.start],
+            start=self.start,
+            data=as_json({"tokens": list(self.tokens), "names": names, **self.data()}),
+            **self.values(),
+        )
+        return Markup(text)
 
     def page(self) -> str:
         """One HTML page, which needs no other file and no network."""

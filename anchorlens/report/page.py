@@ -370,19 +370,8 @@ def _fields(record: Record) -> list[tuple[str, str]]:
     """The meaning of each field: the docstring of the record's class."""
     # Python 3.13 strips the indentation of docstrings; cleandoc does so on every version.
     _, _, attributes = cleandoc(type(record).__doc__ or "").partition("Attributes:")
-    entries = (entry.partition(": ") for entry in _entries(attributes))
-    return [(name, meaning) for name, _, meaning in entries]
-
-
-def _entries(attributes: str) -> list[str]:
-    """The entries of an attribute list, each on one line."""
-    entries: list[str] = []
-    for line in attributes.splitlines():
-        if line.startswith(" " * 4) and not line.startswith(" " * 5):
-            entries.append(line.strip())
-        elif line.strip() and entries:
-            entries[-1] += " " + line.strip()
-    return entries
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE)
+    return [(name, " ".join(meaning.split())) for name, meaning in entries]
 
 
 def _numbers(record: Record, name: str) -> pd.DataFrame:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
-from markupsafe import Markup
 from torch import Tensor
 
 from ..metrics.aucroc import predicted_class
@@ -19,25 +18,17 @@ from ..passes.forward import run_pass
 from ..passes.fused_attention import UseRows, fused_attention
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_label_words
-from ..prompts.prompt_html import prompt_legend, token_spans
 from ..prompts.segment_names import LABEL, SEGMENTS, TARGET
 from ..prompts.token_texts import token_texts
 from ..system.arguments import checked
 from ..system.devices import in_float64
-from ..system.texts import printable
 from ..trials.may_fuse import patterns_are_large, why_not_fused
 from .flow_page import FlowPage, rounded
-from .templates import as_json, template
 
 # Flows that are stored: for all heads together, and at most so many for each head.
 STRONGEST, STRONGEST_OF_HEAD = 300, 120
 # At most so many flows of single heads altogether, so that a page of a large model opens quickly.
 FLOWS_OF_HEADS = 40_000
-
-CAPTION = (
-    "Tokens in the colours of their segments. A flow from one token to a later one is the saliency "
-    "of their attention, |A · ∂L/∂A|: how much the loss of the answer depends on what passes there."
-)
 
 
 class Strongest(NamedTuple):
@@ -56,7 +47,7 @@ class Strongest(NamedTuple):
     share: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PromptFlows(FlowPage):
     """One prompt and its strongest flows, which a notebook shows as a page of its own.
 
@@ -70,41 +61,21 @@ class PromptFlows(FlowPage):
         heading: What the model predicts for this prompt.
     """
 
-    tokens: Sequence[str]
-    segments: Sequence[int]
     parts: Sequence[tuple[int, int, str, str]]
     layers: Sequence[Sequence[Strongest]]
-    start: int
-    heading: str
+    template: ClassVar[str] = "prompt.html"
 
-    def __repr__(self) -> str:
-        counts = f"{len(self.tokens)} tokens, {len(self.layers)} layers"
-        return printable(f"PromptFlows({counts}; {self.heading})")
+    def values(self) -> dict[str, Any]:
+        """The number of heads."""
+        return {"n_heads": len(self.layers[0]) - 1}
 
-    def fragment(self) -> Markup:
-        """The HTML of the prompt, for a page that holds the style and the script once."""
-        text = template("prompt.html").render(
-            caption=f"{self.heading} {CAPTION}",
-            legend=Markup(prompt_legend(self.segments)),
-            tokens=Markup(token_spans(self.tokens, self.segments)),
-            n_layers=len(self.layers),
-            layer_name=self.start,
-            n_heads=len(self.layers[0]) - 1,
-            start=self.start,
-            data=as_json(self._data()),
-        )
-        return Markup(text)
-
-    def _data(self) -> dict[str, Any]:
-        return {
-            "tokens": list(self.tokens),
-            "rows": self.parts,
-            "names": [str(layer) for layer in range(len(self.layers))],
-            "layers": [
-                [{**flows._asdict(), "sizes": rounded(flows.sizes)} for flows in layer]
-                for layer in self.layers
-            ],
-        }
+    def data(self) -> dict[str, Any]:
+        """Parts and strongest flows."""
+        layers = [
+            [{**flows._asdict(), "sizes": rounded(flows.sizes)} for flows in layer]
+            for layer in self.layers
+        ]
+        return {"rows": self.parts, "layers": layers}
 
 
 @checked

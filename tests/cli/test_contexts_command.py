@@ -13,7 +13,7 @@ from test_cli import call, error_of
 from trained_contexts import same
 
 import anchorlens as al
-from anchorlens.cli import trained_contexts as command_prompts
+from anchorlens.cli import work as command_prompts
 from anchorlens.contexts import soft_prompt, trained_prefix
 from anchorlens.experiments import context_comparison
 
@@ -59,7 +59,7 @@ def test_contexts_are_trained_compared_and_reported(
 def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    build = command_prompts.build_prompts
+    build = command_prompts.prompts_of_draws
 
     def with_long_words(*args: Any, **options: Any) -> list[al.PromptBatch]:
         return [
@@ -67,7 +67,7 @@ def test_the_start_of_a_search_is_said_where_label_words_have_several_tokens(
             for batch in build(*args, **options)
         ]
 
-    monkeypatch.setattr(command_prompts, "build_prompts", with_long_words)
+    monkeypatch.setattr(command_prompts, "prompts_of_draws", with_long_words)
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path)]
     assert call(monkeypatch, *arguments) == 0
     note = "the search starts from the first token of each label word"
