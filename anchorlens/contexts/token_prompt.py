@@ -16,7 +16,7 @@ from ..prompts.insertion import insert_after_bos
 from ..prompts.plain_tokens import plain_tokens
 from ..prompts.tokens import check_is_tokenizer
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
 from .compression import cache_of_tokens
 from .context import model_identity
@@ -143,8 +143,7 @@ def random_hard_prompts(
         >>> accuracies = [float(prompt.training.best_accuracy) for prompt in prompts]
     """
     check_length(length)
-    if draws < 1:
-        raise PromptError(f"draws must be a whole number from 1; got {draws}")
+    check_from_1(PromptError, draws=draws)
 
     def drawn(tokenizer: Any) -> list[list[int]]:
         plain = plain_tokens(tokenizer, vocabulary_of(model)).nonzero()[:, 0]

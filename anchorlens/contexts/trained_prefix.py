@@ -15,7 +15,7 @@ from ..models.kv_cache import KeyValues
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
 from .context import CompressedContext, refuse_another_model, refuse_gaps
 from .embedded import prefix_of_tokens
@@ -133,8 +133,7 @@ def train_prefix(
 
 def check_length(length: int) -> None:
     """Raise an error for a context without positions."""
-    if length < 1:
-        raise PromptError(f"length must be a whole number from 1; got {length}")
+    check_from_1(PromptError, length=length)
 
 
 def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:

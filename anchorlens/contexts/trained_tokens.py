@@ -21,6 +21,7 @@ from ..prompts.plain_tokens import plain_tokens
 from ..runs.fingerprint import in_words
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
+from ..system.texts import described
 from .embedded import (
     embeddings_of,
     moved_embeddings,
@@ -263,7 +264,7 @@ def _allowed(
     if allowed.shape != plain.shape or allowed.dtype != torch.bool:
         raise PromptError(
             f"allowed must be True or False for each of the {len(plain)} tokens of the model; got "
-            f"{allowed.dtype} {tuple(allowed.shape)}"
+            f"{described(allowed)}"
         )
     return plain & allowed.to(plain.device)
 

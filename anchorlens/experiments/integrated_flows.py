@@ -30,7 +30,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..runs.study import Study
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.devices import on_one_device, widest
 from ..system.names import name_of
 from ..system.processes import fails_together
@@ -133,8 +133,7 @@ def integrated_flows(
         >>> bool((record.attributed - record.change).abs().max() < 0.1)
         True
     """
-    if steps < 1:
-        raise MetricError(f"steps must be a whole number from 1; got {steps}")
+    check_from_1(MetricError, steps=steps)
     refuse_values(weight, "al.integrated_flows")
     metric = SegmentFlows(segments, weight)
     name = "probability of the prediction" if output is None else name_of(output)

@@ -26,7 +26,7 @@ from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.contributions import Contributions
 from ..results.record import IntervalOfMean, Record, require_gold
 from ..system.arguments import checked
-from ..system.devices import beside, on_one_device
+from ..system.devices import beside, on_one_device, wide
 from ..system.warn import warn_user
 from .aucroc import auc, predicted_class
 from .metric import Observation
@@ -155,7 +155,7 @@ class AnchorDistances:
             by_position = _positions_first(query.detach(), operands[layer])
             number, row = beside(query, prompts, batch.target_rows)
             at_target = by_position[number, row]
-            queries[layer] = _at_least_float32(at_target.flatten(1))
+            queries[layer] = wide(at_target.flatten(1))
 
         keys = self.observe_prefix(model, batch) if batch.is_whole else None
 
@@ -183,7 +183,7 @@ class AnchorDistances:
             at_anchors = by_position[number, at_label]
             n_shared = model.cfg.n_heads // at_anchors.shape[2]
             by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
-            keys[layer] = _at_least_float32(by_query_head.flatten(2))
+            keys[layer] = wide(by_query_head.flatten(2))
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             on_cpu = batch.on_cpu
@@ -326,10 +326,6 @@ def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
         for _, values in sorted(of_layer.items())
     ]
     return torch.stack(on_one_device(filled), dim=1).cpu()  # a GPU waits once, not in each layer
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _positions_first(

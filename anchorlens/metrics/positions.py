@@ -8,6 +8,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts.batch import PromptBatch
 from ..prompts.edges import Positions, PositionsOfBatch
+from ..system.texts import described
 
 
 def checked_positions(
@@ -27,14 +28,10 @@ def checked_positions(
     positions: Any = function(batch)
     is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
     if not is_mask or positions.shape != batch.tokens.shape:
-        got = (
-            f"{positions.dtype} {tuple(positions.shape)}"
-            if isinstance(positions, Tensor)
-            else type(positions).__name__
-        )
         raise MetricError(
             f"{name!r} of {owner} must give a tensor of True and False with the shape "
-            f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got {got}"
+            f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
+            f"{described(positions)}"
         )
     # A function of one's own may also be true under padding, as ~al.edges.anchors(batch) is.
     return positions & batch.attention_mask

@@ -20,6 +20,7 @@ from ..system.arguments import checked
 from ..system.devices import on_one_device
 from ..system.names import name_of
 from ..system.row_pieces import row_slices
+from ..system.texts import described
 from .weights import Edges, Pattern, Values, Weight, WithValues, refuse_values, saliency
 
 
@@ -99,7 +100,7 @@ def flows(
         raise MetricError(
             "pattern and gradient must have one shape, (batch, head, query, key), and edges of "
             f"True and False (batch, query, key); got {tuple(pattern.shape)}, "
-            f"{tuple(gradient.shape)} and {edges.dtype} {tuple(edges.shape)}"
+            f"{tuple(gradient.shape)} and {described(edges)}"
         )
     sums = [
         edge_weights(weight, a, slope).masked_fill(~edges[:, rows], 0).sum((1, 2))
@@ -251,12 +252,9 @@ def edge_weights(
     edges: Any = weight(pattern, gradient, *values)
     expected = (len(pattern), *pattern.shape[2:])
     if not isinstance(edges, Tensor) or edges.shape != expected or edges.is_complex():
-        got = type(edges).__name__
-        if isinstance(edges, Tensor):
-            got = f"{edges.dtype} {tuple(edges.shape)}"
         raise MetricError(
             "a weight is a function of (pattern, gradient) to a number for each edge, of the "
-            f"shape (batch, query, key) = {expected}; {name_of(weight)} gave {got}"
+            f"shape (batch, query, key) = {expected}; {name_of(weight)} gave {described(edges)}"
         )
     # A weight may count, or say True and False.
     return edges.to(torch.promote_types(edges.dtype, pattern.dtype))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..system.arguments import checked
+from ..system.devices import wide
 
 
 @checked
@@ -45,7 +46,7 @@ def rollout(
         raise MetricError(
             "patterns must be attention after the softmax, from 0 to 1; some values are below 0"
         )
-    heads = patterns.to(torch.promote_types(patterns.dtype, torch.float32)).mean(-3)
+    heads = wide(patterns).mean(-3)
     mixed = heads / 2 + torch.eye(patterns.shape[-1], dtype=heads.dtype, device=heads.device) / 2
     result = mixed[..., 0, :, :]
     for layer in mixed.unbind(-3)[1:]:

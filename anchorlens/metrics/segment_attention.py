@@ -17,7 +17,7 @@ from ..results import prefix_figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import on_one_device
+from ..system.devices import on_one_device, wide
 from .metric import Observation
 from .products import between
 from .segment_flows import SegmentFlows, edge_counts, segment_names
@@ -172,7 +172,7 @@ class SegmentAttention:
             rows = of_head[..., first_query : first_query + queries]
             keys = of_head[..., : pattern.shape[3]]
             values = pattern.detach().flatten(0, 1)
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            values = wide(values)
             of_layers[layer] = between(values, rows, keys, first_query).unflatten(0, (-1, heads))
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:

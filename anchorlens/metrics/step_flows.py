@@ -20,7 +20,7 @@ from ..prompts.segment_names import PADDING
 from ..prompts.token_texts import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.names import name_of
 from .products import edge_weights, require_finite, row_pieces, try_weight
@@ -165,8 +165,7 @@ def step_flows(
 
 def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk: int) -> None:
     """Raise an error for wrong options of ``step_flows``, or folded value biases."""
-    if chunk < 1:
-        raise MetricError(f"chunk must be a whole number from 1; got {chunk}")
+    check_from_1(MetricError, chunk=chunk)
     try_weight(SegmentFlows(weight=weight).weight, model.cfg.n_heads, prompt)
     refuse_folded_value_biases(model)
 

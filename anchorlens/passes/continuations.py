@@ -10,6 +10,7 @@ from ..models.acting_hooks import acting_hooks
 from ..models.hooked import HookedModel
 from ..models.kv_cache import KeyValues, cache_of, inputs_after, keys_and_values
 from ..prompts.batch import PromptBatch
+from ..system.devices import wide
 
 
 def log_probs_after(
@@ -46,7 +47,7 @@ def log_probs_after(
         inputs = inputs_after(model, mask, cache_of(model, len(rows), before), before)
         with acting_hooks(model):
             later = model(rows[:, :-1], **inputs)
-        later = later.to(torch.promote_types(later.dtype, torch.float32)).log_softmax(-1)
+        later = wide(later).log_softmax(-1)
         of_tokens = later.gather(2, rows[:, 1:, None])[..., 0].unflatten(0, (prompts, count))
         log_probs = torch.cat([log_probs, of_tokens], dim=2)
     return log_probs.masked_fill(~is_token, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PromptError
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.warn import warn_user
 from .batch import PromptBatch, as_batch
 from .checks import demonstrations_by_query
@@ -71,8 +71,7 @@ def build_prompts(
         True
     """
     check_tokenizer(tokenizer, batch_size)
-    if max_length is not None and max_length < 1:
-        raise PromptError(f"max_length must be a whole number from 1; got {max_length}")
+    check_from_1(PromptError, max_length=max_length)
     sets = demonstrations_by_query(task, demonstrations, queries)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
     pairs = enumerate(zip(sets, examples, strict=True))

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from .datafiles import READERS, Columns, read_columns
 
 
@@ -159,8 +159,7 @@ def sample_demonstrations(
         >>> sorted(demo.label for demo in demos)
         [0, 1, 2, 3, 4, 5]
     """
-    if shots < 1:
-        raise DataError(f"shots must be a whole number from 1; got {shots}")
+    check_from_1(DataError, shots=shots)
     by_class: dict[int, list[Example]] = {}
     for example in examples:
         if example.label is None or example.label < 0:
@@ -206,8 +205,7 @@ def sample_queries(
         >>> len(sample_queries(examples, 5, exclude=demos))
         5
     """
-    if count < 1:
-        raise DataError(f"count must be a whole number from 1; got {count}")
+    check_from_1(DataError, count=count)
     excluded = {example.text for example in exclude}
     pool = [example for example in examples if example.text not in excluded]
     if len(pool) < count:

@@ -4,7 +4,7 @@ import unicodedata
 from typing import Any
 
 from ..errors import PromptError
-from ..system.arguments import has_methods
+from ..system.arguments import check_from_1, has_methods
 
 _SPACE = "Ġ"  # how byte-level tokenizers write a space
 
@@ -90,5 +90,4 @@ def check_tokenizer(tokenizer: Any, batch_size: int) -> None:
             "AutoTokenizer.from_pretrained(name, use_fast=True)), or build batches from your own "
             "positions with PromptBatch.from_positions"
         )
-    if batch_size < 1:
-        raise PromptError(f"batch_size must be a whole number from 1; got {batch_size}")
+    check_from_1(PromptError, batch_size=batch_size)

@@ -31,6 +31,7 @@ from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals
 from ..results.results import Results
 from ..system.arguments import checked
+from ..system.devices import wide
 from .checks import require_metrics
 from .fingerprint import versions
 from .order import order_of_queries, sets_of
@@ -208,7 +209,7 @@ def _checked(given: Any, batch: PromptBatch, number: int) -> tuple[Tensor, dict[
     if logits.ndim == 3:
         prompts = torch.arange(len(batch), device=logits.device)
         logits = logits[prompts, batch.target_positions.to(logits.device)]
-    logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    logits = wide(logits.detach())
     if not logits.isfinite().all():
         raise NotFiniteError(f"the logits of batch {number} are NaN or infinite at the targets")
     return logits, dict(cache.items())

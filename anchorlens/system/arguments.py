@@ -263,6 +263,13 @@ def missing_from(value: Any, protocol: Any) -> list[str]:
     return missing
 
 
+def check_from_1(error: type[AnchorlensError], **arguments: int | None) -> None:
+    """Raise an error if an argument, where it is given, is less than 1."""
+    for name, value in arguments.items():
+        if value is not None and value < 1:
+            raise error(f"{name} must be a whole number from 1; got {value}")
+
+
 def has_methods(value: object, *names: str) -> bool:
     """Whether all of these attributes exist and can be called.
 

@@ -26,6 +26,11 @@ def in_float64(values: Tensor) -> Tensor:
     return (values if widest(values.device) == torch.float64 else values.cpu()).double()
 
 
+def wide(values: Tensor) -> Tensor:
+    """The values in float32, or in their own type if it is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
     """The values on a device. Python does not wait until an accelerator has them.
 

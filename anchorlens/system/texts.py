@@ -1,4 +1,4 @@
-"""Texts as a terminal can show them."""
+"""Values and texts in messages, as a terminal can show them."""
 
 import re
 
@@ -8,6 +8,18 @@ import re
 _NOT_PRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def described(value: object) -> str:
+    """What a value is, for an error: the type of numbers and the shape of a tensor, or its class.
+
+    Examples:
+        >>> described(torch.zeros(2, 3)), described([1])
+        ('torch.float32 of the shape (2, 3)', 'a list')
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} of the shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def printable(text: str) -> str:

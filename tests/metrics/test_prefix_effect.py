@@ -363,7 +363,7 @@ def nothing(batch: al.PromptBatch) -> Tensor:
         ({"keys": {"a": float_positions}}, "'a' of prefix_effect must give a tensor of True"),
         ({"rows": al.edges.demonstrations}, "positions of every query"),
         ({"rows": nothing}, "none in some prompt"),
-        ({"rows": lambda batch: None}, "'rows' of prefix_effect must give .* got NoneType"),
+        ({"rows": lambda batch: None}, "'rows' of prefix_effect must give .* got a NoneType"),
     ],
 )
 def test_positions_that_are_no_prefix_or_no_query_are_refused(
