@@ -137,7 +137,7 @@ def test_flows_without_edges_raise_an_error() -> None:
 
 def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
     functions: list[tuple[Any, str]] = [
-        (lambda batch: None, "NoneType"),
+        (lambda batch: None, "a NoneType"),
         (lambda batch: edges.pq(batch).float(), "torch.float32"),
         (lambda batch: edges.pq(batch)[:, 1:], r"torch.bool of the shape \(3, "),
     ]

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of, weights_of
 from measures import difference
 from peft_oracle import peft_logits, saved_by_peft
 from test_cache_matrix import NO_CACHE
-from test_matrix import LINE, hooked, marks_of
+from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -25,16 +24,12 @@ UNLIKE = {
     "DeepSeek V2": "has latent attention",
     "DeepSeek V3": "has latent attention",
 }
-CASES = [
-    pytest.param(row.name, id=row.name, marks=marks_of(row))
-    for row in ALL
-    if row.name not in NO_CACHE and not {LINE, "bridge"} & {*row.refused, *row.wrong}
-]
+CASES = [case for case in cases("bridge") if case.values[0] not in NO_CACHE]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peft_and_a_context_give_the_same_logits(name: str, tmp_path: Path) -> None:
-    model, batch = hooked(name, torch.float32, "bridge"), batch_of("right")
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_peft_and_a_context_give_the_same_logits(name: str, kind: str, tmp_path: Path) -> None:
+    model, batch = hooked(name, torch.float32, kind), batch_of("right")
     weights, ours = weights_of(name, torch.float32), tmp_path / "ours"
     context = al.compress(model, batch, keep=al.selection.everything)
     if name in UNLIKE:

@@ -7,10 +7,9 @@ from typing import Any
 import plain
 import pytest
 import torch
-from architectures import ALL
 from comparison import DIRECTIONS, batch_of, cut_layers, weights_of
 from measures import assert_same, centred, difference
-from test_matrix import LINE, hooked, marks_of
+from test_matrix import LINE, cases, hooked
 from torch import Tensor
 from toys import TOYS
 
@@ -43,11 +42,7 @@ NEVER_MOVED |= {row.name for row in TOYS if row.options["positional_embedding_ty
 ON_BOTH = {"GPT-2", "GPT-J", "GPT-NeoX (Pythia)", "Bloom", "Llama", "Mistral", "Qwen2", "Qwen3"}
 ON_BOTH |= {"Gemma 2", "Phi", "Phi-3", "DeepSeek V3"}
 KIND = "bridge" if LINE.startswith("4.") else "HookedTransformer"
-CASES = [
-    pytest.param(row.name, KIND, id=f"{row.name}-{KIND}", marks=marks_of(row))
-    for row in ALL
-    if KIND in row.kinds and not {LINE, KIND} & {*row.refused, *row.wrong}
-]
+CASES = cases(KIND)
 CASES += [
     pytest.param(
         name,

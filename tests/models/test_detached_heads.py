@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of
-from test_matrix import LINE, hooked
+from test_matrix import cases, hooked
 from tiny_models import questions
 from torch import Tensor
 
@@ -17,19 +16,7 @@ from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, z_name
 
 MIXED = ("BitNet", "JetMoe")  # a norm over all heads before the projection; no output of each head
 EVERY_KIND = ("GPT-2", "GPT-J", "Llama", "Gemma 3")  # of others a bridge suffices
-CASES = [
-    pytest.param(
-        row.name,
-        kind,
-        id=f"{row.name}-{kind}",
-        marks=[pytest.mark.xdist_group(row.name)]
-        + [pytest.mark.every_kind] * (row.name in EVERY_KIND),
-    )
-    for row in ALL
-    for kind in row.kinds
-    if not {LINE, kind} & {*row.refused, *row.wrong}
-    and (kind == "bridge" or row.name in EVERY_KIND)
-]
+CASES = cases("bridge", every_kind=EVERY_KIND)
 
 
 def gradients(

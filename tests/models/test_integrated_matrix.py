@@ -9,10 +9,9 @@ from typing import Any
 import plain
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of, precise, weights_of
 from measures import difference
-from test_matrix import LINE, hooked
+from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.experiments.integrated_flows import ScaledPattern
@@ -29,19 +28,7 @@ NORM_AFTER = ("Gemma 2", "Gemma 3", "Gemma 4", "OLMo 2", "OLMo 3", "GLM-4", "EXA
 INCOMPLETE = ("Qwen3-MoE", "OLMoE", "GPT-OSS", "DeepSeek V2", "BitNet")
 WARNED = ("GPT-OSS", "DeepSeek V2", "BitNet")
 FLOAT64 = torch.float64
-CASES = [
-    pytest.param(
-        row.name,
-        kind,
-        id=f"{row.name}-{kind}",
-        marks=[pytest.mark.xdist_group(row.name)]
-        + [pytest.mark.every_kind] * (row.name in NORM_AFTER),
-    )
-    for row in ALL
-    for kind in row.kinds
-    if not {LINE, kind} & {*row.refused, *row.wrong}
-    and (kind == "bridge" or row.name in NORM_AFTER)
-]
+CASES = cases("bridge", every_kind=NORM_AFTER)
 
 
 def losses(logits: torch.Tensor, batch: al.PromptBatch) -> torch.Tensor:

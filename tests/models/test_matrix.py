@@ -12,7 +12,7 @@ published table.
 import copy
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_row import LINE, Architecture
+from architecture_row import LINE
 from architectures import ALL, BY_NAME
 from comparison import (
     batch_of,
@@ -35,7 +35,7 @@ from comparison import (
 from hooked_transformers import hooked_transformer
 from measures import logits_of
 from tiny_models import boot
-from toys import PlainToy, Toy, hooked_toy, native_bridge
+from toys import PlainToy, hooked_toy, native_bridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -120,14 +120,26 @@ CASES = [
 ]
 
 
-def marks_of(row: Architecture | Toy) -> list[pytest.MarkDecorator]:
-    """The marks of a case that is not repeated on the oldest line for every architecture.
+def cases(*kinds: str, every_kind: Collection[str] | None = None) -> list[Any]:
+    """``name, kind`` of each architecture, without those that this line makes wrong.
 
-    It is for those of which that line also makes a HookedTransformer: bridges are much the same on
-    both lines, and this file compares all of them with plain transformers on both.
+    Args:
+        kinds: The kinds of model of all architectures.
+        every_kind: Names of those that run as all kinds, and on the oldest line too. By default
+            only those run there of which it also makes a HookedTransformer: bridges are much the
+            same on both lines, and this file compares all of them with plain transformers on both.
     """
-    group = pytest.mark.xdist_group(row.name)
-    return [group, pytest.mark.every_kind] if "HookedTransformer" in row.kinds else [group]
+    chosen = []
+    for row in ALL:
+        is_in = every_kind is not None and row.name in every_kind
+        repeated = is_in if every_kind is not None else "HookedTransformer" in row.kinds
+        marks = [pytest.mark.xdist_group(row.name)] + [pytest.mark.every_kind] * repeated
+        chosen += [
+            pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=marks)
+            for kind in row.kinds
+            if (is_in or kind in kinds) and not {LINE, kind} & {*row.refused, *row.wrong}
+        ]
+    return chosen
 
 
 @lru_cache(maxsize=6)  # the models of one architecture: two dtypes of three kinds

@@ -12,7 +12,7 @@ from architectures import BY_NAME, ROWS
 from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from hooked_transformers import with_its_bos
 from measures import difference
-from test_matrix import LINE, marks_of
+from test_matrix import cases
 from tiny_models import boot, questions, tiny_gpt2
 
 import anchorlens as al
@@ -22,11 +22,8 @@ from anchorlens.models.model_state import without_user_hooks
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
-NAMES = [
-    pytest.param(row.name, marks=marks_of(row))
-    for row in ROWS
-    if not {LINE, "bridge"} & {*row.refused, *row.wrong}
-]
+IN_TRANSFORMERS = {row.name for row in ROWS}
+CASES = [case for case in cases("bridge") if case.values[0] in IN_TRANSFORMERS]
 
 
 @contextmanager
@@ -54,8 +51,8 @@ def with_dropout(name: str) -> Any:
     return weights
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_dropout_is_off_in_both_modes(name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
     weights = with_dropout(name).train()
     state = torch.get_rng_state()
     model = al.load_model(weights, tokenizer=with_its_bos(tokenizer()))

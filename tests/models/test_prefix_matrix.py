@@ -5,11 +5,10 @@ from typing import Any
 import plain
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of, precise, weights_of
 from measures import difference
 from test_cache_matrix import NO_CACHE
-from test_matrix import KINDS, LINE, hooked, marks_of
+from test_matrix import KINDS, cases, hooked
 from torch import Tensor
 
 import anchorlens as al
@@ -21,12 +20,7 @@ from anchorlens.passes.forward import run_pass
 pytestmark = pytest.mark.without_jaxtyping
 
 PROMPTS = (0, 1)  # the shortest and another, so that one has padding
-CASES = [
-    pytest.param(row.name, kind, id=f"{row.name}-{kind}", marks=marks_of(row))
-    for row in ALL
-    for kind in row.kinds
-    if kind != "processed" and not {LINE, kind} & {*row.refused, *row.wrong}
-]
+CASES = cases("bridge", "HookedTransformer")
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

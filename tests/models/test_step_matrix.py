@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of
 from measures import difference
-from test_matrix import KINDS, LINE, hooked
+from test_matrix import KINDS, cases, hooked
 
 import anchorlens as al
 from anchorlens.models.hooked import z_name
@@ -23,16 +22,11 @@ pytestmark = pytest.mark.without_jaxtyping
 # What these weigh is no output of a head that a hook point holds, or no value: a norm or another
 # projection is in between.
 FROM_PATTERNS = {"Gemma 4", "DeepSeek V2", "DeepSeek V3", "BitNet", "JetMoe"}
-CASES = [
-    pytest.param(row.name, marks=pytest.mark.xdist_group(row.name))
-    for row in ALL
-    if not {LINE, "bridge"} & {*row.refused, *row.wrong}
-]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_a_step_equal_those_of_its_loss(name: str) -> None:
-    model, prompt = hooked(name, torch.float32, "bridge"), batch_of("right").prompt(1)
+@pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=()))
+def test_gradients_of_a_step_equal_those_of_its_loss(name: str, kind: str) -> None:
+    model, prompt = hooked(name, torch.float32, kind), batch_of("right").prompt(1)
     limit = KINDS["bridge"].limits[torch.float32]
     positions = torch.zeros_like(prompt.attention_mask)
     positions[0, [20, 40]] = True

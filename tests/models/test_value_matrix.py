@@ -9,10 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from architectures import ALL
 from comparison import batch_of, tokenizer, weights_of
 from measures import difference, hooks_on
-from test_matrix import LINE, hooked
+from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -33,19 +32,7 @@ REFUSED = {
 # Norms before and after the attention, a residual stream inside it, grouped keys; of others a
 # bridge suffices.
 EVERY_KIND = ("GPT-2", "Gemma 2", "Bloom", "Llama")
-CASES = [
-    pytest.param(
-        row.name,
-        kind,
-        id=f"{row.name}-{kind}",
-        marks=[pytest.mark.xdist_group(row.name)]
-        + [pytest.mark.every_kind] * (row.name in EVERY_KIND),
-    )
-    for row in ALL
-    for kind in row.kinds
-    if not {LINE, kind} & {*row.refused, *row.wrong}
-    and (kind == "bridge" or row.name in EVERY_KIND)
-]
+CASES = cases("bridge", every_kind=EVERY_KIND)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
