@@ -35,6 +35,7 @@ from .prompts.batch import PromptBatch, check_inside
 from .prompts.edge_set import Edges, EdgeSet, EdgesOfBatch
 from .system.arguments import checked
 from .system.devices import sent
+from .system.texts import described
 from .system.warn import warn_user
 
 
@@ -437,7 +438,7 @@ def _factors(model: HookedModel, factor: Any) -> Float[Tensor, "layer head"]:
     if tuple(factors.shape) not in ((), shape):
         raise HookError(
             f"factor must be a number or a tensor with the shape (layer, head) = {shape}; "
-            f"got {factors.dtype} of the shape {tuple(factors.shape)}"
+            f"got {described(factors)}"
         )
     if not factors.is_floating_point() or not ((factors >= 0) & (factors < torch.inf)).all():
         given = str(factors.dtype)

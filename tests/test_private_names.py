@@ -27,30 +27,33 @@ PACKAGE = Path(al.__file__).parent
 
 
 class Use(NamedTuple):
-    """One use of a private name.
-
-    Attributes:
-        package: The package that owns it.
-        names: The names.
-        files: Our files that use them, inside ``anchorlens/``.
-        need: What we need them to do.
-        holds: A function that returns False or raises an error if they do not do it.
-    """
+    """One use of private names of a package, in our files inside ``anchorlens/``."""
 
     package: str
-    names: tuple[str, ...]
-    files: tuple[str, ...]
-    need: str
-    holds: Callable[[], Any]
+    names: list[str]
+    files: list[str]
+    holds: Callable[[], bool]  # says what we need; returns False or raises where it does not hold
 
 
+USES: list[Use] = []
+
+
+def use_of(package: str, names: str, files: str) -> Callable[[Callable[[], bool]], Any]:
+    """Add a function to the list of uses; names and files stand in one text each."""
+    return lambda holds: USES.append(Use(package, names.split(), files.split(), holds))
+
+
+@use_of("transformers", "_no_split_modules", "models/weights.py")
 def blocks_are_named() -> bool:
+    """A model names the blocks that must not be spread over devices."""
     from transformers import GPT2LMHeadModel
 
     return "GPT2Block" in GPT2LMHeadModel._no_split_modules
 
 
+@use_of("torch", "_version", "models/hooked.py prompts/batch.py")
 def version_counts_edits() -> bool:
+    """Tensor._version counts edits in place."""
     tensor = torch.zeros(2)
     before = tensor._version
     tensor.add_(1)
@@ -59,8 +62,9 @@ def version_counts_edits() -> bool:
     return before < edited == tensor._version
 
 
+@use_of("torch", "_make_wrapper_subclass _disabled_torch_function_impl", "prompts/edge_set.py")
 def a_tensor_may_compute_its_values() -> bool:
-    """Whatever torch does with it, also as an index, reaches ``__torch_dispatch__``."""
+    """A tensor without values has a shape, and its operations reach __torch_dispatch__."""
     called: list[Any] = []
 
     class Lazy(torch.Tensor):
@@ -79,7 +83,13 @@ def a_tensor_may_compute_its_values() -> bool:
     return shape_is_free and bool(lazy.sum() == 2) and len(called) == 1
 
 
+@use_of(
+    "torch",
+    "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
+    "models/model_state.py",
+)
 def hook_tables_hold_all_hooks() -> bool:
+    """These four dictionaries of a Module hold all its hooks under the numbers of their handles."""
     module = nn.Linear(1, 1)
     module.register_forward_pre_hook(print)
     module.register_forward_hook(print)
@@ -90,7 +100,9 @@ def hook_tables_hold_all_hooks() -> bool:
     return all(isinstance(table, dict) and list(table.values()) == [print] for table in tables)
 
 
+@use_of("transformer_lens", "user_hook hook.id is_permanent", "models/model_state.py")
 def handles_mark_permanent_hooks() -> bool:
+    """A handle of a HookPoint holds the function, its number, and whether it is permanent."""
     point: Any = HookPoint()
     point.add_hook(print, is_permanent=True)
     (handle,) = point.fwd_hooks
@@ -98,7 +110,9 @@ def handles_mark_permanent_hooks() -> bool:
     return attributes_hold and list(point._forward_hooks) == [handle.hook.id]
 
 
+@use_of("torch", "_forward_hooks _backward_hooks _is_full_backward_hook", "models/acting_hooks.py")
 def adding_hooks_changes_what_is_put_back() -> bool:
+    """Adding a hook to a hook point changes these, fwd_hooks and bwd_hooks, and nothing else."""
     point: Any = HookPoint()
 
     def state() -> dict[str, Any]:
@@ -115,7 +129,9 @@ def adding_hooks_changes_what_is_put_back() -> bool:
     }
 
 
+@use_of("torch", "__call__.__code__", "models/native_attention.py")
 def a_call_of_a_module_is_one_frame() -> bool:
+    """Each call of a Module is one Python frame of Module.__call__."""
     code = nn.Module.__call__.__code__
     counts = []
 
@@ -136,7 +152,9 @@ def a_call_of_a_module_is_one_frame() -> bool:
     return counts == [3, 1, 0]
 
 
+@use_of("torch", "__tensor_flatten__", "system/checksum.py")
 def quantised_tensors_name_their_parts() -> bool:
+    """A tensor that consists of others names them in __tensor_flatten__()."""
     nested: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     names, _ = nested.__tensor_flatten__()
     others_have_none = not hasattr(torch.zeros(1), "__tensor_flatten__")
@@ -145,7 +163,9 @@ def quantised_tensors_name_their_parts() -> bool:
     )
 
 
+@use_of("torch", "_orig_mod", "models/load.py")
 def a_compiled_module_holds_its_own() -> bool:
+    """A compiled model holds the module that was compiled."""
     module = nn.Linear(1, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch.compile imports
@@ -153,7 +173,13 @@ def a_compiled_module_holds_its_own() -> bool:
     return compiled._orig_mod is module
 
 
+@use_of(
+    "transformers",
+    "_attn_implementation",
+    "models/native_attention.py models/weights.py runs/fingerprint.py",
+)
 def configurations_name_the_attention() -> bool:
+    """The configuration of a model names its attention implementation."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=4, n_positions=4))
@@ -163,7 +189,9 @@ def configurations_name_the_attention() -> bool:
     return (named, model.config._attn_implementation) == ("eager", "sdpa")
 
 
+@use_of("transformers", "_global_mapping", "models/replaced_attention.py")
 def registrations_can_be_undone() -> bool:
+    """The attention interfaces hold what was registered in _global_mapping."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for registry in (AttentionInterface, AttentionMaskInterface):
@@ -175,14 +203,18 @@ def registrations_can_be_undone() -> bool:
     return True
 
 
+@use_of("transformer_lens", "_pattern", "passes/recompute.py models/acting_hooks.py")
 def a_bridge_stores_its_last_pattern() -> bool:
+    """An AttentionBridge stores its last pattern as _pattern, which is None at first."""
     from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
 
     config = SimpleNamespace(n_heads=1, d_head=1, d_model=1)
     return vars(AttentionBridge("attn", config))["_pattern"] is None
 
 
+@use_of("accelerate", "__new__", "system/processes.py")
 def accelerate_reads_its_state_without_initializing_it() -> bool:
+    """An object made by __new__ says whether the state is initialized, and does not do so."""
     from accelerate import PartialState
 
     def is_initialized() -> bool:
@@ -197,7 +229,9 @@ def accelerate_reads_its_state_without_initializing_it() -> bool:
     return not before and after and not is_initialized()
 
 
+@use_of("torch", "get_group_store", "system/processes.py")
 def groups_return_their_store() -> bool:
+    """ProcessGroup.get_group_store() returns the store through which the processes connected."""
     if torch.distributed.is_initialized():
         return True
     store = torch.distributed.HashStore()
@@ -211,14 +245,23 @@ def groups_return_their_store() -> bool:
         torch.distributed.destroy_process_group()
 
 
+@use_of("jaxtyping", "dim_str", "results/record.py")
 def annotations_name_their_axes() -> bool:
+    """dim_str of an annotation holds its axes."""
     from jaxtyping import Float
 
     annotation: Any = Float[torch.Tensor, "layer flow"]
     return annotation.dim_str == "layer flow"
 
 
+@use_of(
+    "torch",
+    "_get_current_function_mode_stack _pop_mode _autograd "
+    "_top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks",
+    "system/torch_state.py",
+)
 def modes_of_torch_can_be_removed() -> bool:
+    """The function modes and the hooks of saved tensors of a thread can be read and removed."""
     from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
     of_autograd = torch._C._autograd
@@ -234,146 +277,13 @@ def modes_of_torch_can_be_removed() -> bool:
     return top == hooks and after is None and count == before + 1
 
 
-USES = [
-    Use(
-        "torch",
-        (
-            "_get_current_function_mode_stack",
-            "_pop_mode",
-            "_autograd",
-            "_top_saved_tensors_default_hooks",
-            "_pop_saved_tensors_default_hooks",
-        ),
-        ("system/torch_state.py",),
-        "the function modes and the hooks of saved tensors of a thread can be read and removed",
-        modes_of_torch_can_be_removed,
-    ),
-    Use(
-        "transformers",
-        ("_no_split_modules",),
-        ("models/weights.py",),
-        "a model names the blocks that must not be spread over devices",
-        blocks_are_named,
-    ),
-    Use(
-        "torch",
-        ("_orig_mod",),
-        ("models/load.py",),
-        "a compiled model holds the module that was compiled",
-        a_compiled_module_holds_its_own,
-    ),
-    Use(
-        "torch",
-        ("_version",),
-        ("models/hooked.py", "prompts/batch.py"),
-        "Tensor._version counts edits in place",
-        version_counts_edits,
-    ),
-    Use(
-        "torch",
-        ("_make_wrapper_subclass", "_disabled_torch_function_impl"),
-        ("prompts/edge_set.py",),
-        "a tensor without values has a shape, and its operations reach __torch_dispatch__",
-        a_tensor_may_compute_its_values,
-    ),
-    Use(
-        "torch",
-        ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
-        ("models/model_state.py",),
-        "these four dictionaries of a Module hold all its hooks under the numbers of their handles",
-        hook_tables_hold_all_hooks,
-    ),
-    Use(
-        "torch",
-        ("_forward_hooks", "_backward_hooks", "_is_full_backward_hook"),
-        ("models/acting_hooks.py",),
-        "adding a hook to a hook point changes these and the lists fwd_hooks and bwd_hooks, and "
-        "nothing else",
-        adding_hooks_changes_what_is_put_back,
-    ),
-    Use(
-        "torch",
-        ("__call__.__code__",),
-        ("models/native_attention.py",),
-        "each call of a Module is one Python frame of Module.__call__",
-        a_call_of_a_module_is_one_frame,
-    ),
-    Use(
-        "torch",
-        ("__tensor_flatten__",),
-        ("system/checksum.py",),
-        "a tensor that consists of others names them in __tensor_flatten__()",
-        quantised_tensors_name_their_parts,
-    ),
-    Use(
-        "torch",
-        ("get_group_store",),
-        ("system/processes.py",),
-        "ProcessGroup.get_group_store() returns the store through which the processes connected",
-        groups_return_their_store,
-    ),
-    Use(
-        "accelerate",
-        ("__new__",),
-        ("system/processes.py",),
-        "PartialState.__new__(PartialState).initialized says whether the state is initialized, and "
-        "does not initialize it",
-        accelerate_reads_its_state_without_initializing_it,
-    ),
-    Use(
-        "transformers",
-        ("_attn_implementation",),
-        (
-            "models/native_attention.py",
-            "models/weights.py",
-            "runs/fingerprint.py",
-        ),
-        "the configuration of a model names its attention implementation",
-        configurations_name_the_attention,
-    ),
-    Use(
-        "transformers",
-        ("_global_mapping",),
-        ("models/replaced_attention.py",),
-        "the attention interfaces hold what was registered in _global_mapping",
-        registrations_can_be_undone,
-    ),
-    Use(
-        "transformers",
-        ("_name_or_path",),
-        ("models/model_identity.py",),
-        "a configuration as a dict holds the folder it was loaded from under this name",
-        lambda: "_name_or_path" in configuration_with_name(),
-    ),
-    Use(
-        "transformer_lens",
-        ("user_hook", "hook.id", "is_permanent"),
-        ("models/model_state.py",),
-        "a handle of a HookPoint holds the function, its number, and whether it is permanent",
-        handles_mark_permanent_hooks,
-    ),
-    Use(
-        "transformer_lens",
-        ("_pattern",),
-        ("passes/recompute.py", "models/acting_hooks.py"),
-        "an AttentionBridge stores its last pattern as _pattern, which is None at first",
-        a_bridge_stores_its_last_pattern,
-    ),
-    Use(
-        "jaxtyping",
-        ("dim_str",),
-        ("results/record.py",),
-        "dim_str of an annotation holds its axes",
-        annotations_name_their_axes,
-    ),
-]
-
-
-def configuration_with_name() -> dict[str, Any]:
+@use_of("transformers", "_name_or_path", "models/model_identity.py")
+def configurations_name_their_folder() -> bool:
+    """A configuration as a dict holds the folder it was loaded from under this name."""
     from transformers import GPT2Config
 
     options: dict[str, Any] = {"name_or_path": "folder"}
-    return GPT2Config(**options).to_dict()
+    return "_name_or_path" in GPT2Config(**options).to_dict()
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")
@@ -382,8 +292,10 @@ def test_a_private_name_does_what_we_need(use: Use) -> None:
     try:
         holds = use.holds()
     except Exception as error:
-        pytest.fail(f"{use.package} changed: see {where}. We need: {use.need}. Got {error!r}")
-    assert holds, f"{use.package} changed: see {where}. We need: {use.need}"
+        pytest.fail(
+            f"{use.package} changed: see {where}. We need: {use.holds.__doc__}. Got {error!r}"
+        )
+    assert holds, f"{use.package} changed: see {where}. We need: {use.holds.__doc__}"
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.package}-{use.names[0]}")

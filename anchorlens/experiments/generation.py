@@ -23,7 +23,7 @@ from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..prompts.batch import PromptBatch
 from ..prompts.build import TextPiece, build_segments
-from ..system.arguments import checked
+from ..system.arguments import check_from_1, checked
 from ..system.texts import printable
 from ..system.torch_state import own_random_state
 
@@ -113,8 +113,7 @@ def trace_generation(
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens must be a whole number from 1; got {max_new_tokens}")
+    check_from_1(PromptError, max_new_tokens=max_new_tokens)
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
     _check_names(model, options)
     [prompt_batch] = build_segments(tokenizer, [pieces])

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..system.arguments import checked, is_array
 from ..system.devices import sent
+from ..system.texts import described
 from .prompt_html import NO_SEGMENT, PromptView
 from .segment_names import LABEL, OTHER, PADDING, QUERY, SEGMENTS, TARGET
 from .token_texts import token_texts
@@ -676,7 +677,7 @@ def check_inside(
     if len(positions) != len(batch) or not holds_integers(positions):
         raise PromptError(
             f"{name} of a batch must be whole numbers, in a row for each of its {len(batch)} "
-            f"prompts; got {positions.dtype} {tuple(positions.shape)}"
+            f"prompts; got {described(positions)}"
         )
     outside = (positions < 0) | (positions >= length)
     padded = ~batch.attention_mask.gather(1, positions.clamp(0, length - 1))

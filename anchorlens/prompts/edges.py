@@ -22,6 +22,7 @@ from ..errors import HookError, PromptError
 from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.row_pieces import row_slices
+from ..system.texts import described
 from .batch import PromptBatch, check_inside, check_label_words, holds_integers
 from .edge_set import Edges, EdgeSet, EdgesOfBatch
 from .segment_names import SEGMENTS
@@ -91,7 +92,7 @@ def at(batch: PromptBatch, positions: Int[Tensor, "batch anchor"]) -> Positions:
     if positions.ndim != 2 or not holds_integers(positions) or not positions.numel():
         raise PromptError(
             "positions must be a tensor of whole numbers with the shape (batch, anchor), a row for "
-            f"each prompt; got {positions.dtype} of the shape {tuple(positions.shape)}"
+            f"each prompt; got {described(positions)}"
         )
     check_inside(batch, "positions", positions)
     inside = sent(positions.long(), batch.tokens.device)
@@ -324,10 +325,9 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
     shape, device = (*batch.tokens.shape, batch.tokens.shape[1]), batch.tokens.device
     is_tensor = isinstance(given, Tensor)
     if not is_tensor or given.dtype != torch.bool or tuple(given.shape) != shape:
-        came = f"{given.dtype} of the shape {tuple(given.shape)}" if is_tensor else ""
         raise PromptError(
             "edges must be a tensor of True and False with the shape (batch, query, key) = "
-            f"{shape}, as al.edges gives; got {came or type(given).__name__}"
+            f"{shape}, as al.edges gives; got {described(given)}"
         )
     chosen = EdgeSet.of(given)
     if given.device == device:

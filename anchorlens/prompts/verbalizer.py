@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..system.arguments import checked
-from ..system.devices import sent
+from ..system.devices import sent, wide
 from ..system.names import name_of
 from .tasks import Score, check_score, mean
 
@@ -77,7 +77,7 @@ class Verbalizer:
         """
         if self.has_one_word_a_class:
             return label_scores(logits, torch.tensor(self.token_ids, device="cpu")[:, 0])
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        exact = wide(logits)
         total = exact.logsumexp(-1, keepdim=True)
         classes = [self.score(exact[:, list(ids)] - total, -1) for ids in self.token_ids]
         for ids, values in zip(self.token_ids, classes, strict=True):
