@@ -58,7 +58,8 @@ def sample_prompts(
         )
     chosen = task_of_name(task) if isinstance(task, str) else task
     found: Any = examples_of_task(str(task)) if examples is None else examples
-    both = found if isinstance(found, tuple) else (found, found)
+    is_pool = all(isinstance(each, Example) for each in found)
+    both = (found, found) if is_pool else tuple(found)
     tokenizer = getattr(model, "tokenizer", model)
     if tokenizer is None:
         raise PromptError("the model has no tokenizer; load it with one, or give the tokenizer")

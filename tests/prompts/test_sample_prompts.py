@@ -34,9 +34,9 @@ def test_each_seed_draws_demonstrations_and_queries(byte_level: Any) -> None:
     assert len(torch.cat([batch.demonstrations_id for batch in batches]).unique()) == 2
 
 
-@pytest.mark.parametrize("given", [OWN, (OWN[:6], OWN[6:])])
+@pytest.mark.parametrize("given", [OWN, (OWN[:6], OWN[6:]), [OWN[:6], OWN[6:]]])
 def test_examples_of_ones_own(given: Any, byte_level: Any) -> None:
-    pool, tests = given if isinstance(given, tuple) else (given, given)
+    pool, tests = given if given is not OWN else (OWN, OWN)
     batches = al.sample_prompts(
         byte_level, TASK, given, queries=4, shots=2, seeds=[1], batch_size=3
     )
