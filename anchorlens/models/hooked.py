@@ -1,22 +1,17 @@
 """The hooked model as this package uses it: hook points, layers, checks of models and hooks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from operator import index
-from threading import Event
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
 from ..prompts.batch import PromptBatch
-from ..system.checksum import row_sums
 from .rotary import refuse_rotations_in_a_batch
 
 HookFunction = Callable[..., Tensor | None]
@@ -111,9 +106,12 @@ def pattern_name(layer: int) -> str:
     return f"blocks.{layer}.attn.hook_pattern"
 
 
+SCORES = "blocks.{}.attn.hook_attn_scores"  # to be formatted with a layer
+
+
 def scores_name(layer: int) -> str:
     """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
-    return f"blocks.{layer}.attn.hook_attn_scores"
+    return SCORES.format(layer)
 
 
 def values_name(layer: int) -> str:
@@ -169,62 +167,6 @@ def hooks_by_layer(
         return name(layer), observe_layer
 
     return [hook_of(layer) for layer in range(model.cfg.n_layers)]
-
-
-def read_only(owner: str, hooks: Sequence[Hook], trusted: Event | None = None) -> list[Hook]:
-    """The same hooks, but one that changes a tensor raises an error with the owner's name.
-
-    PyTorch counts the edits of a tensor, but not those of its ``data``. Until ``trusted`` is set
-    each tensor is also compared before and after.
-    """
-
-    def observe(act: Callable[..., Any], tensor: Tensor, hook: Any) -> None:
-        # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
-        before = None if trusted is None or trusted.is_set() else row_sums(tensor.detach())
-        # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
-        version = tensor._version
-        try:
-            returned = act(tensor, hook=hook)
-        except RuntimeError as error:  # PyTorch raises it for edits of some tensors
-            if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
-                raise
-            raise HookError(
-                edit_in_place_message(owner, f"the tensor at {_point_of(hook)}")
-            ) from error
-        if returned is not None:
-            raise HookError(
-                f"a hook of {owner} must return None, but its hook on {_point_of(hook)} returned "
-                "something; pass hooks that change the run as interventions (hooks=...)"
-            )
-        if tensor._version != version:
-            raise HookError(edit_in_place_message(owner, f"the tensor at {_point_of(hook)}"))
-        if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
-            raise HookError(
-                edit_in_place_message(owner, f"the data of the tensor at {_point_of(hook)}")
-            )
-
-    return [(name, partial(observe, act)) for name, act in hooks]
-
-
-@contextmanager
-def unedited(owner: str, what: str, *tensors: Tensor) -> Iterator[None]:
-    """Raise an error with the owner's name if a tensor is edited inside."""
-    before = [tensor._version for tensor in tensors]
-    yield
-    if [tensor._version for tensor in tensors] != before:
-        raise HookError(edit_in_place_message(owner, what))
-
-
-def edit_in_place_message(owner: str, what: str) -> str:
-    """The error message for an edit in place."""
-    return (
-        f"{owner} changed {what} in place, so that the model and the other metrics would continue "
-        "with other numbers; work on a copy (tensor.clone())"
-    )
-
-
-def _point_of(hook: Any) -> str:
-    return "the gradient of shared demonstrations" if hook is None else str(hook.name)
 
 
 def vocabulary_of(model: HookedModel) -> int:

@@ -1,28 +1,29 @@
 """One pass of a model over one batch with hooks, which returns the logits at the targets."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import MetricError, NotFiniteError, PromptError
+from ..errors import HookError, MetricError, NotFiniteError, PromptError
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
+    SCORES,
     Hook,
     HookedModel,
     HookFunction,
     check_fits,
     has_sinks,
-    names_of_layers,
     refuse_folded_value_biases,
     require_prepared,
-    scores_name,
 )
 from ..models.kv_cache import (
     KeyValues,
@@ -32,28 +33,47 @@ from ..models.kv_cache import (
     prefix_of,
 )
 from ..prompts.batch import PromptBatch
+from ..system.checksum import row_sums
 from ..system.put_back import put_back, safe_context
 from .continuations import log_probs_after
 from .losses import (
     Loss,
+    WordCrossEntropy,
     columns_of,
     continuations_of,
-    needs_continuations,
-    needs_positions,
     require_one_a_prompt,
     targets_of,
 )
 from .recompute import Checkpoints, checkpointed
-from .silent_hooks import WatchedHooks
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"
+ON_GRADIENTS = "hooks on gradients"
 
 _after_pass: ContextVar[Callable[[], None]] = ContextVar("after_pass", default=lambda: None)
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass, described and checked before it runs; see ``run_pass`` for the fields."""
+    """One pass, as a value.
+
+    Attributes:
+        model: A prepared model.
+        batch: Prompts on the model's device.
+        hooks: Interventions, which act first.
+        observers: Hooks that observe the tensors after the interventions.
+        backward_hooks: Hooks on the gradient of a hook point's output.
+        loss: Function of (logits, batch) to one number a prompt, of the logits at the targets or,
+            if it is a ``LossAtPositions``, at these positions; a ``WordCrossEntropy`` gets log
+            probabilities of texts after the prompts. With None nothing is differentiated.
+        into: Tensors of the hooks for which the gradient is computed; the input of block 0 by
+            default.
+        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run; the
+            gradient continues through the prefix if it has a graph.
+        gradient_checkpointing: Store only the input of each block for the gradient, and run the
+            block again when the backward pass reaches it. Hooks inside blocks act both times;
+            observers are called once, with tensors without a graph.
+        runs_backward: Whether the loss is differentiated, if there is one.
+    """
 
     model: HookedModel
     batch: PromptBatch
@@ -64,9 +84,18 @@ class Pass:
     into: Sequence[Tensor] = ()
     prefix: KeyValues | None = None
     gradient_checkpointing: bool = False
-    runs_backward: bool = True  # from the losses, if there are any
+    runs_backward: bool = True
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise an error if the batch, the loss or the prefix do not fit the model.
+
+        Raises:
+            ModelError: The model was not prepared, or its value biases are folded and a loss is
+                given or the model has attention sinks.
+            PromptError: The prompts do not fit the model, or do not begin where the prefix ends.
+            MetricError: Gradient checkpointing is used without a loss, with one of texts after the
+                prompts, or with a prefix.
+        """
         require_prepared(self.model)
         if self.gradient_checkpointing and (self.loss is None or self.prefix is not None):
             raise MetricError(
@@ -75,13 +104,13 @@ class Pass:
             )
         if self.loss is not None or has_sinks(self.model):
             refuse_folded_value_biases(self.model)
-        if self.gradient_checkpointing and needs_continuations(self.loss):
+        if self.gradient_checkpointing and isinstance(self.loss, WordCrossEntropy):
             raise MetricError(
                 "a loss of texts after the prompts needs the keys and values of one pass, which "
                 "gradient_checkpointing=True does not store; leave it out, or take another loss"
             )
         check_fits(self.model, self.batch)
-        if needs_continuations(self.loss):
+        if isinstance(self.loss, WordCrossEntropy):
             continuations_of(self.loss, self.batch, self.model)
         cached = 0 if self.prefix is None else len(self.prefix)
         if self.batch.first_query != cached:
@@ -90,79 +119,37 @@ class Pass:
                 f"{cached} tokens are cached; a batch of whole prompts has first_query=0"
             )
 
-    @property
-    def rows(self) -> Int[Tensor, "batch target"]:
-        """The rows of logits that are needed: those of the loss, then that of the target."""
-        with torch.inference_mode(False):  # autograd stores it, see _run
-            of_loss = targets_of(self.loss, self.batch) - self.batch.first_query
-            return torch.cat([of_loss, self.batch.target_rows[:, None]], dim=1)
+    def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
+        """Logits at the targets in float32 or wider, and the losses, if the pass has a loss.
 
-    @property
-    def runs_targets_alone(self) -> bool:
-        """Whether only the needed rows go through the unembedding.
-
-        A hook inside the blocks sees all positions; a hook after the last block would see only
-        these.
+        Raises:
+            ModelError: The logits are not finite.
+            MetricError: The loss is not finite or has no graph.
+            HookError: The model does not have or call the point of a hook, or a block gave another
+                output when it ran again.
         """
-        every = (*self.hooks, *self.observers, *self.backward_hooks)
-        return all(_is_in_a_block(name) for name, _ in every)
+        logits, losses, are_finite = _run(self)
+        if not are_finite[0]:
+            raise _not_finite(self, "at the target position")
+        if not all(are_finite):
+            raise MetricError(
+                "the loss is not finite (NaN or infinite) for some prompts, though their logits "
+                "are; gradients of it say nothing"
+            )
+        _after_pass.get()()
+        return logits, losses
 
 
 def run_pass(
-    model: HookedModel,
-    batch: PromptBatch,
-    *,
-    hooks: Sequence[Hook] = (),
-    observers: Sequence[Hook] = (),
-    backward_hooks: Sequence[Hook] = (),
-    loss: Loss | None = None,
-    into: Sequence[Tensor] = (),
-    prefix: KeyValues | None = None,
-    gradient_checkpointing: bool = False,
+    model: HookedModel, batch: PromptBatch, **options: Any
 ) -> Float[Tensor, "batch vocab"]:
-    """Run the model over a batch, and with a loss also backward from the sum of the losses.
+    """Check a pass and run it: logits at the targets, detached. The options are fields of ``Pass``.
 
-    Args:
-        model: A prepared model.
-        batch: Prompts on the model's device.
-        hooks: Interventions, which act first.
-        observers: Hooks that observe the tensors after the interventions.
-        backward_hooks: Hooks on the gradient of a hook point's output.
-        loss: Function of (logits, batch) to one number a prompt, of the logits at the targets or,
-            if it is a ``LossAtPositions``, at these positions; a ``LossOfContinuations`` gets log
-            probabilities of texts after the prompts. With None nothing is differentiated.
-        into: Tensors of the hooks for which the gradient is computed; the input of block 0 by
-            default.
-        prefix: Keys and values of the tokens before ``batch.query_rows``, which are not run; the
-            gradient continues through the prefix if it has a graph.
-        gradient_checkpointing: Store only the input of each block for the gradient, and run the
-            block again when the backward pass reaches it. Hooks inside blocks act both times;
-            observers are called once, with tensors without a graph.
-
-    Returns:
-        Logits at the target positions, detached, in float32 or the model's wider type.
-
-    Raises:
-        ModelError: The model was not prepared, its logits are not finite, or its value biases are
-            folded and a loss is given or the model has attention sinks.
-        PromptError: The prompts do not fit the model, or do not begin where the prefix ends.
-        MetricError: The loss is not finite or has no graph, or gradient checkpointing is used
-            without a loss or with a prefix.
-        HookError: The model does not have or call the point of a hook, or a block gave another
-            output when it ran again.
+    With a loss, the model also runs backward from the sum of the losses.
     """
-    described = Pass(
-        model,
-        batch,
-        hooks,
-        observers,
-        backward_hooks,
-        loss,
-        into,
-        prefix,
-        gradient_checkpointing,
-    )
-    return _finite(described)[0]
+    described = Pass(model, batch, **options)
+    described.check()
+    return described.run()[0]
 
 
 def losses_of(
@@ -174,24 +161,11 @@ def losses_of(
     into: Sequence[Tensor] = (),
 ) -> Float[Tensor, " batch"]:
     """The loss of each prompt, and the gradient of their sum for the tensors ``into``, if any."""
-    backward = bool(into)
-    losses = _finite(Pass(model, batch, hooks, loss=loss, into=into, runs_backward=backward))[1]
+    described = Pass(model, batch, hooks, loss=loss, into=into, runs_backward=bool(into))
+    described.check()
+    losses = described.run()[1]
     assert losses is not None
     return losses.detach()
-
-
-def _finite(described: Pass) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
-    """The logits and the losses of a pass, or an error if they are not finite."""
-    logits, losses, are_finite = _run(described)
-    if not are_finite[0]:
-        raise _not_finite(described, "at the target position")
-    if not all(are_finite):
-        raise MetricError(
-            "the loss is not finite (NaN or infinite) for some prompts, though their logits are; "
-            "gradients of it say nothing"
-        )
-    _after_pass.get()()
-    return logits, losses
 
 
 def logits_at(
@@ -218,17 +192,18 @@ def logits_at(
         PromptError: The prompts do not fit the model.
     """
     described = Pass(model, batch, hooks)
-    changes = WatchedHooks.of(CHANGES, hooks)
+    described.check()
+    changes = _watched(hooks)
     rows = rows_hook(model, columns_of(positions)[0])
     needed = _padding_hooks(model, batch)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        acting_hooks(model, [*needed, *changes.hooks, rows]),
+        acting_hooks(model, [*needed, *changes, rows]),
     ):
         tokens, inputs = _inputs(model, batch, None, None)
         logits = model(tokens, **inputs)
-    changes.require_calls()
+    _check_calls(CHANGES, changes)
     counts = positions.sum(1).tolist()
     of_prompts = [of_prompt[:count] for of_prompt, count in zip(logits, counts, strict=True)]
     for of_prompt in of_prompts:
@@ -274,7 +249,7 @@ def run_prefix(
     """
     require_prepared(model)
     narrowed = all(_is_in_a_block(name) for name, _ in (*observers, *backward_hooks))
-    changes, observed = WatchedHooks.of(CHANGES, hooks), WatchedHooks.of(OBSERVERS, observers)
+    changes, observed = _watched(hooks), _watched(observers)
     points: list[tuple[Tensor, HookFunction]] = []
     needed = _padding_hooks(model, batch) + ([leaf_hook([])] if backward_hooks else [])
     last = [_point_hook(points, *hook) for hook in backward_hooks]
@@ -282,13 +257,13 @@ def run_prefix(
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(bool(backward_hooks)),
-        acting_hooks(model, [*needed, *changes.hooks, *observed.hooks, *last]),
+        acting_hooks(model, [*needed, *changes, *observed, *last]),
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
         cache = cache_of(model, len(batch), prefix)
         model(tokens, **inputs_after(model, mask, cache, prefix))
-        changes.require_calls()
-        observed.require_calls()
+        _check_calls(CHANGES, changes)
+        _check_calls(OBSERVERS, observed)
         return prefix_of(cache, mask, points, prefix)
 
 
@@ -297,63 +272,65 @@ def _run(
 ) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None, list[bool]]:
     """The logits at the targets, the losses if the pass has a loss, and whether each is finite."""
     model, batch, loss = described.model, described.batch, described.loss
-    runs_backward = loss is not None and described.runs_backward
+    differentiates = loss is not None and described.runs_backward
+    continues = isinstance(loss, WordCrossEntropy)
     prefix, copies = described.prefix, list[Tensor]()
-    graph = prefix.graph if prefix is not None and runs_backward else None
-    if prefix is not None and graph is not None:
-        with torch.inference_mode(False):  # see below
-            prefix = prefix.for_each(len(batch.tokens))
-        copies = [*prefix.keys, *prefix.values]
-    leaves = [*described.into, *copies]
-    needs_leaf = runs_backward and not described.into
-    needed = _padding_hooks(model, batch) + ([leaf_hook(leaves)] if needs_leaf else [])
-    rows = described.rows
-    last = [rows_hook(model, rows)] if described.runs_targets_alone else []
+    graph = prefix.graph if prefix is not None and differentiates else None
+    changes, observed = _watched(described.hooks), _watched(described.observers)
+    of_gradients = _watched(described.backward_hooks)
     checkpoints = Checkpoints() if described.gradient_checkpointing else None
-    changes = WatchedHooks.of(CHANGES, described.hooks)
-    observed = WatchedHooks.of(OBSERVERS, described.observers)
-    of_gradients = WatchedHooks.of("hooks on gradients", described.backward_hooks)
-    observers = observed.hooks
-    if checkpoints is not None:
-        observers = checkpoints.observers(observers)
-    losses: Tensor | None = None
-    continues = needs_continuations(loss)
-    forward = [*needed, *changes.hooks, *observers, *last]
-    acting = acting_hooks(model, forward, of_gradients.hooks)
-
+    observers = observed if checkpoints is None else checkpoints.observers(observed)
     # An inference_mode of the caller would make tensors that autograd rejects.
+    with torch.inference_mode(False):
+        if prefix is not None and graph is not None:
+            prefix = prefix.for_each(len(batch.tokens))
+            copies = [*prefix.keys, *prefix.values]
+        leaves = [*described.into, *copies]
+        # The rows of logits that are needed: those of the loss, then that of the target.
+        rows = batch.target_positions[:, None] - batch.first_query
+        if hasattr(loss, "positions"):
+            rows = torch.cat([targets_of(loss, batch) - batch.first_query, rows], dim=1)
+    needed = _padding_hooks(model, batch)
+    if differentiates and not described.into:
+        needed.append(leaf_hook(leaves))
+    # A hook inside the blocks sees all positions; a hook after the last block would see only these.
+    every_hook = (*described.hooks, *described.observers, *described.backward_hooks)
+    last = [rows_hook(model, rows)] if all(_is_in_a_block(name) for name, _ in every_hook) else []
+    losses: Tensor | None = None
+    acting = acting_hooks(model, [*needed, *changes, *observers, *last], of_gradients)
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(runs_backward),
+        torch.set_grad_enabled(differentiates),
         nullcontext() if checkpoints is None else checkpointed(model, checkpoints),
         acting,
     ):
-        cache = cache_of(model, len(batch), prefix) if continues or prefix is not None else None
+        cache = None if prefix is None and not continues else cache_of(model, len(rows), prefix)
         tokens, inputs = _inputs(model, batch, prefix, cache)
         outputs = model(tokens, **inputs)
-        changes.require_calls()
+        _check_calls(CHANGES, changes)
         every = outputs if last else _at_rows(outputs, rows)
         every = every.float() if every.dtype.itemsize < 4 else every
         logits = every[:, -1]
         if loss is not None:
-            of_loss = every[:, :-1] if needs_positions(loss) else logits
-            if needs_continuations(loss):
+            of_loss = every[:, :-1] if rows.shape[1] > 1 else logits
+            if isinstance(loss, WordCrossEntropy):
                 acting.close()  # they are for the rows of the prompts
                 texts = loss.continuations(batch)
                 of_loss = log_probs_after(model, batch, texts, logits, cache, prefix)
             losses = loss(of_loss, batch)
-            require_one_a_prompt(losses, len(logits))
+            if losses.shape != (len(rows),):
+                require_one_a_prompt(losses, len(rows))
         # Read at once, because Python waits for a GPU at each.
         numbers = [logits] if losses is None else [logits, losses.to(logits.device)]
         are_finite = torch.stack([_is_finite(each.detach()) for each in numbers]).tolist()
-        if losses is not None and runs_backward and all(are_finite):
+        if losses is not None and differentiates and all(are_finite):
             _backward(losses, leaves)
             if graph is not None:
                 graph.pass_gradients_on(copies)
-    if all(are_finite):  # otherwise _finite says what is not
-        observed.require_calls()
+    if all(are_finite):  # otherwise ``Pass.run`` says what is not
+        _check_calls(OBSERVERS, observed)
     if losses is not None and all(are_finite):
-        of_gradients.require_calls()
+        _check_calls(ON_GRADIENTS, of_gradients)
         if checkpoints is not None:
             checkpoints.require_all(model)
     return logits.detach(), losses, are_finite
@@ -363,7 +340,8 @@ def _inputs(
     model: HookedModel, batch: PromptBatch, prefix: KeyValues | None, cache: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """The tokens that are run, and the other arguments of the model's forward."""
-    tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
+    first = batch.first_query
+    tokens, mask = batch.tokens[:, first:], batch.attention_mask[:, first:]
     if cache is None:
         return tokens, inputs_without_cache(model, mask)
     return tokens, inputs_after(model, mask, cache, prefix)
@@ -451,15 +429,15 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     float64 through transformers, and on a processed bridge of transformer-lens 3.9, which hides the
     NaN from the pattern but not from the gradients.
     """
-    if batch.on_cpu.attention_mask[:, batch.query_rows].all():
+    if batch.on_cpu.attention_mask[:, batch.first_query :].all():
         return []
     with torch.inference_mode(False):  # autograd stores it, see _run
-        padding = ~batch.attention_mask[:, batch.query_rows]
+        padding = ~batch.attention_mask[:, batch.first_query :]
 
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
 
-    return [(name, fill_scores) for name in names_of_layers(model, scores_name)]
+    return [(SCORES.format(layer), fill_scores) for layer in range(model.cfg.n_layers)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:
@@ -489,3 +467,101 @@ def _before_unembedding(model: HookedModel) -> str:
 def _is_in_a_block(name: str | Callable[[str], bool]) -> bool:
     """Whether a hook is certain to see all positions."""
     return isinstance(name, str) and name.startswith(("blocks.", "hook_embed"))
+
+
+# TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
+@dataclass(eq=False, repr=False)
+class _Watched:
+    """A hook that counts its calls, and of an owner also that it changes nothing.
+
+    PyTorch counts the edits of a tensor, but not those of its ``data``. Until ``trusted`` is set
+    each tensor is also compared before and after.
+    """
+
+    act: HookFunction
+    owner: str = ""
+    trusted: Event | None = None
+    calls: int = 0
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        self.calls += 1
+        if not self.owner:
+            return self.act(tensor, hook=hook)
+        # By a checksum: a copy of a long prompt's pattern may be a gigabyte.
+        compares = self.trusted is not None and not self.trusted.is_set()
+        before = row_sums(tensor.detach()) if compares else None
+        # Private in torch, which has no public counter; tests/test_private_names.py verifies it.
+        version = tensor._version
+        try:
+            returned = self.act(tensor, hook=hook)
+        except RuntimeError as error:  # PyTorch raises it for edits of some tensors
+            if not ("modified inplace" in str(error) or "in-place operation" in str(error)):
+                raise
+            raise _edited(self.owner, f"the tensor at {_point_of(hook)}") from error
+        if returned is not None:
+            raise HookError(
+                f"a hook of {self.owner} must return None, but its hook on {_point_of(hook)} "
+                "returned something; pass hooks that change the run as interventions (hooks=...)"
+            )
+        if tensor._version != version:
+            raise _edited(self.owner, f"the tensor at {_point_of(hook)}")
+        if before is not None and not np.array_equal(before, row_sums(tensor.detach())):
+            raise _edited(self.owner, f"the data of the tensor at {_point_of(hook)}")
+        return None
+
+
+def read_only(owner: str, hooks: Sequence[Hook], trusted: Event | None = None) -> list[Hook]:
+    """The same hooks, but one that changes a tensor raises an error with the owner's name.
+
+    ``trusted`` is set when a batch has shown that they change nothing.
+    """
+    return [(name, _Watched(act, owner, trusted)) for name, act in hooks]
+
+
+@contextmanager
+def unedited(owner: str, what: str, *tensors: Tensor) -> Iterator[None]:
+    """Raise an error with the owner's name if a tensor is edited inside."""
+    before = [tensor._version for tensor in tensors]
+    yield
+    if [tensor._version for tensor in tensors] != before:
+        raise _edited(owner, what)
+
+
+def _edited(owner: str, what: str) -> HookError:
+    return HookError(
+        f"{owner} changed {what} in place, so that the model and the other metrics would continue "
+        "with other numbers; work on a copy (tensor.clone())"
+    )
+
+
+def _point_of(hook: Any) -> str:
+    return "the gradient of shared demonstrations" if hook is None else str(hook.name)
+
+
+def _watched(hooks: Sequence[Hook]) -> list[tuple[Any, Any]]:
+    """The same hooks, which count their calls.
+
+    A hook is given to a pass only where the pass should call it: a pass that starts late, follows a
+    cached prefix or has a fused attention gets only the hooks for what it runs.
+    """
+    return [(name, act if isinstance(act, _Watched) else _Watched(act)) for name, act in hooks]
+
+
+def _check_calls(what: str, hooks: Sequence[tuple[Any, _Watched]]) -> None:
+    """Raise an error for points that exist, but that the model does not call.
+
+    A function that selects points may also select some that are not called, and an expert gets no
+    token of some prompts.
+    """
+    silent = [
+        "any that a function selects" if callable(name) else repr(name)
+        for name, watched in hooks
+        if not watched.calls and not (isinstance(name, str) and ".experts." in name)
+    ]
+    if silent:
+        names = ", ".join(list(dict.fromkeys(silent))[:3]) + " and others" * (len(silent) > 3)
+        raise HookError(
+            f"{what} did nothing, because the model did not call their hook points: {names}; "
+            "choose points that it calls, which model.run_with_cache(tokens) lists, or switch them "
+            "on where TransformerLens can, as with model.set_use_attn_result(True)"
+        )

@@ -223,40 +223,15 @@ def before_segment(batch: PromptBatch, name: str) -> Bool[Tensor, "batch positio
     return shifted & batch.attention_mask
 
 
-@runtime_checkable
-class LossOfContinuations(Protocol):
-    """A loss of how likely the model finds texts after each prompt, such as whole label words."""
-
-    def continuations(self, batch: PromptBatch) -> Int[Tensor, "class token"]:
-        """The tokens of each text; -1 after the end of the shorter ones."""
-        ...
-
-    def __call__(
-        self, log_probs: Float[Tensor, "batch class token"], batch: PromptBatch
-    ) -> Float[Tensor, " batch"]:
-        """The loss of each prompt.
-
-        Args:
-            log_probs: ``log p(token | prompt, earlier tokens of the text)``; 0 after the end.
-            batch: The prompts.
-        """
-        ...
-
-
-def needs_continuations(loss: object) -> TypeGuard[LossOfContinuations]:
-    """Whether a loss gets the probabilities of texts after each prompt."""
-    return has_methods(loss, "continuations")
-
-
 @dataclass(frozen=True)
 class WordCrossEntropy:
-    """See ``word_cross_entropy``."""
+    """See ``word_cross_entropy``: how likely the model finds texts after each prompt."""
 
     words: tuple[tuple[int, ...], ...] | None
     per_token: bool
 
     def continuations(self, batch: PromptBatch) -> Int[Tensor, "class token"]:
-        """The tokens of the label word of each class."""
+        """The tokens of the label word of each class; -1 after the end of the shorter ones."""
         words = self.words or _words_of_demonstrations(batch)
         if batch.has_label_words and len(words) != len(batch.label_token_ids):
             raise MetricError(
@@ -269,7 +244,7 @@ class WordCrossEntropy:
     def __call__(
         self, log_probs: Float[Tensor, "batch class token"], batch: PromptBatch
     ) -> Float[Tensor, " batch"]:
-        """Cross entropy of the true class."""
+        """Cross entropy of the true class; ``log_probs`` are 0 after the end of a word."""
         gold = _gold_of(batch)
         scores = log_probs.sum(-1)
         if self.per_token:
@@ -378,7 +353,7 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
 
 def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
     """The shape of what a loss gets for each prompt."""
-    if needs_continuations(loss):
+    if isinstance(loss, WordCrossEntropy):
         return tuple(continuations_of(loss, batch, model).shape)
     if needs_positions(loss):
         return targets_of(loss, batch).shape[1], vocabulary_of(model)
@@ -421,7 +396,7 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
 
 
 def continuations_of(
-    loss: LossOfContinuations, batch: PromptBatch, model: HookedModel
+    loss: WordCrossEntropy, batch: PromptBatch, model: HookedModel
 ) -> Int[Tensor, "class token"]:
     """The tokens of each text, or an error if the model cannot run them after the prompts."""
     if model in without_cache:
@@ -444,7 +419,7 @@ def continuations_of(
 
 def refuse_several_targets(loss: Loss) -> None:
     """Raise an error for a loss of several tokens where only the target's logits are known."""
-    if needs_positions(loss) or needs_continuations(loss):
+    if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
             "target position; use al.label_cross_entropy, or a function of (logits, batch) of your "

@@ -23,9 +23,9 @@ from ..models.hooked import (
     HookedModel,
     check_fits,
     pattern_name,
-    read_only,
     refuse_folded_value_biases,
 )
+from ..passes.forward import read_only
 from ..passes.memory import joined
 from ..prompts.batch import PromptBatch, check_prompts
 from ..results.bootstrap import check_resamples, with_intervals

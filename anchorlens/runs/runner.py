@@ -19,9 +19,9 @@ from torch import Tensor
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
 from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
-from ..models.hooked import Hook, HookedModel, read_only, unedited
+from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
-from ..passes.forward import run_pass
+from ..passes.forward import Pass, read_only, unedited
 from ..passes.fused_attention import UseRows, run_fused
 from ..passes.late_start import Start, started
 from ..passes.losses import Loss
@@ -117,11 +117,11 @@ class Runner:
                 leading, prefix = self.prefixes.of(after, hooks, acting, self.how.is_fused)
                 if act_alike(acting, leading):
                     with started(self.model, start):
-                        return run_pass(self.model, after, hooks=acting, prefix=prefix)
+                        return _run(self.model, after, hooks=acting, prefix=prefix)
             # From the first layer, because ``start`` is the output for the tokens after the prefix.
             batch, start = after.whole(), None
             acting = hooks(batch)
-        run = partial(run_fused, run_pass) if self.how.is_fused else run_pass
+        run = partial(run_fused, _run) if self.how.is_fused else _run
         with started(self.model, start):
             return run(self.model, batch, hooks=acting)
 
@@ -190,7 +190,7 @@ class Runner:
         observers, backward_hooks = _read_only(metrics, observations, self._trusted)
         needs_gradient = any(metric.needs_gradient for metric in metrics)
         is_fused = self.how.is_fused and prefix is None
-        run = partial(run_fused, run_pass) if is_fused else run_pass
+        run = partial(run_fused, _run) if is_fused else _run
         logits = run(
             self.model,
             batch,
@@ -214,7 +214,7 @@ class Runner:
         """What metrics observe of a fused attention, a few query rows at a time."""
         observations = [metric.observe(self.model, batch) for metric in metrics]
         logits = run_fused(
-            run_pass,
+            _run,
             self.model,
             batch,
             use=_use_rows(metrics, observations),
@@ -258,6 +258,11 @@ class Runner:
             prefix = self.prefixes.of(batch, hooks, acting, self.how.is_fused)[1]
         self._in_set = set_id, observations, prefix
         return observations, prefix
+
+
+def _run(model: HookedModel, batch: PromptBatch, **options: Any) -> Float[Tensor, "batch vocab"]:
+    """The logits of a pass that the study has checked, before the first one."""
+    return Pass(model, batch, **options).run()[0]
 
 
 def _read_only(

@@ -21,6 +21,7 @@ from ..metrics.metric import Metric
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
+from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import PartsThatFit, joined
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
@@ -208,6 +209,11 @@ class Study:
                 f"{[metric.name for metric in metrics]} needs one and the memory is the same "
                 "without; leave it out"
             )
+        of_gradient = loss if needs_gradient else None
+        checkpoints = gradient_checkpointing
+        Pass(
+            self.model, self.batches[0], loss=of_gradient, gradient_checkpointing=checkpoints
+        ).check()
         self._store  # noqa: B018 - the folder of another run is an error before the trial
         changes = [*interventions, no_hooks if hooks is None else hooks]
         prefixes = SharedPrefixes(self.model)

@@ -19,7 +19,7 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..passes.forward import run_pass, run_prefix
 from ..passes.fused_attention import acts_when_fused, fused_attention, outside_attention
-from ..passes.losses import Loss, needs_continuations
+from ..passes.losses import Loss, WordCrossEntropy
 from ..passes.shared_prefix import (
     HooksOfBatch,
     after_shared,
@@ -75,7 +75,7 @@ def why_not_fused(
     """
     if has_user_hooks(model):
         return "hooks may act on them"
-    if needs_continuations(loss):
+    if isinstance(loss, WordCrossEntropy):
         return "the words of the loss continue the prompts"
     shortest = _shortest(batches).to(device_of(model))
     acting = [hook for change in changes for hook in change(shortest)]

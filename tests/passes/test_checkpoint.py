@@ -17,9 +17,9 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, HookError, MetricError
-from anchorlens.models.hooked import Hook, pattern_name, read_only
+from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
-from anchorlens.passes.forward import run_pass
+from anchorlens.passes.forward import read_only, run_pass
 from anchorlens.system import row_pieces
 from anchorlens.trials import how_to_run
 

@@ -172,8 +172,8 @@ def test_other_errors_are_not_tried_again(gpt2: Any) -> None:
 
 
 def limit_passes(patch: pytest.MonkeyPatch, run_pass: Any) -> None:
-    for name in ("runs.runner", "trials.may_share"):
-        patch.setattr(f"anchorlens.{name}.run_pass", run_pass)
+    patch.setattr("anchorlens.runs.runner._run", run_pass)
+    patch.setattr("anchorlens.trials.may_share.run_pass", run_pass)
 
 
 def test_shared_demonstrations_are_tried_with_as_many_prompts_as_fit(

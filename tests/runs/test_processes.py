@@ -105,7 +105,7 @@ def test_info_random_state_and_errors_equal_those_of_one_process(
     ("name", "words"),
     [
         ("other prompts", ("all processes must make the same call", "prompts: process 0 '")),
-        ("other settings", ("the same call", "isolated: process 0 ", "'layers': [1]")),
+        ("other settings", ("the same call", "cut: process 0 ", "'layers': [1]")),
         ("other calls", ("the same call", "metrics: process 0 ", "process 1 None")),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import anchorlens as al
 from anchorlens.contexts.query_pass import is_context
 from anchorlens.metrics.metric import checks_batches, has_observe_prefix, is_metric
-from anchorlens.passes.losses import needs_continuations, needs_positions
+from anchorlens.passes.losses import needs_positions
 from anchorlens.system.arguments import has_methods
 
 
@@ -50,6 +50,5 @@ def test_other_objects_and_classes_are_neither_metrics_nor_contexts(value: Any) 
 
 def test_losses_say_what_they_need() -> None:
     assert needs_positions(al.span_cross_entropy("query"))
-    assert not needs_continuations(al.span_cross_entropy("query"))
-    assert needs_continuations(al.word_cross_entropy([[1], [2]]))
+    assert not needs_positions(al.word_cross_entropy([[1], [2]]))
     assert not needs_positions(al.label_cross_entropy)
