@@ -27,29 +27,19 @@ class Page(NamedTuple):
 
 
 def make_folders(out: Path, tasks: Iterable[str] = ()) -> None:
-    """Make the folder of ``--out`` and those of tasks in it, before anything is computed.
-
-    Raises:
-        StoreError: One cannot be made, nothing can be written there, or a folder has the name of a
-            file that the commands write.
-    """
+    """Make the folder of ``--out`` and those of tasks in it, before anything is computed."""
     for folder in (out, *(out / task for task in tasks)):
-        _make_folder(folder)
+        failed = "be a folder"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            failed = "be written into"
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise StoreError(f"--out {folder} cannot {failed}: {error.strerror}") from error
     for name in ("report.html", "settings.json"):
         if (out / name).is_dir():
             raise StoreError(f"{out / name} is a folder, so that no file can have this name")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"--out {folder} cannot be a folder: {error.strerror}") from error
-    try:
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise StoreError(f"--out {folder} cannot be written into: {error.strerror}") from error
 
 
 def rows_folder(out: Path, task: str) -> Path:
@@ -74,11 +64,7 @@ def forget_analysis(folder: Path) -> None:
 
 
 def forget_files(folder: Path, names: re.Pattern[str]) -> None:
-    """Delete the files of a folder that have one of these names.
-
-    Raises:
-        StoreError: One cannot be deleted.
-    """
+    """Delete the files of a folder that have one of these names."""
     for path in sorted(folder.glob("*")):
         if names.fullmatch(path.name) and path.is_file():
             try:

@@ -18,22 +18,9 @@ def checked_tokenizer(
 ) -> Any:
     """The tokenizer of a model, after everything was checked that needs no weights.
 
-    A .gguf file holds tokenizer and weights in one, and takes as long to read without the weights:
-    there the checks come after loading.
-
-    Args:
-        model: Hub name, local folder or .gguf file.
-        device: The device for the weights.
-        depth: Layers isolated at each end.
-        build_prompts: Function of a tokenizer to the prompts of the command.
-        length: Positions that a trained context puts before each query.
-
-    Returns:
-        The tokenizer, or None for a .gguf file.
-
-    Raises:
-        AnchorlensError: The device cannot be used, the model has no configuration or tokenizer, or
-            too few layers, or the prompts cannot be built or are too long.
+    None for a .gguf file, which holds tokenizer and weights in one, and takes as long to read
+    without the weights: there the checks come after loading. ``length`` is how many positions a
+    trained context puts before each query.
     """
     if device is not None:
         refuse_device(device)

@@ -66,12 +66,7 @@ def check(options: Check) -> None:
 
 
 def title_of(model: str, reasons: Iterable[str]) -> str:
-    """What can be done with a model.
-
-    Args:
-        model: Its name.
-        reasons: Why each analysis does not work; an empty text for those that do.
-    """
+    """What can be done with a model, by the reasons against each analysis; "" where it works."""
     failed = [bool(reason) for reason in reasons]
     if all(failed):
         return f"{model} cannot be analysed"

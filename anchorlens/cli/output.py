@@ -60,12 +60,7 @@ class Output:
             say(text, err=True)
 
     def tables(self, tables: Sequence[PrintedTable], text: str | None = None) -> None:
-        """Print results as tables: drawn on a terminal, and text elsewhere.
-
-        Args:
-            tables: The tables.
-            text: Their text, by default lines with aligned columns.
-        """
+        """Print results as tables: drawn on a terminal, elsewhere as text (aligned by default)."""
         if self.as_json or not is_main():
             return
         if sys.stdout.isatty():

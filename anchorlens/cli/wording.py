@@ -33,11 +33,7 @@ _NEEDS_LESS_MEMORY = {
 
 
 def in_words_of_the_command(message: str, options: Collection[str]) -> str:
-    """The message with options in place of the arguments that they set.
-
-    Args:
-        message: A message of the library.
-        options: The options of the command.
+    """A message of the library with options of the command for the arguments that they set.
 
     Examples:
         >>> in_words_of_the_command("use float32 (dtype=torch.float32)", ["--dtype"])
@@ -52,10 +48,7 @@ def in_words_of_the_command(message: str, options: Collection[str]) -> str:
 
 
 def need_less_memory(options: Collection[str]) -> str:
-    """What to do when memory ran out.
-
-    Args:
-        options: The options of the command.
+    """What to do when memory ran out, with the options of the command.
 
     Examples:
         >>> need_less_memory(["--dtype", "--device"])

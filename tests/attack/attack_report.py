@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 from attack_damages import folder
 from attack_scene import scene
 
@@ -78,6 +79,7 @@ def page(text: str, field: str) -> Path:
         "setting": {"settings": {"model": text}},
         "name of a setting": {"settings": {text: 1}},
         "figure": {"figures": {text: setup.isolation.plot()}},
+        "title of a figure": {"figures": {"x": go.Figure(layout={"title": {"text": text}})}},
     }
     records: dict[str, dict[str, al.Record]] = {
         "info": {"flows": replace(record, info={"model": text, "list": [text]})},
@@ -90,8 +92,8 @@ def page(text: str, field: str) -> Path:
 
 
 FIELDS = [
-    *("title", "summary", "setting", "name of a setting", "figure", "info", "name in info"),
-    *("name of a result", "label"),
+    *("title", "summary", "setting", "name of a setting", "figure", "title of a figure", "info"),
+    *("name in info", "name of a result", "label"),
 ]
 
 

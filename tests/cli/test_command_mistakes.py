@@ -24,6 +24,8 @@ HUGE = str(10**22)
 QUICK = ["--queries", "11", "--depth", "1", "--draws", "1"]
 RUN = ["run", "--task", "sentiment", *QUICK]
 PAPER = ["paper", "--tasks", "sentiment", *QUICK]
+CONTEXTS = ["contexts", "--task", "sentiment"]
+COMMANDS = {"run": RUN, "paper": PAPER, "demo": ["demo"], "contexts": CONTEXTS}
 
 
 @pytest.fixture
@@ -45,85 +47,57 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "option", "value", "words"),
     [
-        (["--data", "none.jsonl"], "there is no file none.jsonl"),
-        (["--data", "empty.jsonl"], "empty.jsonl has no rows; expected a text and its class"),
-        (["--data", "folder.jsonl"], "folder.jsonl cannot be read: Is a directory"),
-        (["--data", "good"], "the name of good does not tell how to read it"),
-        (["--data", "news"], "the name of news does not tell how to read it"),
-        (["--data", "three.jsonl"], "has the label 2, but the task has the classes 0 to 1"),
-        (["--data", "one.jsonl"], "no demonstration for the labels [' Positive']"),
-        (["--data", "few.jsonl"], "11 queries are asked for, but only 4 examples are left"),
-        (["--data", "unlabelled.jsonl"], "has the columns ['text'], but not ['label']; name"),
-        (["--data", "words.jsonl"], "expected a text and a class (an integer from 0; list others"),
-        (["--task", "sst3"], "there is no task 'sst3'; choose one of"),
-        (["--shots", HUGE], f"but {HUGE} of each class are asked for; lower shots"),
-        (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
-        (
-            ["--seed", "1", "--seed", "1"],
-            "--seed takes different whole numbers, repeated or separated by commas; got '1', '1'",
-        ),
-        (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
-        (["--out", "good.jsonl/under"], "cannot be a folder: Not a directory"),
-        (["--out", "taken"], "--out taken/sentiment cannot be a folder: File exists"),
-        (["--out", "folders"], "folders/report.html is a folder, so that no file can have"),
+        ("run", "--data", "none.jsonl", "there is no file none.jsonl"),
+        ("run", "--data", "empty.jsonl", "has no rows; expected a text and its class"),
+        ("run", "--data", "folder.jsonl", "folder.jsonl cannot be read: Is a directory"),
+        ("run", "--data", "good", "the name of good does not tell how to read it"),
+        ("run", "--data", "news", "the name of news does not tell how to read it"),
+        ("run", "--data", "three.jsonl", "has the label 2, but the task has the classes 0 to 1"),
+        ("run", "--data", "one.jsonl", "no demonstration for the labels [' Positive']"),
+        ("run", "--data", "few.jsonl", "11 queries are asked for, but only 4 examples are left"),
+        ("run", "--data", "unlabelled.jsonl", "has the columns ['text'], but not ['label']; name"),
+        ("run", "--data", "words.jsonl", "a class (an integer from 0; list others with --classes"),
+        ("run", "--task", "sst3", "there is no task 'sst3'; choose one of sst2, trec"),
+        ("run", "--shots", HUGE, f"but {HUGE} of each class are asked for; lower shots"),
+        ("run", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
+        ("run", "--seed", "1,1", "--seed takes different whole numbers, repeated or separated by"),
+        ("run", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
+        ("run", "--out", "good.jsonl/under", "cannot be a folder: Not a directory"),
+        ("run", "--out", "taken", "--out taken/sentiment cannot be a folder: File exists"),
+        ("run", "--out", "folders", "folders/report.html is a folder, so that no file can have"),
+        ("paper", "--data", "none", "there is no file none/sentiment/train.jsonl"),
+        ("paper", "--data", "good.jsonl", "train.jsonl cannot be read: Not a directory"),
+        ("paper", "--data", "three", "there are 2 classes, but 3 in the data"),
+        ("paper", "--data", "one", "there are 2 classes, but 1 in the data"),
+        ("paper", "--data", "few", "but 4 of each class are asked for; lower shots or give more"),
+        ("paper", "--data", "unlabelled", "name the right ones (text= and label=) or rename"),
+        ("paper", "--data", "words", "expected a text and a class (an integer from 0; list others"),
+        ("paper", "--tasks", "sst2,trek", "there is no task 'trek'; choose one of sst2, trec"),
+        ("paper", "--tasks", ",", "--task takes different words, repeated or separated by commas"),
+        ("paper", "--tasks", "news,news", "got 'sentiment', 'news', 'news'"),
+        ("paper", "--queries", HUGE, f"sentiment: {HUGE} queries are asked for, but only"),
+        ("paper", "--seeds", "1,01", "--seed takes different whole numbers"),
+        ("paper", "--seeds", "1,x", "--seed takes different whole numbers, repeated or separated"),
+        ("paper", "--seeds", "", "--seed takes different whole numbers, repeated or separated by"),
+        ("paper", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
+        ("demo", "--queries", HUGE, f"{HUGE} queries are asked for, but only"),
+        ("demo", "--out", "good.jsonl", "--out good.jsonl cannot be a folder: File exists"),
+        ("contexts", "--task", "sst3", "there is no task 'sst3'; choose one of"),
+        ("contexts", "--queries", "999", "999 queries are asked for, but only"),
+        ("contexts", "--data", "none", "there is no file none/sentiment/train.jsonl"),
     ],
 )
-def test_run_finds_mistakes_before_it_loads_weights(
-    monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
+def test_a_command_finds_mistakes_before_it_loads_weights_and_writes_nothing(
+    monkeypatch: Any, data: Path, capsys: Any, command: str, option: str, value: str, words: str
 ) -> None:
     monkeypatch.chdir(data)
     monkeypatch.setattr("anchorlens.cli.work.load_model", None)
     before = sorted(data.rglob("*"))
-    assert call(monkeypatch, *RUN, "--model", "x", *arguments) == 1
+    assert call(monkeypatch, *COMMANDS[command], "--model", "x", option, value) == 1
     assert words in error_of(capsys.readouterr())
     assert sorted(data.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--data", "none"], "there is no file none/sentiment/train.jsonl"),
-        (["--data", "good.jsonl"], "train.jsonl cannot be read: Not a directory"),
-        (["--data", "three"], "there are 2 classes, but 3 in the data"),
-        (["--data", "one"], "there are 2 classes, but 1 in the data"),
-        (["--data", "few"], "but 4 of each class are asked for; lower shots or give more examples"),
-        (
-            ["--data", "unlabelled"],
-            "but not ['label']; name the right ones (text= and label=) or rename",
-        ),
-        (["--data", "words"], "expected a text and a class (an integer from 0; list others"),
-        (["--tasks", "sst3"], "there is no task 'sst3'; choose one of"),
-        (["--queries", HUGE], f"sentiment: {HUGE} queries are asked for, but only"),
-        (["--seeds", "1,01"], "--seed takes different whole numbers"),
-        (["--out", "good.jsonl"], "--out good.jsonl cannot be a folder: File exists"),
-    ],
-)
-def test_paper_finds_mistakes_before_it_loads_weights(
-    monkeypatch: Any, data: Path, capsys: Any, arguments: list[str], words: str
-) -> None:
-    monkeypatch.chdir(data)
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    before = sorted(data.rglob("*"))
-    assert call(monkeypatch, *PAPER, "--model", "x", *arguments) == 1
-    assert words in error_of(capsys.readouterr())
-    assert sorted(data.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--queries", HUGE], f"{HUGE} queries are asked for, but only"),
-    ],
-)
-def test_demo_finds_mistakes_before_it_loads_weights(
-    monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], words: str
-) -> None:
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    assert call(monkeypatch, "demo", "--out", str(tmp_path / "out"), *arguments) == 1
-    assert words in error_of(capsys.readouterr())
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -139,24 +139,6 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
     assert all(same(*pair) for pair in zip(resumed[1], fresh[1], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--task", "sst3"], "there is no task 'sst3'; choose one of"),
-        (["--queries", "999"], "999 queries are asked for, but only"),
-        (["--data", "none"], "there is no file none/sentiment/train.jsonl"),
-    ],
-)
-def test_mistakes_are_found_before_weights_are_loaded(
-    monkeypatch: Any, tmp_path: Path, capsys: Any, arguments: list[str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("anchorlens.cli.work.load_model", None)
-    assert call(monkeypatch, *COMMAND, "--model", "x", *arguments) == 1
-    assert words in error_of(capsys.readouterr())
-    assert not list(tmp_path.iterdir())
-
-
 def test_contexts_too_long_for_the_model_are_refused_before_weights_are_loaded(
     monkeypatch: Any, shallow_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -192,39 +192,3 @@ def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Pa
         example.text[:5] for example in (*settings[0].demonstrations, *settings[0].training)
     } == {"train"}
     assert {example.text[:4] for example in settings[0].queries} == {"test"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks", "trek,sst2"], "there is no task 'trek'; choose one of sst2, trec"),
-        (
-            ["--tasks", ","],
-            "--task takes different words, repeated or separated by commas; got '', ''",
-        ),
-        (["--tasks", "news,news"], "--task takes different words"),
-        (
-            ["--tasks", "news", "--seeds", "1,x"],
-            "--seed takes different whole numbers, repeated or separated by commas; got '1', 'x'",
-        ),
-        (["--tasks", "news", "--seeds", ""], "--seed takes different whole numbers"),
-        (["--tasks", "news", "--seeds", "1,01"], "--seed takes different whole"),
-        (["--tasks", "news", "--data", "nowhere"], "there is no file nowhere/news/train.jsonl"),
-        (["--tasks", "news", "--queries", "999"], "news: 999 queries are asked for, but only"),
-        (
-            ["--tasks", "news", "--depth", "9"],
-            "is more than the 6 layers of the model; isolate fewer",
-        ),
-    ],
-)
-def test_a_mistake_is_an_error_of_one_line(
-    monkeypatch: Any,
-    model_folder: Path,
-    tmp_path: Path,
-    capsys: Any,
-    arguments: list[str],
-    words: str,
-) -> None:
-    all_arguments = ["--model", str(model_folder), "--out", str(tmp_path), *arguments]
-    assert call(monkeypatch, "paper", *all_arguments) == 1
-    assert words in error_of(capsys.readouterr())
