@@ -93,13 +93,21 @@ def test_isolation_equals_an_additive_mask(gpt2: Any, batch: al.PromptBatch) -> 
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_block_edges_in_one_head_equals_attention_written_by_hand(
-    gpt2: Any, batch: al.PromptBatch, renormalize: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("head", [0, 1])
+def test_edges_cut_in_one_head_equal_attention_written_by_hand(
+    gpt2: Any,
+    batch: al.PromptBatch,
+    head: int,
+    renormalize: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cut = edges.pq(batch)
-    hooks = al.block_edges(gpt2, batch, cut, al.Site(-1, heads=[-1], renormalize=renormalize))
-    ours = logits_of(gpt2, batch, hooks)
-    by_head = torch.stack([torch.zeros_like(cut), cut], 1)
+    cut = edges.pq(batch) | edges.wp(batch)
+    hooks = al.block_edges(gpt2, batch, cut, al.Site(-1, heads=head, renormalize=renormalize))
+    ours, patterns = logits_of(gpt2, batch, hooks), patterns_of(gpt2, batch, hooks)[:, 2]
+    assert not patterns[:, head][cut].any()
+    clean = patterns_of(gpt2, batch, [])[:, 2, 1 - head]
+    torch.testing.assert_close(patterns[:, 1 - head], clean)
+    by_head = torch.stack([cut.table() & (number == head) for number in range(2)], 1)
     theirs = cut_by_hand(batch, by_head, range(2, 3), monkeypatch, after=not renormalize)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(ours, logits_of(gpt2, batch, al.block_edges(gpt2, batch, cut, -1)))
@@ -120,40 +128,15 @@ def test_isolated_rows_are_renormalized_or_only_set_to_zero(
     torch.testing.assert_close(after[:, 0], expected)
 
 
-def test_isolate_takes_bare_positions_and_negative_layers(gpt2: Any, batch: al.PromptBatch) -> None:
-    ours = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
-    bare = al.block_edges(
-        gpt2,
-        batch,
-        al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
-        [2, 1, -1],
-    )
-    assert [name for name, _ in bare] == [pattern_name(k)[:-7] + "attn_scores" for k in (1, 2)]
-    assert torch.equal(logits_of(gpt2, batch, bare), ours)
-    one_head = al.block_edges(
-        gpt2,
-        batch,
-        al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
-        al.Site(range(3), heads=1),
-    )
-    patterns = patterns_of(gpt2, batch, one_head)
-    assert (patterns[0, :, 1].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1).all()
-    assert not (
-        patterns[0, :, 0].diagonal(dim1=-2, dim2=-1)[:, batch.label_positions[0]] == 1
-    ).any()
-
-
-@pytest.mark.parametrize("head", [0, 1])
-def test_labels_isolated_in_one_head_are_attended_in_the_other_as_before(
-    gpt2: Any, batch: al.PromptBatch, head: int
+def test_label_words_are_isolated_like_positions_that_are_given(
+    gpt2: Any, batch: al.PromptBatch
 ) -> None:
-    cut = edges.wp(batch)
-    clean = patterns_of(gpt2, batch, [])[:, 0]
-    isolated = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, al.Site(0, heads=head)))[
-        :, 0
-    ]
-    assert not isolated[:, head][cut].any()
-    torch.testing.assert_close(isolated[:, 1 - head], clean[:, 1 - head])
+    positions = edges.at(batch, batch.label_positions)
+    cut = edges.between(positions, batch.attention_mask)
+    bare = al.block_edges(gpt2, batch, cut, [2, 1, -1])
+    assert [name for name, _ in bare] == [f"blocks.{k}.attn.hook_attn_scores" for k in (1, 2)]
+    of_labels = logits_of(gpt2, batch, al.isolate_labels(gpt2, batch, range(-2, 0)))
+    assert torch.equal(logits_of(gpt2, batch, bare), of_labels)
 
 
 def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.PromptBatch) -> None:
@@ -166,17 +149,14 @@ def test_edges_of_one_prompt_join_a_set_of_all_prompts(gpt2: Any, batch: al.Prom
 def test_whole_words_isolates_all_tokens_of_a_label_word(gpt2: Any) -> None:
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(gpt2.tokenizer, LONG_LABELS, demos, ["four five"])[0]
-    assert (batch.label_ends > batch.label_positions).all()
-    first = patterns_of(gpt2, batch, al.isolate_labels(gpt2, batch, 0))[0, 0, 0].diagonal()
-    whole = al.isolate_labels(gpt2, batch, 0, whole_words=True)
-    diagonal = patterns_of(gpt2, batch, whole)[0, 0, 0].diagonal()
-    pairs = zip(batch.label_positions[0].tolist(), batch.label_ends[0].tolist(), strict=True)
-    spans = [list(range(start, end + 1)) for start, end in pairs]
-    alone = [position for position in range(1, len(diagonal)) if diagonal[position] == 1]
-    assert alone == sorted(position for span in spans for position in span)
-    assert [position for position in range(1, len(first)) if first[position] == 1] == sorted(
-        span[0] for span in spans
-    )
+    ends = zip(batch.label_positions[0].tolist(), batch.label_ends[0].tolist(), strict=True)
+    words = [list(range(start, end + 1)) for start, end in ends]
+    for whole in (False, True):
+        hooks = al.isolate_labels(gpt2, batch, 0, whole_words=whole)
+        diagonal = patterns_of(gpt2, batch, hooks)[0, 0, 0].diagonal().tolist()
+        alone = [position for position, own in enumerate(diagonal) if position and own == 1]
+        assert alone == [position for word in words for position in (word if whole else word[:1])]
+    assert max(map(len, words)) > 1
 
 
 def test_keep_bos_cuts_all_edges_but_the_one_to_bos(llama: Any, gpt2: Any) -> None:
@@ -228,23 +208,6 @@ def test_an_error_names_the_expected_and_the_given_value(
 ) -> None:
     with pytest.raises(HookError, match=message):
         call(gpt2, batch)
-
-
-@pytest.mark.parametrize("position", [-1, 999])
-def test_positions_to_isolate_lie_in_their_prompts(
-    gpt2: Any, batch: al.PromptBatch, position: int
-) -> None:
-    positions = batch.label_positions.clone()
-    positions[1, 0] = position
-    with pytest.raises(PromptError, match="positions of prompt 1 has a position outside"):
-        al.block_edges(
-            gpt2, batch, al.edges.between(al.edges.at(batch, positions), batch.attention_mask), 0
-        )
-    positions[1, 0] = int((~batch.attention_mask[1]).nonzero()[0])
-    with pytest.raises(PromptError, match="positions of prompt 1 has a position under padding"):
-        al.block_edges(
-            gpt2, batch, al.edges.between(al.edges.at(batch, positions), batch.attention_mask), 0
-        )
 
 
 BLOCK: list[Callable[..., Any]] = [

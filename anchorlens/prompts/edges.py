@@ -171,9 +171,7 @@ def pq(batch: PromptBatch) -> EdgeSet:
 @checked
 def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
-    labels = anchors(batch)
-    of_labels = between(labels, batch.attention_mask) | between(target(batch), labels)
-    edges: EdgeSet = every(batch) & ~of_labels
+    edges: EdgeSet = every(batch) & ~(wp(batch) | pq(batch))
     return edges
 
 
@@ -271,7 +269,7 @@ def random_keys(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> E
         >>> bool((drawn & edges.pq(batch)).any())
         False
     """
-    return _drawn(batch, edges, seed, _in_each_row)
+    return _drawn(batch, edges, seed, _best_of_each_row, 1)
 
 
 @checked
@@ -287,7 +285,7 @@ def random_edges(batch: PromptBatch, edges: Edges | EdgesOfBatch, seed: int) -> 
         >>> bool((drawn.sum((1, 2)) == context.sum((1, 2))).all())
         True
     """
-    return _drawn(batch, edges, seed, _in_all_rows)
+    return _drawn(batch, edges, seed, _best_of_all_rows, (0, 1))
 
 
 def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> EdgeSet:
@@ -379,12 +377,14 @@ def _draw_generator(seed: int, demonstrations_id: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + demonstrations_id) % 2**63)
 
 
-# Chooses as many of the free edges of a square (query, key) as are counted there.
-_Choice = Callable[[Bool[Tensor, "query key"], Bool[Tensor, "query key"], torch.Generator], Tensor]
+# Chooses as many of the free edges of a square (query, key) as are wanted, by their random numbers.
+_Choice = Callable[[Int[Tensor, " _"], Bool[Tensor, "query key"], torch.Generator], Tensor]
 
 
-def _drawn(batch: PromptBatch, edges: Any, seed: int, choose: _Choice) -> EdgeSet:
-    """As many other edges of each prompt."""
+def _drawn(
+    batch: PromptBatch, edges: Any, seed: int, choose: _Choice, axes: int | tuple[int, int]
+) -> EdgeSet:
+    """As many other edges of each prompt; ``axes`` are those over which edges are counted."""
     given, allowed = check_edges(batch, edges).table().cpu(), every(batch).table().cpu()
     counted = given & allowed
     free = allowed & ~from_first(batch).table().cpu() & ~counted
@@ -393,62 +393,46 @@ def _drawn(batch: PromptBatch, edges: Any, seed: int, choose: _Choice) -> EdgeSe
         # Padding does not change the draw: tokens are counted, not positions.
         tokens = batch.attention_mask[row].cpu().nonzero().flatten()
         square = (row, tokens[:, None], tokens)
-        generator = _draw_generator(seed, set_id)
-        try:
-            chosen = choose(counted[square], free[square], generator)
-        except _TooFew as error:
+        wanted, available = (each[square].sum(axes).view(-1) for each in (counted, free))
+        worst = (wanted - available).argmax()
+        if wanted[worst] > available[worst]:
             raise HookError(
-                f"prompt {row} has {error.available} other edges to draw from for {error.count} "
+                f"prompt {row} has {available[worst]} other edges to draw from for {wanted[worst]} "
                 "edges, too few for a random control; draw from all edges of the prompt "
                 "(control=al.edges.random_edges), or choose fewer edges"
-            ) from None
+            )
+        chosen = choose(wanted, free[square], _draw_generator(seed, set_id))
         queries, keys = (tokens[numbers] for numbers in chosen.nonzero().unbind(1))
         drawn.append(torch.stack([torch.full_like(queries, row), queries, keys]))
     device = batch.tokens.device
     return _at(torch.cat(drawn, dim=1).int().to(device), tuple(counted.shape))
 
 
-class _TooFew(Exception):
-    """There are fewer free edges than are counted."""
-
-    def __init__(self, count: int, available: int) -> None:
-        self.count, self.available = count, available
-
-
-def _in_each_row(
-    counted: Bool[Tensor, "query key"], free: Bool[Tensor, "query key"], generator: torch.Generator
+def _best_of_each_row(
+    wanted: Int[Tensor, " query"], free: Bool[Tensor, "query key"], generator: torch.Generator
 ) -> Bool[Tensor, "query key"]:
-    counts, available = counted.sum(1), free.sum(1)
-    if (counts > available).any():
-        worst = int((counts - available).argmax())
-        raise _TooFew(int(counts[worst]), int(available[worst]))
     chosen = torch.zeros_like(free)
     for rows, scores in _scores(free, generator):
-        busy = (counts[rows] > 0).nonzero().flatten()
+        busy = (wanted[rows] > 0).nonzero().flatten()
         order = scores[busy].argsort(dim=1, descending=True, stable=True)
-        ranked = torch.arange(len(free), device="cpu") < counts[rows][busy, None]
+        ranked = torch.arange(len(free), device="cpu") < wanted[rows][busy, None]
         chosen[rows.start + busy] = torch.zeros_like(ranked).scatter(1, order, ranked)
     return chosen
 
 
-def _in_all_rows(
-    counted: Bool[Tensor, "query key"], free: Bool[Tensor, "query key"], generator: torch.Generator
+def _best_of_all_rows(
+    wanted: Int[Tensor, " 1"], free: Bool[Tensor, "query key"], generator: torch.Generator
 ) -> Bool[Tensor, "query key"]:
-    count, available = int(counted.sum()), int(free.sum())
-    if count > available:
-        raise _TooFew(count, available)
-    best, places = (
-        torch.zeros(0, dtype=torch.double, device="cpu"),
-        torch.zeros(0, dtype=torch.long, device="cpu"),
-    )
+    best = torch.zeros(0, dtype=torch.double, device="cpu")
+    indices = torch.zeros(0, dtype=torch.long, device="cpu")
     for rows, scores in _scores(free, generator):
-        both = torch.cat([best, scores.flatten()])
-        first = rows.start * len(free)
-        of_both = torch.cat([places, torch.arange(first, first + scores.numel(), device="cpu")])
-        best, kept = both.topk(min(count, len(both)))
-        places = of_both[kept]
+        start = rows.start * len(free)
+        more = torch.arange(start, start + scores.numel(), device="cpu")
+        best, indices = torch.cat([best, scores.flatten()]), torch.cat([indices, more])
+        best, selected = best.topk(min(int(wanted), len(best)))
+        indices = indices[selected]
     chosen = torch.zeros_like(free).flatten()
-    chosen[places] = True
+    chosen[indices] = True
     return chosen.view_as(free)
 
 

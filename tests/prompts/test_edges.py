@@ -136,6 +136,29 @@ def test_anchors_are_the_first_tokens_of_label_words(batch: al.PromptBatch) -> N
     assert torch.equal(edges.target(batch), edges.segment(batch, "target"))
 
 
+NO_POSITIONS: dict[str, Any] = {
+    "fractions": torch.tensor([[1.0]]),
+    "flags": torch.tensor([[True]]),
+    "a row": torch.tensor([1]),
+    "none": torch.zeros(3, 0, dtype=torch.long),
+}
+
+
+@pytest.mark.without_jaxtyping
+def test_positions_by_number_lie_in_their_prompts(batch: al.PromptBatch) -> None:
+    assert torch.equal(edges.at(batch, batch.label_positions), edges.anchors(batch))
+    for wrong in NO_POSITIONS.values():
+        with pytest.raises(PromptError, match=r"must be a tensor of whole numbers .*; got"):
+            edges.at(batch, wrong)
+    shortest = int(batch.attention_mask.sum(1).argmin())
+    padded = int((~batch.attention_mask[shortest]).nonzero()[0])
+    for position, fault in ((-1, "outside"), (999, "outside"), (padded, "under padding")):
+        positions = batch.label_positions.clone()
+        positions[shortest, 0] = position
+        with pytest.raises(PromptError, match=f"of prompt {shortest} has a position {fault}"):
+            edges.at(batch, positions)
+
+
 def test_between_connects_queries_to_all_earlier_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.rand(2, 3, 9, generator=generator) < 0.5).unbind()

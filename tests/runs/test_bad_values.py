@@ -139,18 +139,6 @@ def test_from_positions_refuses_values_of_a_wrong_type(parts: Any, message: str)
 
 
 @pytest.mark.parametrize(
-    "positions",
-    [
-        *(torch.tensor([[1.0]]), torch.tensor([1]), torch.tensor([[True]])),
-        torch.zeros(2, 0, dtype=torch.long),
-    ],
-)
-def test_positions_must_be_a_table(gpt2: Any, positions: Any) -> None:
-    with pytest.raises(PromptError, match=r"positions must be a tensor of whole numbers .*; got"):
-        al.edges.at(questions(gpt2, 2)[0], positions)
-
-
-@pytest.mark.parametrize(
     "edges",
     [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long), torch.ones(4, 4) > 2],
 )
