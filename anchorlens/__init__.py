@@ -129,6 +129,8 @@ if TYPE_CHECKING:
     from .replication.paper_figures import paper_figures as paper_figures
     from .replication.paper_parts import PAPER_APPENDIX as PAPER_APPENDIX
     from .replication.paper_parts import PAPER_PARTS as PAPER_PARTS
+    from .replication.paper_parts import PaperNumber as PaperNumber
+    from .replication.paper_parts import PaperSetting as PaperSetting
     from .replication.paper_tables import paper_tables as paper_tables
     from .report.answer_flows import AnswerFlows as AnswerFlows
     from .report.answer_flows import plot_answer as plot_answer

@@ -148,12 +148,8 @@ def main() -> None:
 
     print(f"{'':24}{'accuracy [95 %]':20}  gain, paired [95 %]")
     for number, method in enumerate(correct):
-        low, high = record.intervals["accuracy"][:, number]
-        line = f"{method:24}{record.accuracy[number]:.2f} [{low:.2f}, {high:.2f}]"
-        if number:
-            low, high = record.intervals["gain"][:, number]
-            line += f"     {record.gain[number]:+.2f} [{low:+.2f}, {high:+.2f}]"
-        print(line)
+        accuracy, gain = (record.estimate(name, number) for name in ("accuracy", "gain"))
+        print(f"{method:24}{accuracy:.2f}" + f"     {gain:+.2f}" * (number > 0))
     record.plot().write_html("reweighting.html")
 
 

@@ -28,7 +28,7 @@ from ..runs.store import Store, same_contributions
 from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.warn import warn_user
-from .paper_parts import PAPER_PARTS, Number, Part, Setting
+from .paper_parts import PAPER_PARTS, PaperNumber, PaperSetting, Part
 from .passes_bar import PassesBar
 
 COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
@@ -61,7 +61,8 @@ def paper(
             demonstrations and training, and those for queries. They may be the same list.
         queries: Queries of each task and seed.
         seeds: Each draws demonstrations, training examples and queries.
-        parts: What to compute; ``paper_tables`` and ``paper_figures`` show the parts that were.
+        parts: What to compute; ``paper_tables`` and ``paper_figures`` show the parts that were. A
+            part of your own is a function of a ``PaperSetting`` that yields each ``PaperNumber``.
         depth: Layers isolated at each end of the model.
         draws: Random controls of each isolation.
         keep: Called with all numbers so far after each part, in the main process.
@@ -89,7 +90,7 @@ def paper(
     layer_numbers(model, range(depth))
     check_examples(examples, queries, seeds)
     settings = [
-        (name, _setting(model, name, *both, queries, seed, depth, draws))
+        (name, PaperSetting(model, *_drawn(name, *both, queries, seed), depth, draws, seed))
         for name, both in examples.items()
         for seed in seeds
     ]
@@ -131,7 +132,7 @@ def paper(
     return _frame(todo, outcomes)
 
 
-def _check_logits(store: Store, number: int, setting: Setting) -> None:
+def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
     """Compare the model's logits of a few prompts with the stored ones, or store them.
 
     A fingerprint does not show everything, such as hooks that were left on the model.
@@ -161,7 +162,7 @@ def _check_logits(store: Store, number: int, setting: Setting) -> None:
 class _Outcome(NamedTuple):
     """What a part of a task and seed gave."""
 
-    numbers: list[Number]
+    numbers: list[PaperNumber]
     warnings: list[str]
     failed: bool
 
@@ -173,12 +174,12 @@ class _Outcome(NamedTuple):
     @classmethod
     def of(cls, rows: Mapping[str, Tensor]) -> "_Outcome":
         numbers, messages = json.loads(bytes(rows["numbers"].tolist()))
-        return cls([Number(*fields) for fields in numbers], messages, failed=False)
+        return cls([PaperNumber(*fields) for fields in numbers], messages, failed=False)
 
 
-def _outcome(part: Part, setting: Setting) -> _Outcome:
+def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
     """Run a part. If it fails, that is a warning, and the numbers before it are there."""
-    numbers: list[Number] = []
+    numbers: list[PaperNumber] = []
     failed = False
     with warnings.catch_warnings(record=True) as caught:
         try:
@@ -191,7 +192,7 @@ def _outcome(part: Part, setting: Setting) -> _Outcome:
     return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
 
 
-def _description(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, Any]:
+def _description(todo: Sequence[tuple[str, PaperSetting, Part]]) -> dict[str, Any]:
     """What was computed, so that a folder with the numbers of something else is not continued."""
     _, first, _ = todo[0]
     known = {id(first.model): "the model"}
@@ -208,7 +209,7 @@ def _description(todo: Sequence[tuple[str, Setting, Part]]) -> dict[str, Any]:
 
 
 def _frame(
-    todo: Sequence[tuple[str, Setting, Part]], outcomes: Sequence[_Outcome | None]
+    todo: Sequence[tuple[str, PaperSetting, Part]], outcomes: Sequence[_Outcome | None]
 ) -> pd.DataFrame:
     """All numbers so far, in the order of the parts."""
     numbers = [
@@ -217,7 +218,7 @@ def _frame(
         if outcome is not None
         for number in outcome.numbers
     ]
-    return pd.DataFrame(numbers, columns=Number._fields)[[*COLUMNS]]
+    return pd.DataFrame(numbers, columns=PaperNumber._fields)[[*COLUMNS]]
 
 
 def _name(part: Part) -> str:
@@ -244,22 +245,13 @@ def check_examples(
         raise DataError(f"seeds must differ, as equal seeds have no spread; got {list(seeds)}")
     for name, both in examples.items():
         for seed in seeds:
-            _draw(name, *both, queries, seed)
+            _drawn(name, *both, queries, seed)
 
 
-class _Draw(NamedTuple):
-    """What a seed draws for a task."""
-
-    task: Task
-    demonstrations: list[Example]
-    training: list[Example]
-    queries: list[Example]
-
-
-def _draw(
+def _drawn(
     name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
-) -> _Draw:
-    """Draw demonstrations and training examples from ``pool``, and queries from ``tests``."""
+) -> tuple[Task, list[Example], list[Example], list[Example], list[Example]]:
+    """Task, demonstrations, training examples, queries, and the pool without the queries."""
     task = task_of_name(name)
     try:
         demos = sample_demonstrations(pool, 1, seed)
@@ -273,21 +265,7 @@ def _draw(
             f"{queries} other examples as queries)"
         ) from error
     demonstrations_by_query(task, demos, chosen)
-    return _Draw(task, demos, training, chosen)
-
-
-def _setting(
-    model: HookedModel,
-    name: str,
-    pool: Sequence[Example],
-    tests: Sequence[Example],
-    queries: int,
-    seed: int,
-    depth: int,
-    draws: int,
-) -> Setting:
-    draw = _draw(name, pool, tests, queries, seed)
-    return Setting(model, *draw, _without(pool, draw.queries), depth, draws, seed)
+    return task, demos, training, chosen, _without(pool, chosen)
 
 
 def _without(examples: Sequence[Example], excluded: Sequence[Example]) -> list[Example]:

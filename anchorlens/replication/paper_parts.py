@@ -34,6 +34,7 @@ from ..prompts.tasks import Task
 from ..prompts.text_anchor import text_anchor_prompts
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
+from ..system.arguments import checked
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 RANDOM_CONTEXTS = 20  # the paper's number of random controls in Table 2
@@ -44,8 +45,12 @@ DIRECTIONS = (5, 10, 20, 50, 100, 200)
 LETTER_SHOTS = 8
 
 
-class Number(NamedTuple):
+class PaperNumber(NamedTuple):
     """One number of a figure or table: what a part yields, and a row of what ``paper`` returns.
+
+    Examples:
+        >>> al.PaperNumber("Entropy", "next token", "nats", 2.5).layer
+        -1
 
     Attributes:
         part: The figure or table.
@@ -66,9 +71,10 @@ class Number(NamedTuple):
     seed: int = -1
 
 
+@checked
 @dataclass(frozen=True)
-class Setting:
-    """One task with one set of demonstrations.
+class PaperSetting:
+    """One task with one set of demonstrations: what a part of ``paper`` is computed from.
 
     Attributes:
         model: A prepared model.
@@ -96,22 +102,29 @@ class Setting:
     def tokenizer(self) -> Any:
         return self.model.tokenizer  # type: ignore[attr-defined]
 
+    @checked
     def prompts(
         self,
         demonstrations: Sequence[Example] | None = None,
         queries: Sequence[Example] | None = None,
         batch_size: int = 8,
     ) -> list[PromptBatch]:
-        """Prompts of the setting; ``demonstrations`` and ``queries`` replace its own."""
+        """Prompts of the setting.
+
+        Args:
+            demonstrations: In place of those of the setting.
+            queries: In place of those of the setting.
+            batch_size: The most prompts of a batch.
+        """
         demos = self.demonstrations if demonstrations is None else demonstrations
         queries = self.queries if queries is None else queries
         return build_prompts(self.tokenizer, self.task, demos, queries, batch_size=batch_size)
 
 
-Part = Callable[[Setting], Iterator[Number]]
+Part = Callable[[PaperSetting], Iterator[PaperNumber]]
 
 
-def figures_3_5_6(setting: Setting) -> Iterator[Number]:
+def figures_3_5_6(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Information flows, attention against prediction, and confusions."""
     batches = setting.prompts()
     results = run_possible(setting.model, batches, **QUIET)
@@ -131,29 +144,29 @@ def figures_3_5_6(setting: Setting) -> Iterator[Number]:
         for a, first in enumerate(setting.task.first_words):
             for b, second in enumerate(setting.task.first_words):
                 names = first.strip(), second.strip()
-                yield Number("Figure 6, predicted", *names, float(diagnosis.predicted[a, b]))
-                yield Number("Figure 6, actual", *names, float(diagnosis.actual[a, b]))
+                yield PaperNumber("Figure 6, predicted", *names, float(diagnosis.predicted[a, b]))
+                yield PaperNumber("Figure 6, actual", *names, float(diagnosis.actual[a, b]))
 
 
-def figure_4(setting: Setting) -> Iterator[Number]:
+def figure_4(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Label words isolated in the first and in the last layers, with random words as control."""
     batches = setting.prompts()
     sites = both_ends(setting.model, batches, setting.depth)
     yield from _isolated(setting, batches, "Figure 4", sites)
 
 
-def table_1(setting: Setting) -> Iterator[Number]:
+def table_1(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Accuracy: vanilla, with the training examples as demonstrations, and re-weighted."""
     training = setting.prompts(queries=setting.training, batch_size=1)
     beta = train_reweighting(setting.model, training, seed=setting.seed, progress=False)
     shots, more = _more_shots(setting)
     record = reweighting_accuracy(setting.model, setting.prompts(), beta, more, **QUIET)
     for name, accuracy in zip(record.info["methods"], record.accuracy.tolist(), strict=True):
-        yield Number("Table 1", name, "accuracy", accuracy)
-    yield Number("Table 1, shots", "more shots", "a class", float(shots))
+        yield PaperNumber("Table 1", name, "accuracy", accuracy)
+    yield PaperNumber("Table 1, shots", "more shots", "a class", float(shots))
 
 
-def table_2(setting: Setting) -> Iterator[Number]:
+def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Loyalty and accuracy of compressed contexts: label words, random words, no texts."""
     batches = setting.prompts()
     contexts: dict[str, Any] = {
@@ -176,7 +189,7 @@ def table_2(setting: Setting) -> Iterator[Number]:
             yield from _row_2(name, *row)
 
 
-def table_3(setting: Setting) -> Iterator[Number]:
+def table_3(setting: PaperSetting) -> Iterator[PaperNumber]:
     """How many times as fast a compressed context answers one query at a time."""
     few = setting.prompts(queries=setting.queries[:8], batch_size=1)
     contexts: dict[str, Any] = {
@@ -190,12 +203,12 @@ def table_3(setting: Setting) -> Iterator[Number]:
         "against a cached prefix": cached / compressed,
     }
     for row, speed_up in speed_ups.items():
-        yield Number("Table 3", row, "speed-up", float(speed_up))
+        yield PaperNumber("Table 3", row, "speed-up", float(speed_up))
     whole = torch.cat([batch.attention_mask.sum(1) for batch in few]).double()
     demonstrations = torch.cat([batch.query_start for batch in few]).double()
     lengths = {"the demonstrations": demonstrations, "a query": whole - demonstrations}
     for name, tokens in lengths.items():
-        yield Number("Table 3, length", f"tokens of {name}", "tokens", float(tokens.mean()))
+        yield PaperNumber("Table 3, length", f"tokens of {name}", "tokens", float(tokens.mean()))
 
 
 PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, table_3)
@@ -203,20 +216,20 @@ PAPER_PARTS: tuple[Part, ...] = (figures_3_5_6, figure_4, table_1, table_2, tabl
 run, Figure 4, and Tables 1, 2 and 3. Give some of them as ``parts`` to compute only those."""
 
 
-def depths(setting: Setting) -> Iterator[Number]:
+def depths(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Isolation in more and fewer layers at each end."""
     model = setting.model
     sites = first_and_last(model, [depth for depth in DEPTHS if depth <= model.cfg.n_layers])
     yield from _isolated(setting, setting.prompts(), "Appendix, isolation depths", sites)
 
 
-def two_shots(setting: Setting) -> Iterator[Number]:
+def two_shots(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Figures 3 to 6 with two demonstrations a class."""
     demos = sample_demonstrations(setting.pool, 2, setting.seed)
     yield from _repeated(replace(setting, demonstrations=demos), "Appendix, two shots")
 
 
-def letters(setting: Setting) -> Iterator[Number]:
+def letters(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Figures 3 to 6 with A, B, ... as label words and eight demonstrations a class."""
     task = setting.task
     words = [f" {letter}" for letter in ascii_uppercase[: len(task.labels)]]
@@ -225,7 +238,7 @@ def letters(setting: Setting) -> Iterator[Number]:
     yield from _repeated(with_letters, f"Appendix, letters as labels, {LETTER_SHOTS} shots")
 
 
-def top_words(setting: Setting) -> Iterator[Number]:
+def top_words(setting: PaperSetting) -> Iterator[PaperNumber]:
     """The likeliest next words of three prompts, before and after isolation."""
     model, layers, few = setting.model, range(setting.depth), setting.queries[:3]
     batches = setting.prompts(queries=few)
@@ -243,10 +256,10 @@ def top_words(setting: Setting) -> Iterator[Number]:
             for rank in range(5):
                 word = setting.tokenizer.decode([int(tokens[rank])])
                 row, column = f"{name}: {query.text}", f"{rank + 1}. {word!r}"
-                yield Number("Appendix, top words", row, column, float(values[rank]))
+                yield PaperNumber("Appendix, top words", row, column, float(values[rank]))
 
 
-def directions(setting: Setting) -> Iterator[Number]:
+def directions(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Confusions predicted from more and fewer main directions of the queries."""
     counts = [count for count in DIRECTIONS if count < len(setting.queries)]
     metrics: list[Metric] = [AnchorDistances(count, name=f"M = {count}") for count in counts]
@@ -254,7 +267,7 @@ def directions(setting: Setting) -> Iterator[Number]:
     for name, record in results.items():
         diagnosis = diagnose(record)
         value = float(diagnosis.correlation[int(diagnosis.layer)])
-        yield Number("Appendix, directions", name, "rank correlation", value)
+        yield PaperNumber("Appendix, directions", name, "rank correlation", value)
 
 
 PAPER_APPENDIX: tuple[Part, ...] = (depths, two_shots, letters, top_words, directions)
@@ -264,15 +277,15 @@ the most likely next words of three prompts before and after isolation, and othe
 directions for anchor distances."""
 
 
-def _repeated(setting: Setting, part: str) -> Iterator[Number]:
+def _repeated(setting: PaperSetting, part: str) -> Iterator[PaperNumber]:
     """Figures 3 to 6 in another setting."""
     for number in (*figures_3_5_6(setting), *figure_4(setting)):
         yield number._replace(part=f"{part}: {number.part}")
 
 
 def _isolated(
-    setting: Setting, batches: Sequence[PromptBatch], part: str, sites: Mapping[str, Site]
-) -> Iterator[Number]:
+    setting: PaperSetting, batches: Sequence[PromptBatch], part: str, sites: Mapping[str, Site]
+) -> Iterator[PaperNumber]:
     """Loyalties with label words and with random words isolated at each site."""
     records = isolation_sweep(setting.model, batches, sites, draws=setting.draws, **QUIET)
     for (site, record), words in product(records.items(), ("label", "random")):
@@ -280,16 +293,16 @@ def _isolated(
         for kind in ("label", "word"):
             values = getattr(record, f"{prefix}{kind}_loyalty")  # one for each random draw
             name = f"{words} words, {site}"
-            yield Number(part, name, f"{kind} loyalty", float(values.mean()))
+            yield PaperNumber(part, name, f"{kind} loyalty", float(values.mean()))
 
 
-def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[Number]:
+def _by_layer(part: str, row: str, column: str, values: Tensor) -> Iterator[PaperNumber]:
     """A number for each layer."""
     for layer, value in enumerate(values.tolist()):
-        yield Number(part, row, column, value, layer)
+        yield PaperNumber(part, row, column, value, layer)
 
 
-def _more_shots(setting: Setting) -> tuple[int, list[PromptBatch]]:
+def _more_shots(setting: PaperSetting) -> tuple[int, list[PromptBatch]]:
     """Prompts with the training examples as demonstrations, as many as fit, and their number."""
     for shots in range(len(setting.training) // len(setting.task.labels), 0, -1):
         counts: Counter[int | None] = Counter()
@@ -308,7 +321,7 @@ def _more_shots(setting: Setting) -> tuple[int, list[PromptBatch]]:
     )
 
 
-def _text_anchor(setting: Setting, batches: Sequence[PromptBatch]) -> Iterator[Number]:
+def _text_anchor(setting: PaperSetting, batches: Sequence[PromptBatch]) -> Iterator[PaperNumber]:
     """Prompts without the texts of the demonstrations."""
     textless = text_anchor_prompts(
         setting.tokenizer, setting.task, setting.demonstrations, setting.queries
@@ -329,10 +342,10 @@ def _row_2(
     word: Tensor | float,
     accuracy: Tensor | float,
     cached: Tensor | float | None = None,
-) -> Iterator[Number]:
+) -> Iterator[PaperNumber]:
     """A row of Table 2; ``cached`` is the share of the whole cache that is stored."""
-    yield Number("Table 2", name, "label loyalty", float(label))
-    yield Number("Table 2", name, "word loyalty", float(word))
-    yield Number("Table 2", name, "accuracy", float(accuracy))
+    yield PaperNumber("Table 2", name, "label loyalty", float(label))
+    yield PaperNumber("Table 2", name, "word loyalty", float(word))
+    yield PaperNumber("Table 2", name, "accuracy", float(accuracy))
     if cached is not None:
-        yield Number("Table 2", name, "cache kept", float(cached))
+        yield PaperNumber("Table 2", name, "cache kept", float(cached))

@@ -14,7 +14,7 @@ import anchorlens as al
 from anchorlens.cli import work
 from anchorlens.cli.output import Output, PrintedTable, lasting_streams
 from anchorlens.models.quiet import quiet_datasets, quiet_libraries
-from anchorlens.replication.paper_parts import Number, Setting
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -67,9 +67,9 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
 def test_paper_prints_its_numbers_as_json(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    def one_number(setting: Setting) -> Any:
-        yield Number("Mine", "a", "b", 0.5)
-        yield Number("Mine", "a", "c", float("nan"), layer=2)
+    def one_number(setting: PaperSetting) -> Any:
+        yield PaperNumber("Mine", "a", "b", 0.5)
+        yield PaperNumber("Mine", "a", "c", float("nan"), layer=2)
 
     monkeypatch.setattr(work, "PAPER_PARTS", (one_number,))
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--json"]
@@ -83,8 +83,8 @@ def test_paper_prints_its_numbers_as_json(
 def test_paper_draws_its_tables_on_a_terminal_and_stores_the_same_text(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    def accuracy(setting: Setting) -> Any:
-        yield Number("Table 1", "vanilla", "accuracy", 0.5)
+    def accuracy(setting: PaperSetting) -> Any:
+        yield PaperNumber("Table 1", "vanilla", "accuracy", 0.5)
 
     monkeypatch.setattr(work, "PAPER_PARTS", (accuracy,))
     arguments = ["--model", str(model_folder), "--out", str(tmp_path), "--task", "news", "--quiet"]

@@ -17,7 +17,7 @@ from anchorlens.cli import work
 from anchorlens.errors import MetricError
 from anchorlens.prompts import draw
 from anchorlens.prompts.examples import BUNDLED
-from anchorlens.replication.paper_parts import Number, Setting
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -80,8 +80,8 @@ def test_a_task_that_the_tokenizer_cannot_write_is_an_error_before_weights_are_l
     assert words in error_of(capsys.readouterr())
 
 
-def one_number(setting: Setting) -> Iterator[Number]:
-    yield Number("Mine", "a", "b", 0.5)
+def one_number(setting: PaperSetting) -> Iterator[PaperNumber]:
+    yield PaperNumber("Mine", "a", "b", 0.5)
 
 
 @dataclass
@@ -90,11 +90,11 @@ class First:
 
     calls: list[str] = field(compare=False)
 
-    def __call__(self, setting: Setting) -> Iterator[Number]:
+    def __call__(self, setting: PaperSetting) -> Iterator[PaperNumber]:
         self.calls.append("first")
         warnings.warn("mind this", stacklevel=2)
-        yield Number("Mine", "a", "b", 1 / 3)
-        yield Number("Mine", "a", "c", float("nan"), layer=2)
+        yield PaperNumber("Mine", "a", "b", 1 / 3)
+        yield PaperNumber("Mine", "a", "c", float("nan"), layer=2)
 
 
 @dataclass
@@ -103,8 +103,8 @@ class Second:
 
     calls: list[str] = field(compare=False)
 
-    def __call__(self, setting: Setting) -> Iterator[Number]:
-        yield Number("Second", "a", "b", 0.5)
+    def __call__(self, setting: PaperSetting) -> Iterator[PaperNumber]:
+        yield PaperNumber("Second", "a", "b", 0.5)
         self.calls.append("second")
         if self.calls.count("second") == 1:
             raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_emocontext_runs_only_if_it_is_named(
     def numbers(model: Any, examples: dict[str, Any], **options: Any) -> pd.DataFrame:
         tasks.append(list(examples))
         assert options["parts"] == al.PAPER_PARTS
-        return pd.DataFrame([Number("Mine", "a", "b", 0.5, -1, "sst2", 1)])
+        return pd.DataFrame([PaperNumber("Mine", "a", "b", 0.5, -1, "sst2", 1)])
 
     monkeypatch.setattr(draw, "load_examples", lambda name, split: al.load_examples(bundled[name]))
     monkeypatch.setattr(work, "paper_numbers", numbers)
@@ -175,9 +175,9 @@ def test_emocontext_runs_only_if_it_is_named(
 
 def test_data_can_be_a_folder(monkeypatch: Any, model_folder: Path, tmp_path: Path) -> None:
     """Demonstrations come from TASK/train.jsonl, queries from TASK/test.jsonl."""
-    settings: list[Setting] = []
+    settings: list[PaperSetting] = []
 
-    def record(setting: Setting) -> Iterator[Number]:
+    def record(setting: PaperSetting) -> Iterator[PaperNumber]:
         settings.append(setting)
         yield from one_number(setting)
 

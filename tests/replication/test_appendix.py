@@ -10,7 +10,7 @@ from tiny_models import randomize, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.replication import paper_parts
-from anchorlens.replication.paper_parts import Number, Setting
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 
 EXAMPLES = al.load_examples("sentiment")
 TASK = al.TASKS["sst2"]
@@ -30,14 +30,14 @@ def model(byte_level: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def setting(model: Any) -> Setting:
+def setting(model: Any) -> PaperSetting:
     demos = al.sample_demonstrations(EXAMPLES, 1, 3)
     queries = al.sample_queries(EXAMPLES, 12, 3, exclude=demos)
     pool = [example for example in EXAMPLES if example not in queries]
-    return Setting(model, TASK, demos, [], queries, pool, depth=2, draws=2, seed=3)
+    return PaperSetting(model, TASK, demos, [], queries, pool, depth=2, draws=2, seed=3)
 
 
-def values(numbers: Sequence[Number], part: str, row: str, column: str) -> list[float]:
+def values(numbers: Sequence[PaperNumber], part: str, row: str, column: str) -> list[float]:
     return [
         number.value
         for number in numbers
@@ -46,7 +46,7 @@ def values(numbers: Sequence[Number], part: str, row: str, column: str) -> list[
 
 
 def compare(
-    numbers: Sequence[Number], variant: str, model: Any, batches: list[al.PromptBatch]
+    numbers: Sequence[PaperNumber], variant: str, model: Any, batches: list[al.PromptBatch]
 ) -> None:
     """Compare flows and isolation in a variant of the setting with their functions."""
     flows = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
@@ -61,7 +61,7 @@ def compare(
     assert all(name.startswith(f"{variant}: ") for name in names)
 
 
-def test_depths_equal_isolation_loyalty(model: Any, setting: Setting) -> None:
+def test_depths_equal_isolation_loyalty(model: Any, setting: PaperSetting) -> None:
     """The depths are 1, 3, 5 and 7 layers, up to the number that the model has."""
     numbers = list(paper_parts.depths(setting))
     sites = {"first layer": [0], "last layer": [2], "first 3 layers": range(3)}
@@ -79,7 +79,7 @@ def test_depths_equal_isolation_loyalty(model: Any, setting: Setting) -> None:
         assert loyalties == [float(record.word_loyalty)]
 
 
-def test_two_shots_equal_runs_on_their_prompts(model: Any, setting: Setting) -> None:
+def test_two_shots_equal_runs_on_their_prompts(model: Any, setting: PaperSetting) -> None:
     numbers = list(paper_parts.two_shots(setting))
     demos = al.sample_demonstrations(setting.pool, 2, 3)
     assert len(demos) == 4 and not set(demos) & set(setting.queries)
@@ -88,12 +88,12 @@ def test_two_shots_equal_runs_on_their_prompts(model: Any, setting: Setting) -> 
 
 
 def test_letters_replace_the_label_words(
-    model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    model: Any, setting: PaperSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts have letters as label words. The numbers are tested with two shots."""
-    calls: list[tuple[Setting, str]] = []
+    calls: list[tuple[PaperSetting, str]] = []
 
-    def record_call(setting: Setting, variant: str) -> list[Number]:
+    def record_call(setting: PaperSetting, variant: str) -> list[PaperNumber]:
         calls.append((setting, variant))
         return []
 
@@ -115,7 +115,7 @@ def test_letters_replace_the_label_words(
     assert {model.tokenizer.decode(row) for row in rows} == expected
 
 
-def test_top_words_equal_those_of_single_prompts(model: Any, setting: Setting) -> None:
+def test_top_words_equal_those_of_single_prompts(model: Any, setting: PaperSetting) -> None:
     """The reference runs one prompt at a time, with hooks by hand."""
     numbers = list(paper_parts.top_words(setting))
     assert len(numbers) == 3 * 3 * 5
@@ -144,7 +144,7 @@ def test_top_words_equal_those_of_single_prompts(model: Any, setting: Setting) -
 
 
 def test_directions_equal_anchor_distances_with_as_many_directions(
-    model: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    model: Any, setting: PaperSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers of directions that need more queries are left out."""
     examples = al.load_examples("questions")
@@ -161,7 +161,9 @@ def test_directions_equal_anchor_distances_with_as_many_directions(
     assert numbers[0].value != numbers[1].value
 
 
-def test_demonstrations_that_do_not_fit_are_a_warning(byte_level: Any, setting: Setting) -> None:
+def test_demonstrations_that_do_not_fit_are_a_warning(
+    byte_level: Any, setting: PaperSetting
+) -> None:
     small = al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
     examples = {"sentiment": (EXAMPLES, EXAMPLES)}
     parts = [paper_parts.letters, paper_parts.top_words]

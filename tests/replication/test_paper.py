@@ -13,7 +13,7 @@ from tiny_models import randomize, tiny_gpt2
 import anchorlens as al
 from anchorlens.errors import DataError
 from anchorlens.replication import paper_parts
-from anchorlens.replication.paper_parts import Number, Setting, table_3
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, table_3
 
 EXAMPLES = al.load_examples("emotions")
 EMOTIONS = {"emotions": (EXAMPLES, EXAMPLES)}
@@ -230,19 +230,19 @@ def test_table_2_equals_compression_and_plain_transformers(
     assert values(numbers, seed, "Table 2", "Hidden_anchor", "cache kept") == [selected / count]
 
 
-def setting(model: Any, seed: int = 3) -> Setting:
+def setting(model: Any, seed: int = 3) -> PaperSetting:
     demos, training, queries = draw_examples(seed)
     rest = [example for example in EXAMPLES if example not in queries]
-    return Setting(model, TASK, demos, training, queries, rest, depth=1, draws=2, seed=seed)
+    return PaperSetting(model, TASK, demos, training, queries, rest, depth=1, draws=2, seed=seed)
 
 
 def test_no_text_is_drawn_twice(model: Any) -> None:
     """This holds also if a text occurs twice, or among the examples for queries."""
-    settings: list[Setting] = []
+    settings: list[PaperSetting] = []
 
-    def record(setting: Setting) -> Iterator[Number]:
+    def record(setting: PaperSetting) -> Iterator[PaperNumber]:
         settings.append(setting)
-        yield Number("Mine", "a", "b", 0.5)
+        yield PaperNumber("Mine", "a", "b", 0.5)
 
     twice = [*EXAMPLES, *(replace(example) for example in EXAMPLES)]
     al.paper(model, {"emotions": (twice, EXAMPLES)}, seeds=SEEDS, parts=[record], **QUICK)

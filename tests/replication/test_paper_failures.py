@@ -13,7 +13,7 @@ from tiny_models import boot, tiny_gpt2
 
 import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
-from anchorlens.replication.paper_parts import Number, Setting, figure_4, figures_3_5_6
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, figure_4, figures_3_5_6
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
@@ -25,16 +25,16 @@ def model(byte_level: Any) -> Any:
     return al.load_model(tiny_gpt2(len(byte_level), n_layer=2), tokenizer=byte_level)
 
 
-def half(setting: Setting) -> Iterator[Number]:
-    yield Number("Mine", "a", "b", 0.5)
+def half(setting: PaperSetting) -> Iterator[PaperNumber]:
+    yield PaperNumber("Mine", "a", "b", 0.5)
     raise MetricError("no more")
 
 
-def other(setting: Setting) -> Iterator[Number]:
-    yield Number("Other", "a", "b", float(setting.seed))
+def other(setting: PaperSetting) -> Iterator[PaperNumber]:
+    yield PaperNumber("Other", "a", "b", float(setting.seed))
 
 
-def out_of_memory(setting: Setting) -> Iterator[Number]:
+def out_of_memory(setting: PaperSetting) -> Iterator[PaperNumber]:
     raise torch.OutOfMemoryError("CUDA out of memory")
     yield
 
@@ -60,8 +60,8 @@ def test_a_part_that_fails_is_a_warning_and_the_others_run(model: Any) -> None:
 class Scaled:
     factor: float
 
-    def __call__(self, setting: Setting) -> Iterator[Number]:
-        yield Number("Scaled", "a", "b", self.factor)
+    def __call__(self, setting: PaperSetting) -> Iterator[PaperNumber]:
+        yield PaperNumber("Scaled", "a", "b", self.factor)
 
 
 def test_parts_with_different_options_are_a_different_run(model: Any, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_progress_bar_names_the_part(model: Any, capsys: Any) -> None:
     assert "emotions, seed 3, other (1 of 2 parts)" in printed and "(2 of 2 parts)" in printed
 
 
-def rows_of(numbers: Iterator[Number]) -> set[str]:
+def rows_of(numbers: Iterator[PaperNumber]) -> set[str]:
     return {number.part.partition(",")[0] for number in numbers}
 
 
@@ -139,7 +139,7 @@ FEW = [example for example in EXAMPLES if example.label] + OTHERS[:4]
 def test_mistakes_are_errors_before_anything_runs(
     model: Any, tasks: Any, options: dict[str, Any], words: str
 ) -> None:
-    def never(setting: Setting) -> Iterator[Number]:
+    def never(setting: PaperSetting) -> Iterator[PaperNumber]:
         raise AssertionError("it ran")
 
     all_tasks = {**EMOTIONS, **tasks} if tasks else tasks

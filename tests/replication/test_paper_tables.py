@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import anchorlens as al
-from anchorlens.replication.paper_parts import Number
+from anchorlens.replication.paper_parts import PaperNumber
 
 
 def fields(text: str) -> list[list[str]]:
@@ -20,8 +20,8 @@ def fields(text: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in text.strip().splitlines()]
 
 
-def table(numbers: Iterable[Number]) -> pd.DataFrame:
-    return pd.DataFrame(numbers, columns=Number._fields)
+def table(numbers: Iterable[PaperNumber]) -> pd.DataFrame:
+    return pd.DataFrame(numbers, columns=PaperNumber._fields)
 
 
 def section(text: str, title: str) -> list[list[str]]:
@@ -32,8 +32,10 @@ def section(text: str, title: str) -> list[list[str]]:
 
 def by_seed(
     part: str, row: str, column: str, of_seeds: dict[int, float], task: str
-) -> list[Number]:
-    return [Number(part, row, column, value, -1, task, seed) for seed, value in of_seeds.items()]
+) -> list[PaperNumber]:
+    return [
+        PaperNumber(part, row, column, value, -1, task, seed) for seed, value in of_seeds.items()
+    ]
 
 
 def test_tables_show_mean_and_standard_deviation_over_seeds() -> None:
@@ -53,9 +55,9 @@ def test_one_seed_has_no_standard_deviation() -> None:
 
 
 def test_undefined_values_are_dashes_and_defined_ones_are_counted() -> None:
-    def rho(task: str, *values: float) -> list[Number]:
+    def rho(task: str, *values: float) -> list[PaperNumber]:
         return [
-            Number("Figure 6", "rank correlation", "rho", value, layer, task, seed)
+            PaperNumber("Figure 6", "rank correlation", "rho", value, layer, task, seed)
             for seed, value in enumerate(values)
             for layer in range(3)
         ]
@@ -105,7 +107,7 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
     columns = {"label loyalty": 0.5, "word loyalty": 0.25, "accuracy": 0.75}
     of_tasks = {"sst2": {1: 0.0, 2: 0.1, 3: 0.2}, "trec": {1: 0.1, 2: 0.04}}  # seed 3 failed
     rows = [
-        Number("Table 2", "Hidden_anchor", column, base + more, -1, task, seed)
+        PaperNumber("Table 2", "Hidden_anchor", column, base + more, -1, task, seed)
         for task, of_seeds in of_tasks.items()
         for seed, more in of_seeds.items()
         for column, base in columns.items()
@@ -134,9 +136,9 @@ def test_table_2_shows_a_single_task_once() -> None:
     assert ["TREC"] not in printed
 
 
-def lines(part: str, row: str, column: str, of_seeds: dict[int, list[float]]) -> list[Number]:
+def lines(part: str, row: str, column: str, of_seeds: dict[int, list[float]]) -> list[PaperNumber]:
     return [
-        Number(part, row, column, value, layer, "trec", seed)
+        PaperNumber(part, row, column, value, layer, "trec", seed)
         for seed, line in of_seeds.items()
         for layer, value in enumerate(line)
     ]
@@ -190,7 +192,7 @@ def test_layers_are_in_order_also_if_the_rows_are_not() -> None:
     assert list(line.y) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0])
 
 
-def isolation(part: str) -> list[Number]:
+def isolation(part: str) -> list[PaperNumber]:
     return [
         *by_seed(part, "label words, first 2 layers", "label loyalty", {1: 0.5, 2: 0.75}, "trec"),
         *by_seed(part, "label words, first 2 layers", "word loyalty", {1: 0.25, 2: 0.25}, "trec"),
@@ -246,7 +248,7 @@ def test_tables_show_top_words_and_directions() -> None:
 
 
 def test_a_part_of_the_user_is_shown_as_it_is() -> None:
-    rows = [Number("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
+    rows = [PaperNumber("Mine", "entropy", "nats", 2.5, layer, "trec", 1) for layer in (0, 1)]
     assert section(al.paper_tables(table(rows)), "Mine") == [
         ["nats"],
         ["TREC"],
@@ -296,12 +298,12 @@ def test_the_text_of_every_section_is_the_stored_one() -> None:
 
 
 CONFUSIONS = [
-    Number(f"Figure 6, {kind}", a, b, value + shift, -1, "sst2", seed)
+    PaperNumber(f"Figure 6, {kind}", a, b, value + shift, -1, "sst2", seed)
     for kind, shift in (("predicted", 0.0), ("actual", 0.125))
     for seed, values in {1: (0.5, nan), 2: (0.25, 0.5)}.items()
     for (a, b), value in zip((("no", "yes"), ("yes", "no")), values, strict=True)
 ] + [
-    Number(f"Figure 6, {kind}", a, a, nan, -1, "sst2", seed)
+    PaperNumber(f"Figure 6, {kind}", a, a, nan, -1, "sst2", seed)
     for kind in ("predicted", "actual")
     for a in ("no", "yes")
     for seed in (1, 2)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import anchorlens as al
-from anchorlens.replication.paper_parts import Number, Setting
+from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
 
 pytestmark = [
     pytest.mark.without_jaxtyping,
@@ -37,19 +37,19 @@ class RecordedBar:
     def close(self) -> None: ...
 
 
-def passes(setting: Setting, count: int) -> Iterator[Number]:
+def passes(setting: PaperSetting, count: int) -> Iterator[PaperNumber]:
     """A part of ``count`` passes over one batch each."""
     for query in setting.queries[:count]:
         batches = setting.prompts(queries=[query])
         al.target_logits(setting.model, batches, progress=False)
-    yield Number("Mine", "a", "b", float(count))
+    yield PaperNumber("Mine", "a", "b", float(count))
 
 
-def short(setting: Setting) -> Iterator[Number]:
+def short(setting: PaperSetting) -> Iterator[PaperNumber]:
     yield from passes(setting, 2)
 
 
-def long(setting: Setting) -> Iterator[Number]:
+def long(setting: PaperSetting) -> Iterator[PaperNumber]:
     yield from passes(setting, 4)
 
 
