@@ -273,8 +273,8 @@ def edge_sweep(
     )
     with study.entered():
         _check_cuts(study.batches, cuts)  # raises errors before the model runs
-        plan = study.plan(metrics, interventions=[cuts[0].hooks], loss=None)
-        first_changes = {each.first_layer: each.hooks for each in cuts}
+        plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
+        first_changes = {each.first_layer: each.cut for each in cuts}
         reasons = plan.why_not_late(study.batches, first_changes)
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
@@ -310,12 +310,12 @@ class _Cut:
 
     Attributes:
         acts_in: What the site is, in numbers of this model; heads are None for all of them.
-        hooks: Makes the hooks that cut.
+        cut: Makes the hooks that cut.
         controls: For each draw, makes the hooks that cut as many random edges.
     """
 
     acts_in: dict[str, Any]
-    hooks: HooksOfBatch
+    cut: HooksOfBatch
     controls: list[HooksOfBatch]
 
     @property
@@ -360,7 +360,7 @@ def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: in
 
 def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Cut]) -> None:
     for each in cuts:
-        acts = [act for batch in batches for _, act in each.hooks(batch)[:1]]
+        acts = [act for batch in batches for _, act in each.cut(batch)[:1]]
         if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
             raise HookError(
                 "there is nothing to cut: edges(batch) has no edge in any prompt"
@@ -379,7 +379,7 @@ def _contributions(
         logits = plan.logits(batch, hooks, start)
         return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
-    of_cut = loyalty_with(cut.hooks)
+    of_cut = loyalty_with(cut.cut)
     drawn = [loyalty_with(control) for control in cut.controls]
     random = {
         f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
