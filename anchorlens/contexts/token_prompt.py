@@ -1,7 +1,7 @@
 """Hard prompts: tokens before a query, their text, and what is lost when people copy the text."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..passes.losses import Loss, check_loss, label_cross_entropy
-from ..prompts.batch import PromptBatch
-from ..prompts.insertion import insert_after_bos
+from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.plain_tokens import plain_tokens
+from ..prompts.segment_names import OTHER
 from ..prompts.tokens import check_is_tokenizer
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
@@ -76,7 +76,30 @@ class HardPrompt(PrefixContext):
             >>> flows = al.run(model, [prompt.insert(batch)], [al.Accuracy()], progress=False)
         """
         self.check_bos(batch)
-        return insert_after_bos(batch, self.ids)
+        check_batch(batch)
+        return _insert(batch, self.ids.to(batch.tokens))
+
+
+def _insert(batch: PromptBatch, tokens: Int[Tensor, " inserted"]) -> PromptBatch:
+    """The same prompts with tokens after the BOS, in the segment "other"; padding stays there."""
+    right, bos, count = batch.padded_right(), int(batch.begins_with_bos), len(tokens)
+
+    def widened(values: Tensor, inserted: Tensor) -> Tensor:
+        rows = inserted.expand(len(values), -1)
+        return torch.cat([values[:, :bos], rows, values[:, bos:]], dim=1)
+
+    longer = replace(
+        right,
+        tokens=widened(right.tokens, tokens),
+        attention_mask=widened(right.attention_mask, torch.ones_like(tokens, dtype=torch.bool)),
+        segments=widened(right.segments, torch.full_like(tokens, OTHER).to(right.segments)),
+        label_positions=right.label_positions + count,
+        label_ends=right.label_ends + count,
+        target_positions=right.target_positions + count,
+        query_start=right.query_start + count,
+    )
+    longer = replace(longer, demonstrations_id=demonstrations_ids(longer))
+    return longer if batch.on_cpu.attention_mask[:, 0].all() else longer.padded_left()
 
 
 @checked

@@ -15,7 +15,7 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.token_texts import token_texts
+from ..prompts.tokens import token_texts
 from ..results import prefix_figures
 from ..system.arguments import checked
 from .context_effect import check_context, pass_after

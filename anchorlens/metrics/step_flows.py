@@ -17,7 +17,7 @@ from ..passes.step_gradients import step_gradients
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import PADDING
-from ..prompts.token_texts import token_texts
+from ..prompts.tokens import token_texts
 from ..results.record import Record
 from ..results.segment_figures import steps_by_segment
 from ..system.arguments import check_from_1, checked

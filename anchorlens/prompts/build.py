@@ -16,7 +16,7 @@ from ..errors import PromptError
 from ..system.arguments import check_from_1, checked
 from ..system.warn import warn_user
 from .batch import PromptBatch, as_batch
-from .checks import demonstrations_by_query
+from .draw import demonstrations_by_query
 from .examples import Example
 from .label_tokens import first_tokens
 from .segment_names import OTHER, PADDING, TARGET

@@ -1,10 +1,9 @@
-"""Demonstrations and queries of a task, drawn for each seed; no tokenizer is needed."""
+"""Demonstrations and queries of a task, drawn and checked; no tokenizer is needed."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..errors import DataError
-from .checks import demonstrations_by_query
+from ..errors import DataError, PromptError
 from .examples import HUB_SOURCES, Example, load_examples, sample_demonstrations, sample_queries
 from .tasks import TASKS, Task
 
@@ -61,3 +60,70 @@ def draws_of(
         demonstrations_by_query(task, demos, chosen)
         draws.append(Draw(task, demos, chosen))
     return draws
+
+
+def demonstrations_by_query(
+    task: Task,
+    demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
+    queries: Sequence[Example | str],
+) -> list[Sequence[Example]]:
+    """The demonstrations of each query; they and the queries are checked against the task.
+
+    Raises:
+        PromptError: There is no query, a label is out of range, a class has no demonstration, some
+            queries have a label and others have none, the number of sets is neither one nor that of
+            the queries, or sets have different sizes.
+    """
+    _check_queries(task, queries)
+    shared = not demonstrations or isinstance(demonstrations[0], Example)
+    sets: list[Any] = [demonstrations] * len(queries) if shared else list(demonstrations)
+    if len(sets) != len(queries):
+        raise PromptError(
+            f"{len(sets)} sets of demonstrations came with {len(queries)} queries; give one set "
+            "for all, or one for each"
+        )
+    for demos in sets[:1] if shared else sets:
+        check_labels(task, demos)
+        if missing := missing_labels(task, demos):
+            raise PromptError(
+                f"no demonstration for the labels {missing}; give at least one of each class "
+                "(sample_demonstrations does)"
+            )
+        if len(demos) != len(sets[0]):
+            raise PromptError(
+                "sets of demonstrations must have the same size; got "
+                f"{len(sets[0])} and {len(demos)}"
+            )
+    return sets
+
+
+def check_labels(task: Task, demonstrations: Sequence[Example]) -> None:
+    """Raise an error unless every demonstration has a class of the task."""
+    labels = [demo.label for demo in demonstrations]
+    wrong = [label for label in labels if label is None or not 0 <= label < len(task.labels)]
+    if wrong:
+        raise PromptError(
+            f"demonstrations have the labels {wrong}, but the task has the classes 0 to "
+            f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
+        )
+
+
+def missing_labels(task: Task, demonstrations: Sequence[Example]) -> list[str]:
+    """The label words of the classes without a demonstration."""
+    labels = {demo.label for demo in demonstrations}
+    return [word for k, word in enumerate(task.first_words) if k not in labels]
+
+
+def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
+    if not queries:
+        raise PromptError("there are no queries to build prompts for")
+    for index, query in enumerate(queries):
+        label = None if isinstance(query, str) else query.label
+        if label is not None and not 0 <= label < len(task.labels):
+            raise PromptError(
+                f"query {index} has the label {label}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
+            )
+    known = {isinstance(query, str) or query.label is None for query in queries}
+    if len(known) > 1:
+        raise PromptError("either all queries must have a label or none; here only some have one")

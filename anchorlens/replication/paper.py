@@ -17,8 +17,7 @@ from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
-from ..prompts.checks import demonstrations_by_query
-from ..prompts.draw import task_of_name
+from ..prompts.draw import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
 from ..runs.fingerprint import fingerprint, warn_of_unknown

@@ -23,7 +23,7 @@ from anchorlens.prompts.segment_names import (
     TARGET,
     TEXT,
 )
-from anchorlens.prompts.token_texts import token_texts
+from anchorlens.prompts.tokens import token_texts
 
 HOSTILE = '<script>alert("x")</script> & \' \x00'
 TASK = al.Task("In: {text}\n\nOut:{label}", labels=("<script>", "&amp;"))
