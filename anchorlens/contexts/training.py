@@ -260,9 +260,7 @@ def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
     """A number for the tokens of each query, the same for the same query in other prompts."""
     digests = []
     for batch in batches:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        inside = (positions >= batch.query_start[:, None]) & batch.attention_mask
-        rows = zip(batch.tokens, inside, strict=True)
+        rows = zip(batch.tokens, batch.from_query, strict=True)
         digests += [digest(tokens[mask].tolist()) for tokens, mask in rows]
     return digests
 

@@ -472,11 +472,10 @@ def _of_logits(
 
 def _keys_of_context(queries: PromptBatch, batch: PromptBatch) -> Bool[Tensor, "batch key"]:
     """The keys of the context before each query, without a BOS, which no context needs."""
-    positions = torch.arange(queries.tokens.shape[1], device=queries.tokens.device)
-    before = queries.attention_mask & (positions < queries.query_start[:, None])
-    bos = bos_of(batch).to(positions.device)
+    before = queries.attention_mask & ~queries.from_query
+    bos = bos_of(batch).to(before.device)
     if len(bos):
-        before &= (positions > 0) | (queries.tokens != bos)
+        before &= (queries.positions > 0) | (queries.tokens != bos)
     return before.cpu()
 
 

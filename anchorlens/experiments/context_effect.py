@@ -127,8 +127,7 @@ def pass_after(context: Context, model: HookedModel, batch: PromptBatch) -> Quer
     query_pass = context.query_pass(model, batch)
     queries = query_pass.batch
     prompts = batch.on_cpu
-    starts = prompts.attention_mask.long().argmax(1, keepdim=True)
-    first = prompts.tokens.gather(1, starts)[:, 0]
+    first = prompts.tokens.gather(1, prompts.starts[:, None])[:, 0]
     same = bool((queries.on_cpu.tokens[:, 0] == first).all())
     begins = batch.begins_with_bos and same
     known = on_both(queries, lambda each: replace(each, begins_with_bos=begins))

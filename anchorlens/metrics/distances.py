@@ -187,7 +187,7 @@ class AnchorDistances:
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             on_cpu = batch.on_cpu
-            starts = on_cpu.attention_mask.long().argmax(1, keepdim=True)
+            starts = on_cpu.starts[:, None]
             positions = (on_cpu.label_positions - starts).double()
             of_anchors = _by_layer(keys)  # [batch, layer, anchor, channel]
             means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())

@@ -255,7 +255,7 @@ class LabelHeads:
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""
         device, batch = batch.tokens.device, batch.on_cpu
-        first = batch.attention_mask.long().argmax(1, keepdim=True)
+        first = batch.starts[:, None]
         if (batch.label_positions <= first).any():
             row = int((batch.label_positions <= first).any(1).nonzero()[0])
             raise MetricError(
@@ -277,8 +277,7 @@ class LabelHeads:
 
 def _tokens_up_to_target(batch: PromptBatch) -> Int[Tensor, " batch"]:
     """The number n of tokens of each prompt that its target can read, and the target itself."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return (batch.attention_mask & (positions <= batch.target_positions[:, None])).sum(1)
+    return batch.up_to_target.sum(1)
 
 
 def _by_choice(

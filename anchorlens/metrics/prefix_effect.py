@@ -433,5 +433,4 @@ def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " lay
 
 def _from_query(batch: PromptBatch) -> edges.Positions:
     """Positions from the first token of the query to the end, padding included."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return positions >= batch.query_start[:, None]
+    return batch.positions >= batch.query_start[:, None]

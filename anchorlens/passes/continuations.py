@@ -62,10 +62,8 @@ def _up_to_targets(
     there may be no padding between a prompt and what follows.
     """
     length = batch.tokens.shape[1]
-    positions = torch.arange(length, device=batch.tokens.device)
-    columns = (positions + batch.target_positions[:, None] + 1) % length
-    up_to_target = batch.attention_mask & (positions <= batch.target_positions[:, None])
-    in_rows = up_to_target[:, batch.query_rows].sum(1)
+    columns = (batch.positions + batch.target_positions[:, None] + 1) % length
+    in_rows = batch.up_to_target[:, batch.query_rows].sum(1)
     start = 0 if prefix is None else prefix.next_position.to(in_rows.device)
 
     def rows_of(tensor: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ def _up_to_targets(
     return KeyValues(
         keys=tuple(map(rows_of, keys)),
         values=tuple(map(rows_of, values)),
-        attention_mask=up_to_target.gather(1, columns).repeat_interleave(count, 0),
+        attention_mask=batch.up_to_target.gather(1, columns).repeat_interleave(count, 0),
         next_position=(start + in_rows).repeat_interleave(count, 0),
         text_length=int((start + in_rows).max()),
     )

@@ -125,13 +125,13 @@ def forerunners(batch: PromptBatch) -> Positions:
 @checked
 def target(batch: PromptBatch) -> Positions:
     """The target position (the paper's q); all False in a batch that ends before it."""
-    return _numbers(batch) == batch.target_positions[:, None]
+    return batch.positions == batch.target_positions[:, None]
 
 
 @checked
 def demonstrations(batch: PromptBatch) -> Positions:
     """Positions of all tokens before the query, without BOS."""
-    return batch.attention_mask & (_numbers(batch) < batch.query_start[:, None]) & ~bos(batch)
+    return batch.attention_mask & ~batch.from_query & ~bos(batch)
 
 
 @checked
@@ -146,14 +146,13 @@ def query(batch: PromptBatch) -> Positions:
 
     The segment ``query`` does not hold the target position, which is a segment by itself.
     """
-    return _up_to_target(batch) & (_numbers(batch) >= batch.query_start[:, None])
+    return batch.up_to_target & batch.from_query
 
 
 @checked
 def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
-    inside = _up_to_target(batch)
-    return between(inside, inside)
+    return between(batch.up_to_target, batch.up_to_target)
 
 
 @checked
@@ -218,9 +217,9 @@ def random_positions(
     device, batch = batch.tokens.device, batch.on_cpu
     words = anchors(batch)
     labels = segment(batch, "label") | words
-    first = batch.attention_mask.long().argmax(1, keepdim=True) if after is None else after.cpu()
+    first = batch.starts[:, None] if after is None else after.cpu()
     last = batch.label_ends.max(1, keepdim=True).values
-    allowed = batch.attention_mask & (_numbers(batch) > first) & (_numbers(batch) < last) & ~labels
+    allowed = batch.attention_mask & (batch.positions > first) & (batch.positions < last) & ~labels
     # Instructions are not drawn. Batches from bare positions do not know which tokens these are.
     inside = segment(batch, "text") | segment(batch, "format")
     allowed &= inside | ~inside.any(1, keepdim=True)
@@ -336,7 +335,7 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
 @checked
 def diagonal(batch: PromptBatch) -> EdgeSet:
     """The edges of each token to itself, which no other set holds."""
-    mask, numbers = batch.attention_mask, _numbers(batch)
+    mask, numbers = batch.attention_mask, batch.positions
 
     def rows_of(rows: slice) -> Edges:
         return mask[:, rows, None] & (numbers[rows, None] == numbers)
@@ -344,17 +343,8 @@ def diagonal(batch: PromptBatch) -> EdgeSet:
     return EdgeSet(rows_of, (*mask.shape, len(numbers)), mask.device)
 
 
-def _numbers(batch: PromptBatch) -> Int[Tensor, " position"]:
-    return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-
-
 def _first(batch: PromptBatch) -> Positions:
-    first = batch.attention_mask.long().argmax(1, keepdim=True)
-    return torch.zeros_like(batch.attention_mask).scatter(1, first, True)
-
-
-def _up_to_target(batch: PromptBatch) -> Positions:
-    return batch.attention_mask & (_numbers(batch) <= batch.target_positions[:, None])
+    return torch.zeros_like(batch.attention_mask).scatter(1, batch.starts[:, None], True)
 
 
 def _at(positions: Iterable[Tensor], shape: tuple[int, ...]) -> EdgeSet:
