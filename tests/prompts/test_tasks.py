@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -74,9 +75,14 @@ def test_a_task_copies_its_labels() -> None:
         ("{text}{label}", [], r"at least two label words; got \[\]"),
         ("{text}{label}", ["a", "b", "a"], r"different and not blank; got \['a', 'b', 'a'\]"),
         ("{text}{label}", ["a", " "], r"different and not blank; got \['a', ' '\]"),
+        ("{text}{label}", [["a", "a"], ["b"]], "different and not blank"),
+        ("{text}{label}", [["a", "b"], ["b"]], "different and not blank"),
+        ("{text}{label}", [["a", " "], ["b"]], "different and not blank"),
+        ("{text}{label}", [["a", "b"], []], "different and not blank"),
+        ("{text}{label}", [["a", "b"]], "at least two classes"),
     ],
 )
-def test_wrong_tasks_raise_an_error(template: str, labels: list[str], message: str) -> None:
+def test_wrong_tasks_raise_an_error(template: str, labels: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         al.Task(template, labels)
 
