@@ -47,14 +47,7 @@ def causal_mask(device: torch.device) -> Mask:
 
 
 def mask_of(seen: Callable[[slice, slice], Seen], length: int) -> Mask:
-    """The mask of a function of some query rows and keys.
-
-    Layers that share a mask share its ends, which are computed once.
-
-    Args:
-        seen: See ``Mask``.
-        length: How many keys there are.
-    """
+    """The mask of a function as in ``Mask``; layers that share it share its ends, computed once."""
 
     @cache
     def ends(start: int, stop: int) -> tuple[int, int]:

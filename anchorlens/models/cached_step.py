@@ -54,11 +54,7 @@ def _why_not_renamed(model: Any) -> str:
 
 
 def why_no_cached_step(model: HookedModel) -> str:
-    """Why the model cannot continue from a cache; empty if it can.
-
-    The last of a few tokens, run after a cache of the others, must have the logits that it has when
-    all tokens run at once, up to rounding.
-    """
+    """Why the last of a few tokens has other logits after a cache of the others; empty if not."""
     tokens = tiny_tokens(model)
     length, mask = tokens.shape[1], torch.ones_like(tokens, dtype=torch.bool)
     with trial_of(model):

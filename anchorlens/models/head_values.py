@@ -21,13 +21,7 @@ _other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 def transformed_values(
     model: Any, layer: int, values: Float[Tensor, "batch key _ d_head"]
 ) -> Float[Tensor, "batch head key d_model"]:
-    """``f_h(x_j) = (x_j W_V + b_V)_h W_O^h`` of each head and key, in float32 or wider.
-
-    Args:
-        model: A model that ``require_transformed_values`` accepts.
-        layer: The number of the layer.
-        values: What ``values_name`` holds there, with the bias b_V.
-    """
+    """``f_h(x_j) = (x_j W_V + b_V)_h W_O^h`` of each head and key, in float32 or wider."""
     wide = torch.promote_types(values.dtype, torch.float32)
     of_heads = values[:, :, cached_heads(model, values.shape[2]).to(values.device)]
     output = model.blocks[layer].attn.W_O.detach()

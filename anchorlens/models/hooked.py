@@ -125,11 +125,7 @@ def z_name(layer: int) -> str:
 
 
 def layer_numbers(model: HookedModel, layers: Iterable[int] | int) -> list[int]:
-    """Layers as numbers from 0, each once, in order; negative numbers count from the end.
-
-    Raises:
-        HookError: A layer does not exist, or no layer is given.
-    """
+    """Layers as numbers from 0, each once, in order; negative numbers count from the end."""
     return indices_of("layer", layers, model.cfg.n_layers)
 
 

@@ -94,12 +94,7 @@ def inputs_with_cache(
 ) -> dict[str, Any]:
     """Arguments of the model's forward for tokens after those in a cache.
 
-    Args:
-        model: The model.
-        cache: The cache.
-        mask: False where a token that is run is padding.
-        before: False where a cached column is padding.
-        start: The position of the first token that is run.
+    The masks, of these tokens and of those before, are False at padding.
     """
     if not is_bridge(model):
         return {"past_kv_cache": cache, "attention_mask": mask.long()}

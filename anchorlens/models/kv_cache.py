@@ -31,12 +31,9 @@ class Graph:
     points: tuple[tuple[Tensor, HookFunction], ...]
 
     def pass_gradients_on(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
-        """Pass the gradients of all prompts from the prefix's keys and values to its hook points.
+        """Pass the gradients of the prompts' copies of ``outputs`` to the prefix's hook points.
 
         One backward pass serves all prompts. The graph stays usable for the next batch.
-
-        Args:
-            leaves: The prompts' copies of ``outputs``, which hold each prompt's gradient.
         """
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         at_points = torch.autograd.grad(
@@ -137,11 +134,7 @@ class KeyValues:
 
 
 def cache_of(model: HookedModel, size: int, prefix: KeyValues | None = None) -> Any:
-    """A key-value cache of the kind that the model takes, for ``size`` prompts.
-
-    Raises:
-        ModelError: ``prepare_model`` found that the model does not continue from a cache.
-    """
+    """A cache for ``size`` prompts; a ModelError if the model does not continue from one."""
     if model in without_cache:
         raise ModelError(without_cache[model])
     if prefix is None:
@@ -169,13 +162,7 @@ def inputs_after(
     cache: Any,
     prefix: KeyValues | None = None,
 ) -> dict[str, Any]:
-    """Arguments of the model's forward other than the tokens.
-
-    Args:
-        model: The model.
-        mask: False where a token that is run is padding.
-        cache: A cache of ``cache_of``.
-        prefix: What the cache holds.
+    """Arguments of the model's forward for tokens after what ``cache`` holds, the prefix.
 
     Raises:
         PromptError: The keys of the prefix would be rotated differently in texts of this length.
@@ -194,7 +181,7 @@ def prefix_of(
     points: Sequence[tuple[Tensor, HookFunction]] = (),
     before: KeyValues | None = None,
 ) -> KeyValues:
-    """The prefix that a pass over prompts stored in its cache.
+    """The prefix that a pass over prompts, itself perhaps after a prefix, stored in its cache.
 
     Args:
         cache: The cache that the model filled.
@@ -202,9 +189,6 @@ def prefix_of(
         points: Tensors at hook points of that pass, each with the function that receives its
             gradient; none if it ran without gradients.
         before: The prefix from which that pass continued.
-
-    Raises:
-        ModelError: The cache is empty or does not hold all positions.
     """
     next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:
@@ -233,11 +217,7 @@ def keys_and_values(
 ) -> tuple[
     tuple[Float[Tensor, "batch _ position _"], ...], tuple[Float[Tensor, "batch _ position _"], ...]
 ]:
-    """Keys and values of each layer in a cache, with their graph.
-
-    Raises:
-        ModelError: The cache is empty or does not hold all positions.
-    """
+    """Keys and values of each layer, with their graph; a ModelError if some are missing."""
     pairs = pairs_in(cache)
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):
         raise ModelError("the model takes no key-value cache, or stores only a part of it")

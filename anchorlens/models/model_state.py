@@ -145,13 +145,7 @@ def _replace(hooks: Hooks, others: Hooks) -> None:
 def replaced_methods(
     modules: Iterable[Any], name: str, method_of: Callable[[int, Any], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, a method of each module is what ``method_of(number, module)`` returns.
-
-    Args:
-        modules: The modules, one for each layer.
-        name: The name of the method, such as ``forward``.
-        method_of: Function of the number of a module, from 0, and the module.
-    """
+    """Inside, a method of each module is what ``method_of(number, module)`` returns."""
     modules = list(modules)
     # In __dict__, because a bridge sets its attributes on the module that it wraps.
     found = [(vars(module), vars(module).get(name)) for module in modules]

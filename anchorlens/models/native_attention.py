@@ -51,9 +51,7 @@ def wrap_attention(attention: Any) -> bool:
 def wrap_operands(attention: Any) -> bool:
     """Replace ``forward`` so that rotated queries and keys pass through their hook points.
 
-    Returns:
-        False where the module has no such hook points, or where its ``forward`` was replaced
-        before.
+    False where there are no such points, or where it was replaced before.
     """
     if not isinstance(attention, _bridge_class()) or not _has_rotary_points(attention):
         return False
@@ -195,15 +193,10 @@ def _shape_of_rows(attention: Any, args: Any, kwargs: Any) -> tuple[int, int, in
 class _AttentionCalls(TorchFunctionMode):
     """Sees the PyTorch functions that are called while an attention module runs.
 
-    Modules and hooks run inside the attention too. Their calls are told from those of the attention
-    itself by the number of modules that are being called, one inside another. That number is read
+    Modules and hooks run inside the attention too. The number of modules that are being called,
+    one inside another, tells their calls from those of the attention itself (``depth``). It is read
     from the Python frames. PyTorch's module hooks cannot count it: global forward hooks run before
     a module's own hooks, and hooks on each child would be seen by other threads and by the user.
-
-    Args:
-        attention: The bridge's module.
-        shape: See ``_shape_of_rows``.
-        depth: The number of modules between the ``with`` statement and the attention's own calls.
     """
 
     def __init__(self, attention: Any, shape: tuple[int, int, int], depth: int) -> None:

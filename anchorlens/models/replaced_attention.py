@@ -56,11 +56,7 @@ Attend = Callable[[int, Heads, SharedHeads, SharedHeads, Terms], Heads]
 
 @safe_context
 def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
-    """Inside, ``attend`` computes the attention of every layer.
-
-    Args:
-        model: A prepared model.
-        attend: The function.
+    """Inside, ``attend`` computes the attention of every layer of a prepared model.
 
     Raises:
         ModelError: No function can replace the attention of this model.
@@ -70,12 +66,7 @@ def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
 
 
 def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
-    """Whether a hook point gets nothing inside ``attention_by``.
-
-    Args:
-        model: A prepared model.
-        point: The name of a hook point, or a function that selects names.
-    """
+    """Whether a hook point, or one that a function selects, gets nothing in ``attention_by``."""
     if callable(point):
         return any(point(name) and is_skipped(model, name) for name in model.hook_dict)
     if is_bridge(model):
@@ -85,13 +76,7 @@ def is_skipped(model: HookedModel, point: str | Callable[[str], bool]) -> bool:
 
 @dataclass
 class _Interface:
-    """What transformers calls instead of its own functions.
-
-    Attributes:
-        attend: Computes the attention.
-        layer: The layer whose attention runs; None between layers.
-        calls: How often it has called ``attention``.
-    """
+    """What transformers calls instead of its own functions; ``layer`` is the one that runs."""
 
     attend: Attend
     layer: int | None = None

@@ -33,11 +33,8 @@ def rotate_alike(model: Any, length: int, other: int) -> bool:
 def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
     """Raise an error if a text cannot continue from cached tokens.
 
-    Args:
-        model: The model.
-        cached: The length of the text in which the cached tokens were rotated.
-        longest: The length of the longest text that continues from them, the cached tokens
-            included.
+    ``cached`` is the length of the text in which they were rotated, and ``longest`` that of the
+    longest text that continues from them, the cached tokens included.
     """
     _refuse_dynamic(model, longest)
     if not rotate_alike(model, cached, longest):
@@ -54,11 +51,7 @@ def refuse_another_rotation(model: Any, cached: int, longest: int) -> None:
 def refuse_rotations_in_a_batch(model: Any, shortest: int, width: int) -> None:
     """Raise an error for prompts that would be rotated in another way than alone.
 
-    Args:
-        model: The model.
-        shortest: The tokens of the shortest prompt of a batch.
-        width: The columns of the batch, which are as many as the longest prompt has tokens, or
-            more where there is padding in all prompts.
+    A batch has as many columns as its longest prompt has tokens, or more where all have padding.
     """
     if not rotate_alike(model, shortest, width):
         switch = next(s for s in _switches(model) if shortest <= s < width)

@@ -31,13 +31,11 @@ class _Layer:
 def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
     """Run one forward and backward over ``n_tokens_of`` tokens.
 
-    Returns:
-        The layers whose score or pattern hooks fail, each with the reason; and the hook points of
-        the queries and keys that each layer's attention multiplies.
+    Returns the layers whose score or pattern hooks fail, each with the reason; and the hook points
+    of the queries and keys that each layer's attention multiplies.
 
     Raises:
-        ModelError: The model cannot run in its type of numbers, has no backward pass, or its
-            forward takes no attention mask.
+        ModelError: The model cannot run, or has no backward pass.
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]

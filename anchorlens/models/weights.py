@@ -185,10 +185,7 @@ def spread(weights: Any, device_map: str | Mapping[str, int | str | torch.device
 def _refuse_other_weights(name: str, weights: Any, report: dict[str, Any]) -> None:
     """Raise an error if weights are missing or of another shape: they would be random numbers.
 
-    Args:
-        name: The name, folder or file that the user gave.
-        weights: The model that was read.
-        report: The loading report of transformers, without tied tensors and computed buffers.
+    The report of transformers is without tied tensors and computed buffers.
     """
     problems = []
     if missing := report["missing_keys"]:

@@ -82,11 +82,7 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def as_hint(value: Any, hint: Any) -> Any:
-    """A value as an annotation has it; the value itself where nothing is to be changed.
-
-    Raises:
-        _Unfit: The value does not fit.
-    """
+    """A value as an annotation has it; the value itself where nothing is to be changed."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return value

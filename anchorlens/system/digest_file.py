@@ -16,12 +16,7 @@ _KEY = "anchorlens"
 
 
 class Sealed(NamedTuple):
-    """The contents of a file.
-
-    Attributes:
-        header: Settings and descriptions, as json can store them.
-        tensors: The tensors by name.
-    """
+    """The settings and descriptions in a file, as json stores them, and its tensors by name."""
 
     header: dict[str, Any]
     tensors: dict[str, Tensor]

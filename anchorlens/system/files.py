@@ -51,10 +51,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8; what UTF-8 cannot hold, such as a byte of a name, is escaped.
-
-    A text is often written after hours of computing, and a name in it must not lose it.
-    """
+    """Write a text as UTF-8. What UTF-8 cannot hold, such as a byte of a name, is escaped."""
     write_atomically(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -91,22 +88,12 @@ def parsed(
     cure: str,
     error: type[AnchorlensError] = StoreError,
 ) -> T:
-    """What ``parse`` makes of the bytes of a file.
+    """What ``parse`` makes of the bytes of a file, or an error that says what the file should be.
 
     A parser raises more than its own class of errors for bytes that nobody would write: a
     RecursionError for many brackets, a ValueError for a number of 5,000 digits, or a TypeError for
-    a list in place of a text. So each error of it counts.
-
-    Args:
-        path: Where the bytes come from.
-        data: The bytes.
-        parse: A parser alone: an error of our own code should not be taken for one of the file.
-        what: What the file should be, such as "json file".
-        cure: What to do if it is not.
-        error: The class of the error.
-
-    Raises:
-        AnchorlensError: Of the class ``error``: the bytes cannot be parsed.
+    a list in place of a text. So each error of it counts, and it should be a parser alone: an error
+    of our own code is none of the file.
     """
     try:
         return parse(data)

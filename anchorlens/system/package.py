@@ -15,12 +15,8 @@ def imported_at_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
-    The imports under ``if TYPE_CHECKING`` in its ``__init__.py``, which type checkers and editors
-    read, are also the list of the public names.
-
-    Args:
-        package: Name of the package.
-        source: Path of its ``__init__.py``.
+    The imports under ``if TYPE_CHECKING`` in its source, which type checkers and editors read, are
+    also the list of the public names.
     """
     origins = {
         alias.asname or alias.name: (f"{package}.{node.module}", alias.name)

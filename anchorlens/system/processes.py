@@ -87,9 +87,7 @@ def batches_of_process(costs: Sequence[int]) -> list[int]:
 def gather_from_processes(what: str, value: T) -> list[T]:
     """The values of all processes, returned on every process; ``[value]`` if there is only one.
 
-    Args:
-        what: The name of the exchange, by which processes at different calls are recognised.
-        value: Anything that can be pickled, on the CPU.
+    ``what`` names the exchange, by which processes at different calls are recognised.
 
     Raises:
         ProcessError: A process failed (see ``fails_together``), died, or made another call.

@@ -52,11 +52,8 @@ def put_back(restore: Callable[[], object]) -> Iterator[None]:
     """Call ``restore`` at the end, and again where an interrupt ended that call.
 
     One call is enough if no interrupt comes; two interrupts while it is put back are survived,
-    wherever they come.
-
-    Args:
-        restore: Puts back what was found. It is also called where nothing or only a part was
-            changed, and where it was put back already. Enter this before the first change.
+    wherever they come. It is also called where nothing or only a part was changed, and where it was
+    put back already. Enter this before the first change.
     """
     is_done = False
     try:

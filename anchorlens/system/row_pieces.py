@@ -13,15 +13,9 @@ _STORED = 2**26  # bytes of the rows that are stored for the next layers
 
 
 def row_slices(queries: int, elements_of_a_row: int, at_least: int = 1) -> Iterator[slice]:
-    """Slices of query rows, each of at most ``PIECE`` elements.
-
-    Args:
-        queries: How many rows there are.
-        elements_of_a_row: How many elements each of them has.
-        at_least: The rows of a slice, also where they have more elements than a piece.
+    """Slices of query rows of at most ``PIECE`` elements, but of ``at_least`` rows.
 
     Examples:
-        >>> from anchorlens.system.row_pieces import row_slices
         >>> list(row_slices(5, 2**20))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
         >>> list(row_slices(5, 2**20, at_least=3))

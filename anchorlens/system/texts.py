@@ -11,12 +11,7 @@ _NOT_PRINTABLE = re.compile(
 
 
 def described(value: object) -> str:
-    """What a value is, for an error: the type of numbers and the shape of a tensor, or its class.
-
-    Examples:
-        >>> described(torch.zeros(2, 3)), described([1])
-        ('torch.float32 of the shape (2, 3)', 'a list')
-    """
+    """What a value is, for an error: the numbers and the shape of a tensor, or its class."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of the shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

@@ -41,10 +41,8 @@ def own_random_state(
 ) -> Iterator[None]:
     """Do what ``torch.random.fork_rng`` does: afterwards the random state is that of before.
 
-    Args:
-        devices: Devices on which random numbers are drawn, beside the CPU.
-        seed: Seeds the CPU and all devices of these kinds first; ``torch.manual_seed`` would also
-            seed others.
+    A seed is set on the CPU and all devices of these kinds alone; ``torch.manual_seed`` would also
+    seed others.
     """
     kinds = {device.type for device in devices} - {"cpu"}
     modules = [torch.get_device_module(kind) for kind in kinds]
