@@ -150,26 +150,13 @@ def _as_flag(value: Any) -> bool:
     return bool(_require(value, isinstance(value, bool) or is_of_numpy))
 
 
-def _as_text(value: Any) -> str:
-    return str(_require(value, isinstance(value, str)))
-
-
-def _as_path(value: Any) -> Path:
-    return Path(_require(value, isinstance(value, PathLike)))
-
-
-def _as_none(value: Any) -> None:
-    return _require(value, value is None)
-
-
 _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
     int: _as_whole_number,
     float: _as_number,
     bool: _as_flag,
-    str: _as_text,
-    Path: _as_path,
-    NoneType: _as_none,
-    None: _as_none,
+    str: lambda value: str(_require(value, isinstance(value, str))),
+    Path: lambda value: Path(_require(value, isinstance(value, PathLike))),
+    NoneType: lambda value: _require(value, value is None),
 }
 
 
