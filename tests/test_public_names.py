@@ -1,14 +1,18 @@
 """The public names of the package are there, and each is imported when it is first used."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import questions
 
 import anchorlens as al
+from anchorlens.runs import fingerprint
+from anchorlens.system import package
 
 
 def python(code: str) -> str:
@@ -43,7 +47,11 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
 
 
 def test_the_package_has_its_version() -> None:
-    assert al.__version__ == version("anchorlens")
+    assert (
+        al.__version__
+        == importlib.metadata.version("anchorlens")
+        == fingerprint.versions()["anchorlens"]
+    )
 
 
 def test_a_name_is_the_one_of_its_module() -> None:
@@ -62,3 +70,19 @@ def test_folders_and_files_of_the_package_are_attributes() -> None:
 def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'anchorlens' has no attribute 'nothing'"):
         al.nothing  # noqa: B018
+
+
+def test_a_checkout_without_metadata_runs(
+    gpt2: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_others(name: str) -> str:
+        if name == "anchorlens":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return importlib.metadata.version(name)
+
+    monkeypatch.setattr(package, "version", of_others)
+    monkeypatch.setattr(fingerprint, "_version_of", package.installed_version)
+    options: dict[str, Any] = {"folder": tmp_path, "resamples": 0, "progress": False}
+    for _ in range(2):  # the second run reads what the first one stored
+        record = al.run(gpt2, questions(gpt2, 2), [al.Accuracy()], **options)["accuracy"]
+        assert record.info["versions"]["anchorlens"] == "unknown"
