@@ -12,7 +12,7 @@ from architectures import BY_NAME, ROWS
 from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from hooked_transformers import with_its_bos
 from measures import difference
-from test_matrix import cases
+from test_matrix import LINE, cases
 from tiny_models import boot, questions, tiny_gpt2
 
 import anchorlens as al

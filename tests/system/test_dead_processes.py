@@ -10,11 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from accelerate import PartialState
@@ -114,7 +112,7 @@ CASES: list[Case] = [
     (0, exchanging, killed, LOST),
     (0, exchanging, stopped, LOST),
 ]
-AT_A_TIME = 6  # pairs of processes; if more connect at once, it may take seconds
+AT_A_TIME = 10  # pairs of processes; if more connect at once, it may take seconds
 
 
 def name_of(case: Case) -> str:
@@ -170,70 +168,50 @@ def free_ports(count: int) -> Iterator[int]:
             yield port
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     message: str
     seconds: float
     ended: bool
 
 
-@dataclass
-class Pair:
-    """The two processes of a case."""
+def start(case: int, port: int, file: Path) -> list[Any]:
+    """Start the two processes of a case."""
+    fork = multiprocessing.get_context("fork")
+    connected = [fork.Semaphore(0), fork.Semaphore(0)]
+    pair = [
+        fork.Process(target=work, args=(number, case, port, file, connected)) for number in (0, 1)
+    ]
+    for process in pair:
+        process.start()
+    return pair
 
-    processes: Sequence[Any]
-    other: Any  # the one that does not die
-    file: Path
-    end: float
 
-    @classmethod
-    def of(cls, case: int, port: int, file: Path) -> "Pair":
-        fork = multiprocessing.get_context("fork")
-        connected = [fork.Semaphore(0), fork.Semaphore(0)]
-        started = [
-            fork.Process(target=work, args=(number, case, port, file, connected))
-            for number in (0, 1)
-        ]
-        for process in started:
-            process.start()
-        return cls(started, started[1 - CASES[case][0]], file, time.monotonic() + 120)
-
-    @property
-    def is_over(self) -> bool:
-        return not self.other.is_alive() or time.monotonic() > self.end
-
-    def outcome(self) -> Outcome:
-        nothing_written = f"nothing was written; status {self.other.exitcode}", 0.0
-        is_written = self.file.exists()
-        message, seconds = pickle.loads(self.file.read_bytes()) if is_written else nothing_written
-        return Outcome(message, seconds, ended=not self.other.is_alive())
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+def outcome_of(other: Any, file: Path) -> Outcome:
+    """What the process that does not die wrote, when it ended."""
+    other.join(timeout=120)
+    if not file.exists():
+        return Outcome(f"nothing was written; status {other.exitcode}", 0.0, not other.is_alive())
+    message, seconds = pickle.loads(file.read_bytes())
+    return Outcome(message, seconds, not other.is_alive())
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: Any) -> list[Outcome]:
     """Several cases run at the same time, because each mostly waits."""
     folder = tmp_path_factory.mktemp("dead")
-    waiting = list(zip(range(len(CASES)), free_ports(len(CASES)), strict=True))
-    running: dict[int, Pair] = {}
-    found: dict[int, Outcome] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < AT_A_TIME:
-                case, port = waiting.pop(0)
-                running[case] = Pair.of(case, port, folder / f"{case}")
-            connection.wait([pair.other.sentinel for pair in running.values()], timeout=1)
-            for case in [case for case, pair in running.items() if pair.is_over]:
-                found[case] = running[case].outcome()
-                running.pop(case).kill()
-    finally:
-        for pair in running.values():
-            pair.kill()
-    return [found[case] for case in range(len(CASES))]
+    ports, found = list(free_ports(len(CASES))), list[Outcome]()
+    for first in range(0, len(CASES), AT_A_TIME):
+        wave = range(len(CASES))[first : first + AT_A_TIME]
+        files = [folder / f"{case}" for case in wave]
+        pairs = [start(case, ports[case], file) for case, file in zip(wave, files, strict=True)]
+        try:
+            others = [pair[1 - CASES[case][0]] for case, pair in zip(wave, pairs, strict=True)]
+            found += map(outcome_of, others, files)
+        finally:
+            for process in (process for pair in pairs for process in pair):
+                process.kill()
+                process.join()
+    return found
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name_of(case) for case in CASES])
