@@ -38,15 +38,6 @@ DRAWN = [
 ]
 
 
-def text_of(record: Record, name: str) -> str:
-    """A number of a record with its 95 % interval."""
-    value = float(getattr(record, name))
-    if name not in record.intervals:
-        return f"{value:.2f}"
-    low, high = (float(bound) for bound in record.intervals[name])
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def analysed(
     model: Any,
     batches: list[al.PromptBatch],
@@ -144,7 +135,7 @@ def main() -> None:
         tokens = max(batch.tokens.shape[1] for batch in batches)
         print(f"\n{shots} shots of each class, prompts of up to {tokens} tokens")
         for name, (kind, record, quantity) in SHOWN.items():
-            print(f"  {name:44} {text_of(records[kind][record], quantity)}", flush=True)
+            print(f"  {name:44} {records[kind][record].estimate(quantity)}", flush=True)
     figure_of(by_shots).write_html("many_shots.html")
 
 
