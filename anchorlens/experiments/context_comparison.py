@@ -278,15 +278,8 @@ def compare_contexts(
     settings: dict[str, Any] = {"experiment": "contexts", "contexts": list(contexts)}
     settings |= {f"context {name}": context for name, context in contexts.items()}
     settings |= {"controls": controls, "positions": positions} if draws else {}
-    with Study(
-        model,
-        batches,
-        settings,
-        folder=folder,
-        resamples=resamples,
-        progress=progress,
-        title="contexts",
-    ).entered() as study:
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
+    with study.entered():
         _check_prompts(model, study.batches, contexts)
         for batch in study.batches if draws else ():
             checked_selections(controls, batch)

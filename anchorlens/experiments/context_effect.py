@@ -77,15 +77,7 @@ def prefix_effect(
     check_context(context)
     effect = PrefixEffect(keys, rows)
     settings = {"experiment": "prefix effect", "context": context, "effect": effect}
-    study = Study(
-        model,
-        batches,
-        settings,
-        folder=folder,
-        resamples=resamples,
-        progress=progress,
-        title="prefix effect",
-    )
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
         # This checks the model and its weights, and then the prompts and rows of all batches.
         context.logits(model, study.batches[0].prompt(0))

@@ -137,15 +137,9 @@ def integrated_flows(
     refuse_values(weight, "al.integrated_flows")
     metric = SegmentFlows(segments, weight)
     name = "probability of the prediction" if output is None else name_of(output)
-    study = Study(
-        model,
-        batches,
-        {"integrated gradient": f"{steps} steps of {name}", "metric": metric},
-        folder=folder,
-        resamples=resamples,
-        progress=progress,
-        title="integrated gradient",
-    )
+    settings = {"experiment": "integrated gradient", "metric": metric}
+    settings |= {"integrated gradient": f"{steps} steps of {name}"}
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
         refuse_folded_value_biases(model)
         metric.check(model, study.batches, changed=False)

@@ -114,15 +114,8 @@ def segment_suppression(
         [[True, True, True], [False, True, True], [False, False, True]]
     """
     chosen = SegmentFlows(segments, name="segment_suppression")
-    study = Study(
-        model,
-        batches,
-        {"experiment": "segment suppression", "segments": chosen.segments_by_name()},
-        folder=folder,
-        resamples=resamples,
-        progress=progress,
-        title="segment suppression",
-    )
+    settings = {"experiment": "segment suppression", "segments": chosen.segments_by_name()}
+    study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
         if not any(_predictors(batch, chosen.segments_of(batch)).any() for batch in study.batches):
             raise MetricError(

@@ -73,7 +73,7 @@ class Study:
             from there, and after ``forget_run`` from the start.
         resamples: Bootstrap resamples for the 95 % intervals; 0 for none.
         progress: Show a progress bar.
-        title: The name of the progress bar.
+        title: The name of the progress bar; by default the setting ``experiment``, if given.
 
     Raises:
         AnchorlensError: The model's hooks do not act, or the prompts do not fit the model. It is
@@ -108,7 +108,7 @@ class Study:
         folder: str | Path | None = None,
         resamples: int = 200,
         progress: bool = True,
-        title: str = "batches",
+        title: str = "",
     ) -> None:
         self.model, self._given = model, batches
         self._checked: list[PromptBatch] | None = None
@@ -116,7 +116,7 @@ class Study:
         self._plans: list[tuple[Runner, list[Any]]] = []  # each with what it was made of
         self.settings = {str(name): value for name, value in settings.items()}
         self.folder, self.resamples, self.progress = folder, resamples, progress
-        self.title = title
+        self.title = title or str(self.settings.get("experiment", "batches"))
 
     def __repr__(self) -> str:
         """One line: the model, the number of batches, the settings and the folder."""
