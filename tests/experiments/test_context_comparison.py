@@ -363,6 +363,7 @@ def test_times_are_those_of_the_contexts_on_the_batch_of_middle_length(
     record = al.compare_contexts(gpt2, batches, contexts, **QUIET)
     context = al.compress(gpt2, batches[0])
     assert record.seconds.tolist() == [0, len(context.kept), int(context.kept.sum())]
+    assert record.whole_seconds == 0  # nothing was cached
     assert timed == [[int(batches[3].index)] * 4]
     timed.clear()
     assert (
