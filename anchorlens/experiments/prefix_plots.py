@@ -7,10 +7,11 @@ from torch import Tensor
 from ..contexts.prefix_context import PrefixContext
 from ..contexts.query_pass import Context, QueryPass
 from ..contexts.token_prompt import HardPrompt
+from ..hooks import Site
 from ..metrics.prefix_effect import PrefixEffect
 from ..metrics.prefix_terms import LayerTerms, prefix_runs
 from ..metrics.saliency import one_batch
-from ..models.hooked import HookedModel, device_of, indices_of
+from ..models.hooked import HookedModel, device_of
 from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
@@ -67,9 +68,7 @@ def plot_prefix_pattern(
     """
     effect = PrefixEffect() if effect is None else effect
     layer, head = _site(model, layer, head)
-    query_pass = _pass_with(model, one_batch(batch).prompt(prompt), context)
-    alone = query_pass.batch
-    terms, rows = _terms(model, query_pass, effect, layer)
+    alone, terms, rows = _terms(model, one_batch(batch).prompt(prompt), context, effect, layer)
     selected = rows[0]
     patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
     # The prefix has no attention of its own where it is left out.
@@ -125,7 +124,7 @@ def plot_prefix_directions(
     """
     effect = PrefixEffect() if effect is None else effect
     layer, head = _site(model, layer, head)
-    terms, rows = _terms(model, _pass_with(model, one_batch(batch), context), effect, layer)
+    _, terms, rows = _terms(model, one_batch(batch), context, effect, layer)
     vectors = terms.taken[:, head][rows]
     _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)
     points = torch.nn.functional.pad(vectors @ axes[:2].T, (0, 2))[:, :2]
@@ -140,33 +139,31 @@ def plot_prefix_directions(
 
 
 def _site(model: HookedModel, layer: int, head: int) -> tuple[int, int]:
-    (layer,) = indices_of("layer", layer, model.cfg.n_layers)
-    (head,) = indices_of("head", head, model.cfg.n_heads)
-    return layer, head
-
-
-def _pass_with(model: HookedModel, batch: PromptBatch, context: Context | None) -> QueryPass:
-    """The pass over whole prompts, or over their queries after a context."""
-    ensure_prepared(model)
-    moved = batch.to(device_of(model))
-    if context is None:
-        return QueryPass(moved, None)
-    check_context(context)
-    context.logits(model, moved.prompt(0))  # this checks the model and its weights
-    return pass_after(context, model, moved)
+    site = Site(layer, head)
+    return site.layers_of(model)[0], site.heads_of(model)[0]
 
 
 def _terms(
-    model: HookedModel, query_pass: QueryPass, effect: PrefixEffect, layer: int
-) -> tuple[LayerTerms, Tensor]:
-    """The terms of a layer, and the rows that count among the rows of its patterns."""
+    model: HookedModel,
+    batch: PromptBatch,
+    context: Context | None,
+    effect: PrefixEffect,
+    layer: int,
+) -> tuple[PromptBatch, LayerTerms, Tensor]:
+    """The prompts, or queries after a context; the terms of a layer; the rows that count."""
+    ensure_prepared(model)
+    query_pass = QueryPass(batch.to(device_of(model)), None)
+    if context is not None:
+        check_context(context)
+        context.logits(model, query_pass.batch.prompt(0))  # this checks the model and its weights
+        query_pass = pass_after(context, model, query_pass.batch)
     batch, prefix, hooks = query_pass.batch, query_pass.prefix, query_pass.hooks
     effect.check(model, [batch], changed=False)
     in_prefix, rows = effect.segments_of(batch).any(1), effect.rows_of(batch)
     with frozen_in_eval_mode(model):
         queries = edges.query(batch)
         runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
-    return list(runs.layers())[layer], rows[:, runs.rows].cpu()
+    return batch, list(runs.layers())[layer], rows[:, runs.rows].cpu()
 
 
 def _texts(model: HookedModel, prompt: PromptBatch, context: Context | None) -> list[str]:

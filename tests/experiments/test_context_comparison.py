@@ -255,10 +255,10 @@ def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: A
 
 
 @pytest.mark.filterwarnings("ignore:intervals of")
-def test_random_controls_are_in_the_table_and_in_the_figure(gpt2: Any, tmp_path: Any) -> None:
+def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any, tmp_path: Any) -> None:
     contexts: dict[str, Any] = {"none": al.NoContext(), "anchors only": al.compress}
     options: dict[str, Any] = {"draws": 3, "repeats": 0, "progress": False}
-    record = al.compare_contexts(gpt2, questions(gpt2, 12), contexts, **options)
+    record = al.compare_contexts(llama, questions(llama, 12), contexts, **options)
     table, figure = record.table(), record.plot()
     mean, best = "random words, mean of draws", "random words, best draw"
     assert (
@@ -267,6 +267,7 @@ def test_random_controls_are_in_the_table_and_in_the_figure(gpt2: Any, tmp_path:
         == [name.replace("<br>", " ") for name in figure.layout.xaxis.ticktext]
     )
     draws = record.random_label_loyalty
+    assert draws.min() < draws.mean() < draws.max()
     assert table.loc[mean, "label loyalty"] == f"{draws.mean():.2f}"
     assert table.loc[best, "label loyalty"] == f"{draws.max():.2f}"
     assert table.loc[best, "accuracy"] == f"{record.top_accuracy:.2f}"

@@ -10,7 +10,7 @@ from tiny_models import LONG_LABELS, questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, HookError, MetricError, RunError
+from anchorlens.errors import HookError, MetricError, RunError
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -141,11 +141,6 @@ def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
     single = al.isolation_loyalty(gpt2, batches, draws=1, seed=9, **options)
     assert torch.equal(three.random_kl[2:], single.random_kl)
     assert len(set(three.random_kl.tolist())) == 3
-
-
-def test_a_single_batch_raises_an_error(gpt2: Any) -> None:
-    with pytest.raises(AnchorlensError, match="write it in brackets"):
-        al.isolation_loyalty(gpt2, questions(gpt2, 2)[0], 0)  # type: ignore[arg-type]
 
 
 def test_too_short_demonstrations_raise_an_error_before_any_pass(
