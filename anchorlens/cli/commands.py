@@ -8,6 +8,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -43,7 +44,10 @@ def _command(kind: type[T]) -> Callable[[Callable[[T], None]], None]:
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = get_type_hints(kind, include_extras=True)
-        command.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        signature = inspect.signature(kind)
+        last = [field.name for field in fields(Common) if field.name != "model"]
+        shown = sorted(signature.parameters.values(), key=lambda option: option.name in last)
+        command.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         app.command()(command)
 
     return add

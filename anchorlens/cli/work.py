@@ -90,8 +90,7 @@ def _analyse(
         if options.fresh:
             forget_analysis(out / name)
         pages[name] = analysed(loaded, name, batches[name], options)
-    saved = _save_settings(settings, out)
-    report = _report({name: page.results for name, page in pages.items()}, out, settings=saved)
+    report = _report({name: page.results for name, page in pages.items()}, out, settings)
     values = [page.summary.values for page in pages.values()]
     output.document({"model": model, "tasks": values, "report": report})
     output.last_line(f"report: {report} (open it in a browser). Next: {after}")
@@ -139,12 +138,11 @@ def paper(options: Paper) -> None:
         for section in paper_sections(numbers)
     ]
     output.tables(drawn, text=summary)
-    saved = _save_settings(options.settings(), out)
     report = _report(
         {},
         out,
+        options.settings(),
         title=f"The figures and tables of 'Label Words are Anchors' for {options.model}",
-        settings=saved,
         figures=paper_figures(numbers),
         summary=summary,
     )
@@ -184,10 +182,9 @@ def contexts(options: Contexts) -> None:
     texts = texts_of(trained)
     for name, text in texts.items():
         output.note(f"{name}: {text!r}")
-    saved = _save_settings(options.settings(), out)
     results = {task: {"contexts": record, **training_records(trained)}}
     title = f"What stands before a query: contexts for {options.model}"
-    report = _report(results, out, title=title, settings=saved)
+    report = _report(results, out, options.settings(), title=title)
     values = {"task": task, "contexts": numbers_of(record), "texts": texts}
     output.document({"model": options.model, **values, "report": report})
     after = f"the flows in the demonstrations: anchorlens run --model {options.model} --task {task}"
@@ -244,13 +241,11 @@ def _shortest_prompt(tokenizer: Any, name: str) -> list[PromptBatch]:
         raise PromptError(f"{error}. This is the task {name}; leave it out of --tasks") from error
 
 
-def _report(
-    results: dict[str, Any], out: Path, *, settings: Mapping[str, Any], **page: Any
-) -> Path:
-    """Write the report in the main process; return its path."""
-    path = out / "report.html"
+def _report(results: dict[str, Any], out: Path, settings: Mapping[str, Any], **page: Any) -> Path:
+    """Save the settings and write the report in the main process; return its path."""
+    saved, path = _save_settings(settings, out), out / "report.html"
     if is_main():
-        given = {name: value for name, value in settings.items() if value not in (None, [], ())}
+        given = {name: value for name, value in saved.items() if value not in (None, [], ())}
         command = shlex.join(["anchorlens", *sys.argv[1:]])
         write_report(results, path, settings=given, command=command, **page)
     return path.resolve()

@@ -253,7 +253,8 @@ def test_a_page_has_its_title_in_the_window_of_the_browser(
     prompt: al.PromptFlows, tmp_path: Path
 ) -> None:
     report = write(tmp_path, {}, figures={"one": go.Figure()}, title=EVIL).read_text("utf-8")
-    alone = replace(prompt, heading=EVIL).page()
+    alone = replace(prompt, heading=EVIL, start=2).page()
+    assert 'value="2"' in alone and "<output>2</output>" in alone  # the layer that is shown first
     for page in (report, alone):
         title = page.partition("<title>")[2].partition("</title>")[0]
         assert "<" not in title and unescape(title) == EVIL
