@@ -1,4 +1,4 @@
-"""A hooked model whose hooks were checked.
+"""A hooked model whose hooks were verified.
 
 The only folder that imports TransformerLens or transformers.
 """

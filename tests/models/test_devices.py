@@ -1,4 +1,4 @@
-"""A model on a GPU gives the numbers of the CPU, and batches are moved to its device."""
+"""Models on a GPU give the numbers of the CPU; tests/devices makes every call, with GPT-2."""
 
 import copy
 from functools import partial
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from measures import logits_of
 from native_models import gptj
 from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
 
@@ -67,35 +66,6 @@ def test_every_metric_equals_that_of_the_cpu(pair: tuple[Any, Any], side: str) -
     for values, expected in pairs:
         assert not values.is_cuda
         assert_equal(values, expected)
-
-
-def test_hooks_accept_tensors_on_the_cpu(pair: tuple[Any, Any]) -> None:
-    """Positions, edges and factors on the CPU work with a model on the GPU."""
-    logits = []
-    for model in pair:
-        batch = questions(model, 2)[0]
-        layers, heads, anchors = model.cfg.n_layers, model.cfg.n_heads, 6
-        hooks = [
-            *al.isolate_random(model, batch, 0, seed=3),
-            *al.block_edges(
-                model,
-                batch,
-                al.edges.between(al.edges.at(batch, batch.label_positions), batch.attention_mask),
-                -1,
-            ),
-            *al.reweight_anchors(model, batch, torch.full((layers, heads, anchors), 0.3)),
-        ]
-        device = next(model.parameters()).device
-        logits.append(logits_of(model, batch.to(device), hooks).cpu())
-    assert_equal(logits[1], logits[0])
-
-
-def test_isolation_loyalty_equals_that_of_the_cpu(pair: tuple[Any, Any]) -> None:
-    on_cpu, on_gpu = (
-        al.isolation_loyalty(model, questions(model, 6), 0, draws=2, resamples=0, progress=False).kl
-        for model in pair
-    )
-    assert_equal(on_gpu, on_cpu, tolerance=1e-3)
 
 
 def test_a_context_of_one_device_works_on_the_other(pair: tuple[Any, Any]) -> None:

@@ -19,9 +19,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import anchorlens as al
 from anchorlens.errors import ModelError, PromptError
-from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
 from anchorlens.runs.fingerprint import fingerprint
-from anchorlens.trials import how_to_run
 
 pytestmark = [
     pytest.mark.every_kind,
@@ -113,18 +111,6 @@ def test_every_experiment_runs(toy: Any) -> None:
     beta = al.train_reweighting(toy, batches, epochs=1, progress=False)
     assert beta.of_prompts(batches[0]).any()
     al.isolation_loyalty(toy, batches, 0, draws=1, **QUIET)
-
-
-def test_caches_of_a_native_model_are_off_with_a_reason(byte_level: Any) -> None:
-    plain: Any = BY_NAME["Toy"].build(len(byte_level))
-    model: Any = al.prepare_model(native_bridge(plain, byte_level))
-    task = al.Task("{text} ->{label}", labels=(" Human", " Number"))
-    demos = [al.Example("Who was he?", 0), al.Example("How many?", 1)]
-    (batch,) = al.build_prompts(byte_level, task, demos, [al.Example("Where?", 1)] * 2)
-    reason = "takes no key-value cache"
-    assert reason in how_to_run.how_to_run(SharedPrefixes(model), [batch], [no_hooks]).shared_prefix
-    with pytest.raises(ModelError, match=f"does not run from a key-value cache.*{reason}"):
-        al.compress(model, batch)
 
 
 def test_padding_on_the_left_does_not_change_a_plain_run(byte_level: Any) -> None:

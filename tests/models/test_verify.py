@@ -36,10 +36,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "is an encoder-decoder; these analyses are for left-to-right",
     ),
-    "bidirectional": (
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
-        "is no left-to-right language model",
-    ),
     # The bridge uses the padding mask of this model as a causal one, so its logits are wrong.
     "GPT-1": (
         lambda: transformers.OpenAIGPTLMHeadModel(
