@@ -336,27 +336,21 @@ def test_padding_counts_as_the_model_counts_it(after_switch: Any) -> None:
         al.target_logits(model, [batch], progress=False)
 
 
+OLDER: dict[str, Any] = {"rope_scaling": {"type": "su", "long_factor": [1.0]}}
+LONGROPE: dict[str, Any] = {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}
+LONGROPE |= {"original_max_position_embeddings": 70, "max_position_embeddings": 700}
+
+
 @pytest.mark.parametrize(
     ("config", "switches"),
     [
         ({"rope_parameters": {"full_attention": longrope(50)["rope_parameters"]}}, [50]),
-        (
-            {
-                "rope_scaling": {"type": "su", "long_factor": [1.0]},
-                **{"max_position_embeddings": 9},
-            },
-            [9],
+        (OLDER | {"max_position_embeddings": 9}, [9]),
+        (LONGROPE, [70]),
+        *(
+            ({"rope_parameters": {"rope_type": kind, "original_max_position_embeddings": 5}}, [])
+            for kind in ("llama3", "yarn")
         ),
-        (
-            {
-                "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
-                "original_max_position_embeddings": 70,
-                "max_position_embeddings": 700,
-            },
-            [70],
-        ),
-        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 5}}, []),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, []),
         ({"rope_parameters": None, "rope_scaling": None}, []),
     ],
 )
