@@ -69,6 +69,20 @@ def test_padding_may_be_on_either_side(side: str) -> None:
     assert ((batch.segments == PADDING) == ~batch.attention_mask).all()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
+    batch = make_batch(side, target_positions=[6 if side == "left" else 4, 5])
+    first = 2 if side == "left" else 0
+    assert rows(batch.positions) == [*range(7)]
+    assert rows(batch.starts) == [first, 0]
+    of_short = [first <= k < first + 5 for k in range(7)]
+    assert rows(batch.up_to_target) == [of_short, [k <= 5 for k in range(7)]]
+    assert rows(batch.from_query) == [
+        [k == first + 4 for k in range(7)],
+        [k >= 4 for k in range(7)],
+    ]
+
+
 def test_tokens_may_follow_a_given_target_position() -> None:
     batch = make_batch(target_positions=[4, 5], gold=[1, 0])
     assert rows(batch.target_positions) == [4, 5]
