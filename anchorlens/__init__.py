@@ -79,10 +79,8 @@ if TYPE_CHECKING:
     from .metrics.loyalty import Loyalty as Loyalty
     from .metrics.loyalty import LoyaltyRecord as LoyaltyRecord
     from .metrics.loyalty import loyalty as loyalty
-    from .metrics.metric import ChecksBatches as ChecksBatches
     from .metrics.metric import Metric as Metric
     from .metrics.metric import Observation as Observation
-    from .metrics.metric import ObservesPrefix as ObservesPrefix
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
     from .metrics.products import flows as flows

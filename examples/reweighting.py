@@ -30,7 +30,7 @@ class TargetStatesRecord(al.Record):
 
 
 @dataclass(frozen=True)
-class TargetStates:
+class TargetStates(al.Metric):
     """The residual stream at the target after one layer: an example of your own metric."""
 
     layer: int

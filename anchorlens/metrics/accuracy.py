@@ -18,7 +18,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record, require_gold
 from ..system.arguments import checked
 from .aucroc import predicted_class
-from .metric import Observation, observes_nothing
+from .metric import Metric, Observation, observes_nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,7 +100,7 @@ class AccuracyComparisonRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(Metric):
     """Share of prompts whose predicted label is true.
 
     The prediction is the label word whose first token has the largest logit at the target, or the
@@ -113,7 +113,6 @@ class Accuracy:
     """
 
     name: str = "accuracy"
-    needs_gradient: ClassVar[bool] = False
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels."""

@@ -21,7 +21,7 @@ from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
-from .metric import Observation, observes_nothing
+from .metric import Metric, Observation, observes_nothing
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
 _ROUNDING = 1e-5
@@ -78,7 +78,7 @@ class AttentionAUCROCRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class AttentionAUCROC:
+class AttentionAUCROC(Metric):
     """AUCROC_l and R_l of the attention from the target to the label words (section 2.3).
 
     The score of a class is the attention from q to its label words, summed over them and over
@@ -96,7 +96,6 @@ class AttentionAUCROC:
     """
 
     name: str = "attention_aucroc"
-    needs_gradient: ClassVar[bool] = False
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's row of every pattern, at the label words."""

@@ -29,7 +29,7 @@ from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, wide
 from ..system.warn import warn_user
 from .aucroc import auc, predicted_class
-from .metric import Observation
+from .metric import Metric, Observation
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,7 +100,7 @@ class AnchorDistancesRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class AnchorDistances:
+class AnchorDistances(Metric):
     """Distances of the label words' keys along the main directions of the queries (section 3.3).
 
     A query is that of the target, with all heads concatenated. PCA of the centred queries of all
@@ -121,7 +121,6 @@ class AnchorDistances:
 
     directions: int = 10
     name: str = "anchor_distances"
-    needs_gradient: ClassVar[bool] = False
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for hidden operands, missing labels, and sets of too few prompts."""

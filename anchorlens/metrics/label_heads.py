@@ -21,7 +21,7 @@ from ..results.record import Record, require_gold
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, sent
 from .aucroc import predicted_class
-from .metric import Observation
+from .metric import Metric, Observation
 
 SCORES = ("read", "correct", "predicted", "copy")
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes
@@ -113,7 +113,7 @@ class LabelHeadsRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class LabelHeads:
+class LabelHeads(Metric):
     """Which heads read label words, read those of one class, and copy into label words.
 
     With q the target, p_k the label words of the demonstrations, y_k their classes, K their number:
@@ -155,7 +155,6 @@ class LabelHeads:
     times: float = 5.0
     draws: int = 10
     name: str = "label_heads"
-    needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.times < inf:

@@ -21,7 +21,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import widest
 from .aucroc import predicted_class
-from .metric import Observation, observes_nothing
+from .metric import Metric, Observation, observes_nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +76,7 @@ class LoyaltyRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class Loyalty:
+class Loyalty(Metric):
     """Label loyalty, word loyalty and KL of a run with hooks against the clean run (section 2.2).
 
     Args:
@@ -91,7 +91,6 @@ class Loyalty:
 
     top: int = 5
     name: str = "loyalty"
-    needs_gradient: ClassVar[bool] = False
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for a run that nothing changes: its loyalty is 1 by definition."""

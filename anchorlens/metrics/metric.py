@@ -1,13 +1,9 @@
-"""The protocol of a metric: what each prompt contributes, and a pure function of all contributions.
+"""What a metric is: what each prompt contributes, and a pure function of all contributions."""
 
-A metric needs ``Metric``. It may also have the methods of ``ChecksBatches``, to raise
-errors before any model runs, and of ``ObservesPrefix``, so that the tokens that prompts share
-are run once for all of them.
-"""
-
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
@@ -19,7 +15,7 @@ from ..passes.fused_attention import UseRows
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
-from ..system.arguments import checked, has_methods
+from ..system.arguments import checked
 
 ContributionsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
@@ -70,106 +66,92 @@ def observes_nothing() -> Observation:
     return Observation(lambda logits, clean_logits: {})
 
 
-@runtime_checkable
-class Metric(Protocol):
-    """What every metric needs; usually a frozen dataclass whose fields are its options."""
+class Metric(ABC):
+    """What every metric inherits from; usually a frozen dataclass whose fields are its options.
 
-    @property
-    def name(self) -> str:
-        """Key of the result; two metrics of a run may not have the same name."""
-        ...
+    A metric needs a ``name``, ``observe`` and ``result``. Its other methods are optional.
 
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether the metric needs a backward pass."""
-        ...
+    Attributes:
+        name: Key of the result; two metrics of a run may not have the same name.
+        needs_gradient: Whether the metric needs a backward pass.
+    """
 
+    if TYPE_CHECKING:  # each may be an option, or the same for all instances
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def needs_gradient(self) -> bool: ...
+
+    else:
+        needs_gradient = False
+
+    @abstractmethod
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """What to observe in a batch.
 
         Patterns have the query rows ``batch.query_rows`` over all keys, and the target's row is
         ``batch.target_rows``. For whole prompts (``batch.is_whole``) these are all rows and
-        ``batch.target_positions``. Other batches come only to an ``ObservesPrefix``.
+        ``batch.target_positions``. Other batches come only with ``observe_prefix``.
         """
-        ...
 
+    @abstractmethod
     def result(self, contributions: Contributions) -> Record:
         """The result of what all prompts contribute: pure, so that resamples give intervals."""
-        ...
-
-
-class ChecksBatches(Metric, Protocol):
-    """A metric that raises errors before any model runs. Optional."""
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where these batches or this model cannot give a result.
+        """Raise an error, before any model runs, where these batches cannot give a result.
 
         Args:
             model: The model of the run.
             batches: All batches of the run.
             changed: Whether hooks change the run.
         """
-        ...
-
-
-class ObservesPrefix(Metric, Protocol):
-    """A metric that can observe the tokens that prompts share once for all of them. Optional.
-
-    Without it whole prompts are run. Write ``observe_prefix`` in the class that has
-    ``observe``: a subclass that overrides only one of the two also runs whole prompts.
-    """
+        return  # by default there is always a result
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """What to observe in the shared tokens, a batch of one prompt without its target.
+        """What to observe in the tokens that prompts share, which then run once for all of them.
 
-        Its hooks are called once, and its ``backward_hooks`` after each batch, with the gradients
-        of that batch's prompts. Its ``contributions`` are called after each batch, with the logits
-        of zero prompts, and have an entry for each prompt of that batch, or a single entry for all.
-        Contributions of the same name from ``observe`` are added to these: the shared tokens
-        contribute one part, the tokens after them the other. For whole prompts ``observe`` alone
-        gives all of them. Every batch of a run must have the same names.
+        Without it whole prompts are run. Write it in the class that has ``observe``: a subclass
+        that overrides only one of the two also runs whole prompts.
+
+        Args:
+            model: The model of the run.
+            batch: The shared tokens, a batch of one prompt without its target. Hooks are called
+                once, and ``backward_hooks`` after each batch, with the gradients of its prompts.
+
+        Returns:
+            Its ``contributions`` are called after each batch, with the logits of zero prompts, and
+            have an entry for each prompt of that batch, or a single entry for all. Those of the
+            same name from ``observe`` are added to these: the shared tokens contribute one part,
+            the tokens after them the other. For whole prompts ``observe`` alone gives all of them.
+            Every batch of a run must have the same names.
 
         Raises:
             MetricError: It cannot observe shared tokens for a reason; whole prompts are run.
         """
-        ...
-
-
-class SelectsTokens(Metric, Protocol):
-    """A metric that selects tokens or edges by functions of the batch. Optional.
-
-    What it selects in tokens that prompts share may depend on what follows them.
-    """
+        raise MetricError(f"{self.name} observes whole prompts")
 
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt are selected as in a batch of these alone."""
-        ...
+        """Whether it selects in the first tokens of every prompt what it selects in these alone.
+
+        For metrics that select tokens or edges by functions of the batch: what these select in
+        shared tokens may depend on what follows them. Where it is False, whole prompts are run.
+        """
+        return True
 
 
-def is_metric(value: object) -> TypeGuard[Metric]:
-    """Whether it is an instance with what every metric needs."""
-    # A class has the attributes of its instances.
-    return (
-        not isinstance(value, type)
-        and has_methods(value, "observe", "result")
-        and hasattr(value, "name")
-        and hasattr(value, "needs_gradient")
+def observes_prefix(metric: Metric) -> bool:
+    """Whether a metric has ``observe`` and ``observe_prefix`` from the same class.
+
+    A subclass that changes only one of the two could observe different things in them.
+    """
+    holders = (metric, *type(metric).__mro__)
+    of_whole, of_prefix = (
+        next(holder for holder in holders if name in vars(holder))
+        for name in ("observe", "observe_prefix")
     )
-
-
-def checks_batches(metric: Metric) -> TypeGuard[ChecksBatches]:
-    """Whether a metric has ``check``."""
-    return has_methods(metric, "check")
-
-
-def has_observe_prefix(metric: Metric) -> TypeGuard[ObservesPrefix]:
-    """Whether a metric has ``observe_prefix``; ``observes_prefix`` asks if it can be used."""
-    return has_methods(metric, "observe_prefix")
-
-
-def selects_tokens(metric: Metric) -> TypeGuard[SelectsTokens]:
-    """Whether a metric has ``begins_as``."""
-    return has_methods(metric, "begins_as")
+    return of_whole is of_prefix
 
 
 def possible(
@@ -188,8 +170,7 @@ def possible(
         try:
             if metric.needs_gradient:
                 refuse_folded_value_biases(model)
-            if checks_batches(metric):
-                metric.check(model, batches, changed=False)
+            metric.check(model, batches, changed=False)
         except (MetricError, ModelError) as error:
             errors[metric.name] = error
         else:

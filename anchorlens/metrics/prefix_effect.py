@@ -19,7 +19,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.names import name_of
-from .metric import Observation, observes_nothing
+from .metric import Metric, Observation, observes_nothing
 from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs
 
@@ -136,7 +136,7 @@ class PrefixEffectRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class PrefixEffect:
+class PrefixEffect(Metric):
     """What demonstrations do to the attention of the query, as a prefix before it.
 
     With prefix keys P, content keys C (BOS and the query itself) and a row i of the query,
@@ -179,7 +179,6 @@ class PrefixEffect:
     )
     rows: edges.PositionsOfBatch = edges.query
     name: str = "prefix_effect"
-    needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.keys:

@@ -24,7 +24,7 @@ from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.warn import warn_user
-from .metric import Observation
+from .metric import Metric, Observation
 from .products import EdgeSums, over_heads, pieces, product_hooks
 
 PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
@@ -100,7 +100,7 @@ class SaliencyFlowsRecord(Record):
 
 @checked
 @dataclass(frozen=True)
-class SaliencyFlows:
+class SaliencyFlows(Metric):
     """Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
 
     ``I_l = | sum_h A_hl * dL/dA_hl |``; S_wp is the mean of I over (p_k, j) with j < p_k, S_pq

@@ -18,7 +18,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import on_one_device, wide
-from .metric import Observation
+from .metric import Metric, Observation
 from .products import between
 from .segment_flows import SegmentFlows, edge_counts, segment_names
 
@@ -66,7 +66,7 @@ class SegmentAttentionRecord(Record):
 
 @checked
 @dataclass(frozen=True, repr=False)
-class SegmentAttention:
+class SegmentAttention(Metric):
     """Attention between segments, vertical scores and receiver heads (Bogdan et al., 2025).
 
     With M(a, b) the mean attention from the tokens of segment a to those of segment b:
@@ -100,7 +100,6 @@ class SegmentAttention:
     )
     apart: int = 4
     name: str = "segment_attention"
-    needs_gradient: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         SegmentFlows(self.segments)  # it refuses wrong segments

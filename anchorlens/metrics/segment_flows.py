@@ -22,7 +22,7 @@ from ..results.record import Record
 from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
 from ..system.names import name_of
-from .metric import Observation
+from .metric import Metric, Observation
 from .positions import checked_positions
 from .products import SegmentSums, product_hooks, try_weight, value_product_hooks
 from .weights import Weight, WithValues, saliency
@@ -76,7 +76,7 @@ class SegmentFlowsRecord(Record):
 
 @checked
 @dataclass(frozen=True, repr=False)
-class SegmentFlows:
+class SegmentFlows(Metric):
     """flows between any segments, such as question, steps and answer.
 
     For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:

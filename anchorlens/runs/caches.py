@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError, PromptError
-from ..metrics.metric import Metric, checks_batches
+from ..metrics.metric import Metric
 from ..models.hooked import (
     Hook,
     HookedModel,
@@ -251,8 +251,7 @@ def _check(metrics: Sequence[Metric], batches: Sequence[PromptBatch], model: Hoo
     for batch in batches:
         check_fits(model, batch)
     for metric in metrics:
-        if checks_batches(metric):
-            metric.check(model, batches, changed=False)
+        metric.check(model, batches, changed=False)
         if metric.needs_gradient and not isinstance(model, _OnlyCache):
             refuse_folded_value_biases(model)
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ..errors import HookError, MetricError
-from ..metrics.metric import Metric, Observation, checks_batches, is_metric
+from ..metrics.metric import Metric, Observation
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..passes.losses import Loss, check_gradient_of_loss, check_loss
@@ -33,8 +33,7 @@ def check_metrics(
             "al.run"
         )
     for metric in metrics:
-        if checks_batches(metric):
-            metric.check(model, batches, changed=hooks is not None)
+        metric.check(model, batches, changed=hooks is not None)
     if gradient and loss is not None:
         refuse_folded_value_biases(model)
         check_loss(loss, batches, model)
@@ -48,12 +47,12 @@ def check_metrics(
 
 def require_metrics(metrics: Sequence[Metric]) -> None:
     """Raise an error unless these are metrics with different names."""
-    if wrong := [metric for metric in metrics if not is_metric(metric)]:
+    if wrong := [metric for metric in metrics if not isinstance(metric, Metric)]:
         raise MetricError(
-            f"a metric has name, needs_gradient, observe and result; got {wrong[0]!r} "
-            "(an instance is needed, SaliencyFlows() and not SaliencyFlows)"
+            f"a metric is an instance of a class that inherits from al.Metric; got {wrong[0]!r} "
+            "(SaliencyFlows() and not SaliencyFlows)"
         )
-    names = [metric.name for metric in metrics]
+    names = [getattr(metric, "name", None) for metric in metrics]
     if any(not isinstance(name, str) or not name or "/" in name for name in names):
         raise MetricError(f'a metric needs a string for a name without "/"; got {names}')
     if len(set(names)) < len(names):

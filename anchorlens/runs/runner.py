@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
-from ..metrics.metric import Metric, Observation, has_observe_prefix, observes_nothing
+from ..metrics.metric import Metric, Observation, observes_nothing, observes_prefix
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
@@ -40,7 +40,6 @@ from ..results.record import Record
 from ..results.results import Results
 from ..system.processes import gather_from_processes
 from ..trials.how_to_run import HowToRun
-from ..trials.may_share import observes_prefix
 from ..trials.may_start_late import why_not_late
 from .checks import check_observation
 
@@ -239,7 +238,7 @@ class Runner:
         self._in_set = None  # before the next one: their gradients take memory
         shared, observations = shared_tokens(batch), []
         for metric in metrics:
-            if not (has_observe_prefix(metric) and observes_prefix(metric)):
+            if not observes_prefix(metric):
                 observations.append(observes_nothing())  # it has no hooks; see may_fuse
                 continue
             observations.append(metric.observe_prefix(self.model, shared))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hooks import Site, hooks_on_edges
-from ..metrics.metric import Metric, has_observe_prefix
+from ..metrics.metric import Metric, observes_prefix
 from ..metrics.products import product_hooks, row_pieces
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, Operands, device_of, dtype_of, verified_operands
@@ -39,7 +39,7 @@ from .comparison import (
     two_of,
     why_not_equal,
 )
-from .may_share import observes_prefix, why_not_in_prefix, why_rotated_differently
+from .may_share import why_not_in_prefix, why_rotated_differently
 
 LARGE = 2**31  # bytes of the patterns of one prompt in all layers
 _TRIED = 128  # tokens of the prompts of the trial, whose patterns are small
@@ -151,7 +151,7 @@ def _can_observe(
     if metric.needs_gradient:
         return observed.use_rows is not None
     after = after_shared(prompt, lengths)
-    if after.is_whole or not has_observe_prefix(metric) or not observes_prefix(metric):
+    if after.is_whole or not observes_prefix(metric):
         return False
     in_prefix = metric.observe_prefix(model, shared_tokens(after))
     read = {point for each in verified_operands[model] if each for point in (each.query, each.key)}

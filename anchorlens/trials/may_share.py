@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
-from ..metrics.metric import Metric, has_observe_prefix, selects_tokens
+from ..metrics.metric import Metric, observes_prefix
 from ..metrics.products import product_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name
@@ -172,12 +172,12 @@ def _why_not_observed(
         after = after_shared(batch, lengths)
         shared = first.setdefault(only_set(batch), shared_tokens(after))
         for metric in metrics:
-            if selects_tokens(metric) and not metric.begins_as(after, shared):
+            if not metric.begins_as(after, shared):
                 return f"{metric.name} differs between prompts that share their demonstrations"
     after = after_shared(batches[0].to(device_of(model)), lengths)
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
     for metric in metrics:
-        if metric.needs_gradient and has_observe_prefix(metric):
+        if metric.needs_gradient:
             try:
                 observation = metric.observe_prefix(model, shared_tokens(after))
             except MetricError as error:
@@ -186,21 +186,6 @@ def _why_not_observed(
                 if point not in compared:
                     return f"gradients at {point} are not compared with whole prompts"
     return ""
-
-
-def observes_prefix(metric: Metric) -> bool:
-    """Whether a metric has ``observe`` and ``observe_prefix`` from the same class.
-
-    A subclass that changes only one of the two could observe different things in them.
-    """
-    if not has_observe_prefix(metric):
-        return False
-    holders = (metric, *type(metric).__mro__)
-    of_whole, of_prefix = (
-        next((holder for holder in holders if name in getattr(holder, "__dict__", ())), None)
-        for name in ("observe", "observe_prefix")
-    )
-    return of_whole is not None and of_whole is of_prefix
 
 
 def why_rotated_differently(

@@ -40,7 +40,7 @@ def zeros(rows: Any) -> SomeRecord:
 
 
 @dataclass(frozen=True)
-class Odd:
+class Odd(al.Metric):
     """A metric in which each part can be replaced."""
 
     title: str

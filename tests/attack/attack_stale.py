@@ -102,7 +102,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Logits:
+class Logits(al.Metric):
     """A user's metric, which acts on no prompt but those from the third on."""
 
     scale: Scale

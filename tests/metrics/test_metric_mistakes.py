@@ -23,7 +23,7 @@ class MeanRecord(al.Record):
 
 
 @dataclass(frozen=True)
-class Mine:
+class Mine(al.Metric):
     """A user's metric. Its fields are what it observes in a batch and in shared demonstrations."""
 
     name: Any = "mine"

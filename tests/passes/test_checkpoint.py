@@ -323,7 +323,7 @@ def test_no_trace_is_left_after_checkpoints(gpt2: Any) -> None:
     assert difference(al.saliency(gpt2, batch, gradient_checkpointing=True), expected) <= 1e-6
 
 
-class UserMetric:
+class UserMetric(al.Metric):
     """Stores a tensor in the forward pass, and multiplies it by its gradient later."""
 
     name = "own"

@@ -215,7 +215,7 @@ def test_label_positions_outside_the_prompt_are_refused(gpt2: Any, shift: int) -
 
 
 @dataclass(frozen=True)
-class UserMetric:
+class UserMetric(al.Metric):
     """A metric that a user wrote."""
 
     rows: Any

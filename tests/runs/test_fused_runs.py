@@ -394,7 +394,7 @@ def test_each_long_prompt_is_stored_when_it_is_done(gpt2: Any, tmp_path: Path) -
 
 @pytest.mark.usefixtures("small")
 def test_a_metric_without_hooks_needs_no_observe_prefix(gpt2: Any) -> None:
-    class Plain:
+    class Plain(al.Metric):
         name, needs_gradient = "plain", False
 
         def observe(self, model: Any, batch: al.PromptBatch) -> al.Observation:

@@ -260,7 +260,7 @@ class HitRecord(al.Record):
     hit: Float[Tensor, ""]
 
 
-class TopHit:
+class TopHit(al.Metric):
     """A metric as a plain class, whose repr has no k, and whose rows of 0 and 1 often agree."""
 
     needs_gradient = False

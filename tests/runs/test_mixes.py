@@ -25,7 +25,7 @@ class MeanRecord(al.Record):
 
 
 @dataclass(frozen=True)
-class UserMetric:
+class UserMetric(al.Metric):
     """A user's metric: ``rows`` gives the rows of the n-th batch, ``mean`` the result of all."""
 
     rows: Any
@@ -190,7 +190,7 @@ def test_a_fixed_metric_resumes_in_its_folder(gpt2: Any, tmp_path: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Named:
+class Named(al.Metric):
     """A metric whose inner metric does not decide, so that a fixed one may resume."""
 
     inner: UserMetric = field(repr=False, compare=False)

@@ -14,7 +14,7 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError, StoreError
-from anchorlens.metrics.metric import has_observe_prefix, is_metric
+from anchorlens.metrics.metric import observes_prefix
 
 DOCS = Path(al.__file__).parents[1] / "docs"
 QUIET: dict[str, Any] = {"progress": False, "resamples": 20}
@@ -131,7 +131,7 @@ def test_share_prefix_false_runs_whole_prompts(gpt2: Any) -> None:
 def test_the_metric_equals_the_entropy_of_the_pattern(gpt2: Any) -> None:
     batches = questions(gpt2, 6, batch_size=3)
     metric = names_of("metrics.md")["TargetEntropy"]()
-    assert has_observe_prefix(metric) and is_metric(metric)
+    assert observes_prefix(metric)
     record = al.run(gpt2, batches, [metric], **QUIET)["target_entropy"]
     assert "run once for all" in record.info["shared_prefix"]
     rows = []
@@ -175,7 +175,7 @@ def test_mistakes_in_an_experiment_are_errors(gpt2: Any) -> None:
 
 
 @dataclass(frozen=True)
-class GradientSum:
+class GradientSum(al.Metric):
     """The sum of the gradient at a hook point: of all tokens, or at the target alone."""
 
     point: str

@@ -22,7 +22,7 @@ OTHERS: list[al.Metric] = [al.SaliencyFlows(), al.AttentionAUCROC(), al.Accuracy
 
 
 @dataclass(frozen=True)
-class Editor:
+class Editor(al.Metric):
     """A metric that edits what it is given."""
 
     edit: Callable[[Tensor], Any]
@@ -109,7 +109,7 @@ def test_an_edit_in_a_later_batch_is_detected(gpt2: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(al.Metric):
     """A metric that copies before it computes in place."""
 
     name: ClassVar[str] = "reader"

@@ -19,7 +19,6 @@ from anchorlens.errors import (
     PromptError,
     RunError,
 )
-from anchorlens.metrics.metric import is_metric
 from anchorlens.models.hooked import Hook, pattern_name
 
 pytestmark = [
@@ -39,7 +38,7 @@ class SelfAttentionRecord(al.Record):
 
 
 @dataclass(frozen=True)
-class SelfAttention:
+class SelfAttention(al.Metric):
     power: float = 1.0
     name: ClassVar[str] = "self_attention"
     needs_gradient: ClassVar[bool] = False
@@ -85,7 +84,6 @@ def run(model: Any, batches: Sequence[al.PromptBatch], metrics: Any, **options: 
 
 
 def test_a_users_metric_equals_the_cached_pattern(gpt2: Any) -> None:
-    assert is_metric(SelfAttention())
     batches = questions(gpt2, 7, batch_size=3)
     results = run(gpt2, batches, [SelfAttention(), al.SaliencyFlows()], resamples=50)
     record = results["self_attention"]

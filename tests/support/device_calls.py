@@ -18,8 +18,8 @@ import anchorlens as al
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 WITHOUT_RESULT_ON_A_DEVICE = {
     # values that are made or read without a model
-    *("AnchorlensError", "ChatTask", "ChecksBatches", "Context", "EdgeSet", "Example", "SEGMENTS"),
-    *("Metric", "NoContext", "ObservesPrefix", "PAPER_APPENDIX", "PAPER_PARTS", "Site"),
+    *("AnchorlensError", "ChatTask", "Context", "EdgeSet", "Example", "SEGMENTS"),
+    *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_PARTS", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
     *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_run"),
     # they compute by the other calls, for whole papers and tables of numbers

@@ -39,7 +39,7 @@ class LogitsRecord(al.Record):
 
 
 @dataclass(frozen=True)
-class Logits:
+class Logits(al.Metric):
     """A user's metric: the label words' logits. It counts its batches and may be killed in one."""
 
     seen: list[int] = field(default_factory=list, repr=False, compare=False)
