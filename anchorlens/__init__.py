@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .metrics.aucroc import AttentionAUCROCRecord as AttentionAUCROCRecord
     from .metrics.distances import AnchorDistances as AnchorDistances
     from .metrics.distances import AnchorDistancesRecord as AnchorDistancesRecord
+    from .metrics.edge_sums import flows as flows
     from .metrics.label_heads import LabelHeads as LabelHeads
     from .metrics.label_heads import LabelHeadsRecord as LabelHeadsRecord
     from .metrics.loyalty import Loyalty as Loyalty
@@ -83,12 +84,10 @@ if TYPE_CHECKING:
     from .metrics.metric import Observation as Observation
     from .metrics.prefix_effect import PrefixEffect as PrefixEffect
     from .metrics.prefix_effect import PrefixEffectRecord as PrefixEffectRecord
-    from .metrics.products import flows as flows
     from .metrics.rollout import rollout as rollout
-    from .metrics.saliency import SaliencyFlows as SaliencyFlows
-    from .metrics.saliency import SaliencyFlowsRecord as SaliencyFlowsRecord
-    from .metrics.saliency import head_saliency as head_saliency
     from .metrics.saliency import saliency as saliency
+    from .metrics.saliency_flows import SaliencyFlows as SaliencyFlows
+    from .metrics.saliency_flows import SaliencyFlowsRecord as SaliencyFlowsRecord
     from .metrics.segment_attention import SegmentAttention as SegmentAttention
     from .metrics.segment_attention import SegmentAttentionRecord as SegmentAttentionRecord
     from .metrics.segment_flows import SegmentFlows as SegmentFlows

@@ -90,8 +90,8 @@ def test_contributing_lists_the_folders() -> None:
 
 def test_imports_of_a_file_are_found() -> None:
     assert {"errors", "prompts.batch", "prompts.edges"} <= imports_of("hooks")
-    expected = {"results.figures", "results.record", "metrics.metric"}
-    assert expected <= imports_of("metrics.saliency")
+    expected = {"results.figures", "results.record", "metrics.edge_flows"}
+    assert expected <= imports_of("metrics.saliency_flows")
 
 
 def test_only_models_imports_transformer_lens_and_transformers() -> None:
@@ -182,6 +182,6 @@ def test_no_file_asks_isinstance_of_a_protocol() -> None:
 
 
 def test_questions_about_protocols_are_found() -> None:
-    assert {"Metric", "Context", "HookedModel"} <= protocols()
-    tree = ast.parse("isinstance(a, Metric | int) or isinstance(b, (str, Context))")
-    assert asked_by_isinstance(tree) == {"Metric", "int", "str", "Context"}
+    assert {"Context", "HookedModel"} <= protocols()
+    tree = ast.parse("isinstance(a, HookedModel | int) or isinstance(b, (str, Context))")
+    assert asked_by_isinstance(tree) == {"HookedModel", "int", "str", "Context"}

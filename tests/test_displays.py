@@ -22,7 +22,8 @@ def public_classes() -> set[type]:
     """Classes of which people have instances; protocols and errors are not."""
     kinds = {value for name in dir(al) if isinstance(value := getattr(al, name), type)}
     protocols = {kind for kind in kinds if Protocol in kind.__bases__}
-    return {kind for kind in kinds - protocols if not issubclass(kind, Exception)} - {al.Record}
+    made = {kind for kind in kinds - protocols if not issubclass(kind, Exception)}
+    return made - {al.Record, al.Metric}
 
 
 def record_of(kind: type[al.Record], **changes: Any) -> al.Record:

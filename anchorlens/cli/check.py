@@ -15,7 +15,7 @@ from ..experiments.sites import first_and_last
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric
-from ..metrics.saliency import SaliencyFlows
+from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import has_sinks
 from ..models.kinds import original_of
 from ..models.load import load_model

@@ -13,7 +13,7 @@ from ..hooks import Site
 from ..metrics.aucroc import AttentionAUCROC
 from ..metrics.distances import AnchorDistances
 from ..metrics.metric import Metric, possible
-from ..metrics.saliency import SaliencyFlows
+from ..metrics.saliency_flows import SaliencyFlows
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results.record import Record

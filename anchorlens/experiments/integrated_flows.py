@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.products import SegmentSums
-from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord, rows_of_sums
+from ..metrics.edge_sums import EdgeSums
+from ..metrics.segment_flows import SegmentFlows, SegmentFlowsRecord
 from ..metrics.weights import Weight, refuse_values, signed
 from ..models.hooked import (
     Hook,
@@ -153,7 +153,7 @@ def integrated_flows(
         # An inference_mode of the caller would make tensors that autograd rejects.
         @torch.inference_mode(False)
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            sums = SegmentSums(metric.segments_of(batch), weight, 0)
+            sums = EdgeSums(metric.sets_of(batch), weight, 0)
             patterns: dict[int, Tensor] = {}
             norms = FrozenNorms(model)
             store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
@@ -181,7 +181,8 @@ def integrated_flows(
                 name: torch.stack(on_one_device(values), 1).cpu().double()
                 for name, values in by_layer.items()
             }
-            return rows_of_sums(sums) | totals | {"output": whole.cpu().double()}
+            of_edges = {**sums.contributions(), "counts": sums.sets.counts()}
+            return of_edges | totals | {"output": whole.cpu().double()}
 
         contributions = study.collect(contributions_of)
         info: dict[str, Any] = {"integrated gradient": name, "steps": steps}

@@ -313,8 +313,9 @@ def effect_record(
         segments: The names of the segments of the prefix.
         same_prefix: Whether all prompts have one prefix, whatever their demonstrations are.
     """
-    shares = [_shares_of_directions(each["taken"].double()) for each in contributions.of_sets()]
-    directions = torch.stack(shares)
+    # Of sets with fewer prompts than d_head there are as many directions as prompts.
+    directions = [_shares_of_directions(each["taken"].double()) for each in contributions.of_sets()]
+    ranks = [torch.special.entr(shares).sum(-1).exp() for shares in directions]
     # Also where sets are pooled, a position is the same token only after the same demonstrations.
     prefixes = [contributions] if same_prefix else contributions.of_demonstrations()
     stolen, bos, direct, indirect = (
@@ -327,8 +328,8 @@ def effect_record(
         bos=bos,
         direct=direct,
         indirect=indirect,
-        concentration=directions.amax(-1).mean(0),
-        effective_rank=torch.special.entr(directions).sum(-1).exp().mean(0),
+        concentration=torch.stack([shares.amax(-1) for shares in directions]).mean(0),
+        effective_rank=torch.stack(ranks).mean(0),
         spread=torch.stack([_spread(each["within"]) for each in prefixes]).nanmean(0),
         invariance=_largest(contributions["deviation"], 0),
         info={"segments": tuple(segments)},

@@ -19,8 +19,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import on_one_device, wide
 from .metric import Metric, Observation
-from .products import between
-from .segment_flows import SegmentFlows, edge_counts, segment_names
+from .segment_flows import SegmentFlows, segment_names
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,7 +124,7 @@ class SegmentAttention(Metric):
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the pattern of every layer; store only sums over edges."""
-        counts = edge_counts(self._of_flows.segments_of(batch))
+        counts = self._of_flows.sets_of(batch).counts()
         sums = self._sums(model, batch, batch.first_query)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
@@ -162,17 +161,13 @@ class SegmentAttention(Metric):
 
     def _sums(self, model: HookedModel, batch: PromptBatch, first_query: int) -> Observation:
         check_fits(model, batch)
-        segments = self._of_flows.segments_of(batch)
+        segments = self._of_flows.sets_of(batch)
         of_layers: dict[int, Tensor] = {}
 
         def add(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-            heads, queries = pattern.shape[1:3]
-            of_head = segments.to(pattern.device).repeat_interleave(heads, 0)
-            rows = of_head[..., first_query : first_query + queries]
-            keys = of_head[..., : pattern.shape[3]]
-            values = pattern.detach().flatten(0, 1)
-            values = wide(values)
-            of_layers[layer] = between(values, rows, keys, first_query).unflatten(0, (-1, heads))
+            queries = slice(first_query, first_query + pattern.shape[2])
+            values = wide(pattern.detach())
+            (of_layers[layer],) = segments.sums(queries, slice(0, pattern.shape[3]), values)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
             by_layer = on_one_device([of_layers[layer] for layer in sorted(of_layers)])

@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from reprlib import Repr
 from typing import Any, ClassVar
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.head_values import require_transformed_values
-from ..models.hooked import Hook, HookedModel, check_fits
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.segment_names import SEGMENTS
@@ -22,12 +19,10 @@ from ..results.record import Record
 from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
 from ..system.names import name_of
-from .metric import Metric, Observation
+from .edge_flows import EdgeFlows, in_short, mean_weights
+from .edge_sums import Segments
 from .positions import checked_positions
-from .products import SegmentSums, product_hooks, try_weight, value_product_hooks
 from .weights import Weight, WithValues, saliency
-
-_SHORT = Repr()  # of six segments
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +71,7 @@ class SegmentFlowsRecord(Record):
 
 @checked
 @dataclass(frozen=True, repr=False)
-class SegmentFlows(Metric):
+class SegmentFlows(EdgeFlows):
     """flows between any segments, such as question, steps and answer.
 
     For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:
@@ -115,7 +110,6 @@ class SegmentFlows(Metric):
     )
     weight: Weight | WithValues = saliency
     name: str = "segment_flows"
-    needs_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         given = self.segments
@@ -134,7 +128,7 @@ class SegmentFlows(Metric):
 
     def segments_in_short(self) -> str:
         """The segments in one line, functions by their names."""
-        return _SHORT.repr(self.segments_by_name())
+        return in_short(self.segments_by_name())
 
     def segments_by_name(self) -> Any:
         """The segments as they were given, functions by their names."""
@@ -143,67 +137,20 @@ class SegmentFlows(Metric):
             return {name: name_of(of) for name, of in given.items()}
         return given
 
-    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
-        """Raise an error where a prompt lacks a segment that was named, or a token is in two.
-
-        Also where the weight needs values that the model's hook points do not hold.
-        """
-        if isinstance(self.weight, WithValues):
-            require_transformed_values(model)
-        for batch in batches:
-            self.segments_of(batch)
-
-    def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe A and dL/dA of every layer; store only sums over edges."""
-        check_fits(model, batch)
-        try_weight(self.weight, model.cfg.n_heads, batch)
-        sums = SegmentSums(self.segments_of(batch), self.weight, batch.first_query)
-
-        def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return rows_of_sums(sums)
-
-        use_rows = None if isinstance(self.weight, WithValues) else sums.add_rows
-        return Observation(contributions, *self._hooks(model, sums), use_rows)
-
-    def _hooks(self, model: HookedModel, sums: SegmentSums) -> tuple[list[Hook], list[Hook]]:
-        """Hooks that give what the weight needs."""
-        if not isinstance(self.weight, WithValues):
-            return product_hooks(model, sums.add)
-        require_transformed_values(model)
-        return value_product_hooks(model, sums.add)
-
-    def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the edges between shared tokens, with the gradient of each prompt.
-
-        Raises:
-            MetricError: The weight needs values, and prompts that continue shared tokens do not
-                compute those of these tokens again.
-        """
-        if isinstance(self.weight, WithValues):
-            raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
-        check_fits(model, batch)
-        sums = SegmentSums(self.segments_of(batch), self.weight, 0)
-        return Observation(
-            lambda logits, clean_logits: sums.contributions(),
-            *product_hooks(model, sums.add, dict.__getitem__),
-        )
-
-    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
-        """Whether the first tokens of every prompt are in the segments that these have alone."""
-        leading = self.segments_of(shared)
-        return bool((self.segments_of(batch)[..., : leading.shape[2]] == leading).all())
+    @checked
+    def sets_of(self, batch: PromptBatch) -> Segments:
+        """The segments of a batch, from each of which weights are summed to each."""
+        return Segments(self.segments_of(batch))
 
     def result(self, contributions: Contributions) -> SegmentFlowsRecord:
         """Means over the edges of each prompt, then over prompts, then over sets."""
-        counts = contributions["counts"].double()
-        totals, of_heads = contributions["sums"].double(), contributions["head_sums"].double()
-        of_prompts = totals / counts[:, None]  # 0 / 0 is NaN where there is no edge
+        of_prompts, of_heads = mean_weights(contributions)
         names = () if self.segments is None else tuple(self.segments)
         return SegmentFlowsRecord(
             flow=contributions.mean(of_prompts),
-            total=contributions.mean(totals),
-            edges=contributions.mean(counts),
-            flow_of_heads=contributions.mean(of_heads / counts[:, None, None]),
+            total=contributions.mean(contributions["sums"].double()),
+            edges=contributions.mean(contributions["counts"].double()),
+            flow_of_heads=contributions.mean(of_heads),
             flow_of_prompts=of_prompts,
             info={"weight": name_of(self.weight)} | ({"segment_names": names} if names else {}),
         )
@@ -240,18 +187,3 @@ class SegmentFlows(Metric):
 def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of segments in a record's ``info``: those asked for, or those of the prompts."""
     return tuple(info.get("segment_names") or info.get("segments") or SEGMENTS)
-
-
-def rows_of_sums(sums: SegmentSums) -> dict[str, Tensor]:
-    """What each prompt of a batch contributes to a ``SegmentFlowsRecord``."""
-    counts = edge_counts(sums.segments)
-    return {**sums.contributions(), "counts": counts}
-
-
-def edge_counts(
-    segments: Bool[Tensor, "batch segment position"],
-) -> Int[Tensor, "batch segment segment"]:
-    """The number of edges (i, j), j < i, from each segment to each, on the CPU."""
-    counts = segments.cpu().long()  # a GPU has no product of whole numbers
-    earlier = counts.cumsum(2) - counts
-    return torch.einsum("bsi,bti->bst", counts, earlier)

@@ -23,7 +23,7 @@ from ..results.segment_figures import steps_by_segment
 from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.names import name_of
-from .products import edge_weights, require_finite, row_pieces, try_weight
+from .edge_sums import edge_weights, not_finite, row_pieces, try_weight
 from .segment_flows import SegmentFlows, segment_names
 from .weights import Weight, refuse_values, saliency
 
@@ -143,14 +143,19 @@ def step_flows(
     metric = SegmentFlows(segments, weight)
     parts = metric.segments_of(prompt)[0]
     columns = positions[0].nonzero().flatten().tolist()
-    flows = _Flows(parts, positions[0], columns, weight)
-    losses, route = step_gradients(model, prompt, positions, flows.add, chunk=chunk)
+    of_steps: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def add(step: int, layer: int, pattern: Tensor, gradient: Tensor) -> None:
+        numbers = _numbers(parts, positions[0], columns[step], weight, pattern, gradient)
+        of_steps[step, layer] = numbers
+
+    losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
     return StepFlowsRecord(
         loss=losses,
-        read=flows.table(flows.read),
-        total=flows.table(flows.total),
-        output_saliency=flows.table(flows.of_output),
-        read_of_tokens=flows.table(flows.read_of_tokens),
+        read=_table(of_steps, "read"),
+        total=_table(of_steps, "total"),
+        output_saliency=_table(of_steps, "output_saliency"),
+        read_of_tokens=_table(of_steps, "read_of_tokens"),
         positions=torch.tensor(columns, device="cpu") + 1,
         segment_of_tokens=torch.where(parts.any(0), parts.long().argmax(0), PADDING).cpu(),
         info={
@@ -170,54 +175,42 @@ def check_options(model: HookedModel, prompt: PromptBatch, weight: Weight, chunk
     refuse_folded_value_biases(model)
 
 
-class _Flows:
-    """The numbers of each step and layer, from A and dL/dA."""
+def _numbers(
+    segments: Bool[Tensor, "segment position"],
+    predicts: Bool[Tensor, " position"],
+    row: int,
+    weight: Weight,
+    pattern: Float[Tensor, "1 head query key"],
+    gradient: Float[Tensor, "1 head query key"],
+) -> dict[str, Tensor]:
+    """The numbers of a step in a layer, from A and dL/dA; the step is predicted at ``row``."""
+    pieces = list(row_pieces(pattern, gradient))
+    weights = [edge_weights(weight, a, slope)[0] for _, a, slope in pieces]
+    merged = torch.cat(weights).tril(-1)
+    of_edges = in_float64(merged)
+    parts = segments.to(of_edges)
+    (predicts,) = beside(of_edges, predicts)
+    earlier = torch.arange(len(of_edges), device=of_edges.device) < row
+    total = parts @ of_edges @ parts.T
+    if not total.isfinite().all():
+        raise not_finite(weight, bool(gradient.isfinite().all()))
+    maps = in_float64(torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril())
+    written = earlier & predicts.roll(1)  # the steps before this one
+    return {
+        "read": (parts @ of_edges[row]) / (parts @ earlier.to(of_edges)),
+        "total": total,
+        "output_saliency": (maps[row] / maps.norm())[written].mean(),
+        "read_of_tokens": merged[row].clone(),  # without the other rows
+    }
 
-    def __init__(
-        self,
-        segments: Bool[Tensor, "segment position"],
-        predicts: Bool[Tensor, " position"],
-        columns: Sequence[int],
-        weight: Weight,
-    ) -> None:
-        self.segments, self.predicts, self.columns = segments, predicts, columns
-        self.weight = weight
-        self.read: dict[tuple[int, int], Tensor] = {}
-        self.read_of_tokens: dict[tuple[int, int], Tensor] = {}
-        self.total: dict[tuple[int, int], Tensor] = {}
-        self.of_output: dict[tuple[int, int], Tensor] = {}
 
-    def add(
-        self,
-        step: int,
-        layer: int,
-        pattern: Float[Tensor, "1 head query key"],
-        gradient: Float[Tensor, "1 head query key"],
-    ) -> None:
-        """Sum the edges of a layer for the loss of a step."""
-        row = self.columns[step]
-        pieces = list(row_pieces(pattern, gradient))
-        weights = [edge_weights(self.weight, a, slope)[0] for _, a, slope in pieces]
-        merged = torch.cat(weights).tril(-1)
-        self.read_of_tokens[step, layer] = merged[row].clone()  # without the other rows
-        of_edges = in_float64(merged)
-        parts = self.segments.to(of_edges)
-        (predicts,) = beside(of_edges, self.predicts)
-        earlier = torch.arange(len(of_edges), device=of_edges.device) < row
-        self.total[step, layer] = parts @ of_edges @ parts.T
-        require_finite(self.total[step, layer], self.weight, gradient)
-        self.read[step, layer] = (parts @ of_edges[row]) / (parts @ earlier.to(of_edges))
-        maps = in_float64(torch.cat([(a * slope).abs().sum(1)[0] for _, a, slope in pieces]).tril())
-        written = earlier & predicts.roll(1)  # the steps before this one
-        self.of_output[step, layer] = (maps[row] / maps.norm())[written].mean()
-
-    def table(self, values: Mapping[tuple[int, int], Tensor]) -> Float[Tensor, "step layer ..."]:
-        """The numbers of all steps and layers on the CPU."""
-        steps, layers = (1 + max(index) for index in zip(*values, strict=True))
-        rows = [
-            torch.stack(on_one_device([values[s, k] for k in range(layers)])) for s in range(steps)
-        ]
-        return torch.stack(rows).cpu()
+def _table(
+    of_steps: Mapping[tuple[int, int], Mapping[str, Tensor]], name: str
+) -> Float[Tensor, "step layer ..."]:
+    """A number of all steps and layers, on the CPU."""
+    steps, layers = (1 + max(index) for index in zip(*of_steps, strict=True))
+    of_step = [[of_steps[step, layer][name] for layer in range(layers)] for step in range(steps)]
+    return torch.stack([torch.stack(on_one_device(values)) for values in of_step]).cpu()
 
 
 def _texts(model: HookedModel, prompt: PromptBatch) -> tuple[str, ...] | None:

@@ -173,7 +173,7 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
             gets, because padding is moved to the right.
 
     Returns:
-        A loss for ``al.run``, ``al.saliency`` and ``al.head_saliency``. It raises a MetricError if
+        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if
         the weights do not fit the prompts, are all 0 in a prompt, or are not 0 at a position that
         no token follows.
 
@@ -206,7 +206,7 @@ def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
         segment: Name of a segment of the prompts, as in ``PromptBatch.segment_names``.
 
     Returns:
-        A loss for ``al.run``, ``al.saliency`` and ``al.head_saliency``. It raises a PromptError if
+        A loss for ``al.run`` and ``al.saliency``. It raises a PromptError if
         there is no such segment, and a MetricError if it is empty in a prompt.
 
     Examples:
@@ -271,7 +271,7 @@ def word_cross_entropy(
             less likely.
 
     Returns:
-        A loss for ``al.run``, ``al.saliency`` and ``al.head_saliency``. It raises a MetricError if
+        A loss for ``al.run`` and ``al.saliency``. It raises a MetricError if
         the prompts have no true labels, or the words of some class are not known or not the same in
         all prompts; and a ModelError if the model takes no key-value cache.
 

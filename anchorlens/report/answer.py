@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
-from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
+from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from .claims import (

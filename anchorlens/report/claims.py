@@ -14,7 +14,7 @@ from ..experiments.edge_sweep import CutEdgesRecord
 from ..metrics.accuracy import AccuracyRecord
 from ..metrics.aucroc import AttentionAUCROCRecord
 from ..metrics.distances import AnchorDistancesRecord
-from ..metrics.saliency import PAPER_FLOWS, SaliencyFlowsRecord
+from ..metrics.saliency_flows import PAPER_FLOWS, SaliencyFlowsRecord
 from ..results.estimate import Estimate
 from ..results.record import Record
 from ..system.arguments import checked

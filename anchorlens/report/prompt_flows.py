@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..metrics.aucroc import predicted_class
-from ..metrics.products import over_heads, row_pieces
+from ..metrics.edge_sums import row_pieces
 from ..metrics.saliency import observe_products, one_batch
 from ..models.hooked import HookedModel, check_fits, device_of, require_prepared
 from ..models.model_state import frozen_in_eval_mode
@@ -135,7 +135,7 @@ def plot_prompt(
 
     def select(layer: int, rows: slice, keys: slice, pattern: Tensor, gradient: Tensor) -> None:
         products = pattern[0] * gradient[0]
-        saliency = over_heads(products[None], absolute_per_head=False)[0]
+        saliency = products.sum(0).abs()
         for flows, values in zip(found[layer], (saliency, *products.abs()), strict=True):
             flows.add(rows.start, keys.start or 0, values)
         if rows.start <= target < rows.stop:

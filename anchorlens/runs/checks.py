@@ -47,11 +47,6 @@ def check_metrics(
 
 def require_metrics(metrics: Sequence[Metric]) -> None:
     """Raise an error unless these are metrics with different names."""
-    if wrong := [metric for metric in metrics if not isinstance(metric, Metric)]:
-        raise MetricError(
-            f"a metric is an instance of a class that inherits from al.Metric; got {wrong[0]!r} "
-            "(SaliencyFlows() and not SaliencyFlows)"
-        )
     names = [getattr(metric, "name", None) for metric in metrics]
     if any(not isinstance(name, str) or not name or "/" in name for name in names):
         raise MetricError(f'a metric needs a string for a name without "/"; got {names}')

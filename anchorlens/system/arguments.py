@@ -108,7 +108,9 @@ def as_hint(value: Any, hint: Any) -> Any:
         return _as_protocol(value, hint)
     if isinstance(value, Mapping) and hasattr(hint, "from_row"):
         return hint.from_row(value)
-    return _require(value, isinstance(value, hint))
+    is_class = isinstance(value, type) and issubclass(value, hint)
+    cure = f"; an instance is needed, {value.__name__}()" if is_class else ""
+    return _require(value, isinstance(value, hint), cure)
 
 
 def _require(value: Any, fits: bool, cure: str = "") -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryLimitError, MetricError
+from ..metrics.edge_sums import product_hooks
 from ..metrics.metric import Metric, observes_prefix
-from ..metrics.products import product_hooks
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name
 from ..models.kv_cache import KeyValues
@@ -133,7 +133,7 @@ def _compare_saliency(
         def store(layer: int, pattern: Tensor, gradient: Tensor) -> None:
             products[layer] = pattern * gradient
 
-        hooks, backward_hooks = product_hooks(model, store, dict.__getitem__)
+        hooks, backward_hooks = product_hooks(model, store, keep=True)
         return {"observers": hooks, "backward_hooks": backward_hooks}
 
     expected = run_pass(model, batch, hooks=change(batch), loss=loss, **stored_in(whole))

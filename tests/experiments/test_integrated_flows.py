@@ -267,6 +267,6 @@ def test_signed_saliency_of_a_query_sums_to_0_where_a_norm_follows(gemma3: Any, 
     """As the definitions say: a row times any number gives the same output there."""
     for model, is_zero in ((gemma3, True), (llama, False)):
         [batch] = questions(model, 2)
-        products = al.head_saliency(model, batch)
+        products = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
         of_queries = products.sum((2, 4)).abs().max()
         assert (of_queries < 1e-4 * products.abs().max()) == is_zero

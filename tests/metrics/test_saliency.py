@@ -51,10 +51,10 @@ def test_saliency_and_flows_equal_plain_transformers(
     starts = batch.attention_mask.long().argmax(1).tolist()
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1
     maps = al.saliency(model, batch)
-    of_heads = al.head_saliency(model, batch)
+    of_heads = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
     metrics = [al.SaliencyFlows()]
     record = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
-    metrics = [al.SaliencyFlows(absolute_per_head=True)]
+    metrics = [al.SaliencyFlows(weight=al.weights.saliency_of_heads)]
     variant = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
     per_head, prompts = [], prompts_of(batch)
     for n, start in enumerate(starts):

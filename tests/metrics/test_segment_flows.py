@@ -12,7 +12,7 @@ from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import MetricError, NotFiniteError, PromptError
+from anchorlens.errors import MetricError, NotFiniteError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import columns_of
@@ -372,8 +372,10 @@ def test_a_weight_that_is_not_finite_raises_an_error_that_names_it(
     value: float, gpt2: Any, batch: al.PromptBatch
 ) -> None:
     weight, loss = without_some(al.weights.signed, value), al.span_cross_entropy("answer")
-    with pytest.raises(MetricError, match="the weight broken gives NaN or infinite"):
-        al.run(gpt2, [batch], [al.SegmentFlows(weight=weight)], loss=loss, **QUIET)
+    metrics = [al.SegmentFlows(weight=weight), al.SegmentFlows(name="others")]
+    with pytest.raises(RunError, match="the weight broken gives NaN or infinite") as caught:
+        al.run(gpt2, [batch], metrics, loss=loss, **QUIET)
+    assert list(caught.value.results) == ["others"]
     with pytest.raises(MetricError, match="the weight broken gives NaN or infinite"):
         al.step_flows(gpt2, batch.prompt(0), "answer", weight=weight)
     pattern, edges = torch.full((1, 2, 4, 4), 0.25), torch.ones(1, 4, 4, dtype=torch.bool)
@@ -399,7 +401,7 @@ def test_a_gradient_that_is_not_finite_raises_an_error(share: bool, gpt2: Any) -
 
         return [("blocks.2.hook_resid_pre", act)]
 
-    for metric in (al.SaliencyFlows(), al.SegmentFlows()):
+    for metric in (al.SaliencyFlows(), al.SegmentFlows(weight=al.weights.signed)):
         with pytest.raises(NotFiniteError, match="the gradient of the attention is NaN"):
             al.run(gpt2, questions(gpt2, 3), [metric], hooks=hooks, share_prefix=share, **QUIET)
 

@@ -67,8 +67,8 @@ def test_each_step_has_the_flows_of_its_own_loss(gpt2: Any, prompt: al.PromptBat
                 assert difference(record.read[step, :, part], expected) <= 1e-5
             else:
                 assert record.read[step, :, part].isnan().all()
-        heads = al.head_saliency(gpt2, prompt, loss=loss)[0].double()
-        per_layer = heads.abs().sum(1)
+        heads = al.saliency(gpt2, prompt, loss=loss, per_head=True)[0].double()
+        per_layer = heads.sum(1)
         written = range(6, row)
         if step < 2:
             assert len(written) == max(0, step - 1)

@@ -17,7 +17,7 @@ from transformers.models.gptj import modeling_gptj
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.metrics.products import product_hooks
+from anchorlens.metrics.edge_sums import product_hooks
 from anchorlens.models.hooked import Hook
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass

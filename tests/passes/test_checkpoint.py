@@ -29,7 +29,7 @@ pytestmark = [
 ]
 METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
-    al.SaliencyFlows(absolute_per_head=True, name="absolute"),
+    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="absolute"),
     al.AttentionAUCROC(),
 ]
 

@@ -286,7 +286,7 @@ def test_a_loss_of_a_prompt_that_depends_on_other_prompts_is_refused(gpt2: Any, 
         lambda: al.run(gpt2, one_and_several, METRICS, loss=loss, progress=False),
         lambda: al.integrated_flows(gpt2, one_and_several, output=loss, progress=False),
         lambda: al.saliency(gpt2, batch, loss=loss),
-        lambda: al.head_saliency(gpt2, batch, loss=loss),
+        lambda: al.saliency(gpt2, batch, loss=loss, weight=al.weights.signed, per_head=True),
     ]
     for call in calls:
         with pytest.raises(MetricError, match=message):

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 PURE: list[al.Metric] = [
     al.SaliencyFlows(),
-    al.SaliencyFlows(absolute_per_head=True, name="per_head"),
+    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="per_head"),
     al.SegmentFlows(weight=al.weights.signed),
     al.AttentionAUCROC(),
     al.LabelHeads(draws=2),

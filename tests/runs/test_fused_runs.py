@@ -27,7 +27,7 @@ pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 METRICS: list[al.Metric] = [
     al.SaliencyFlows(),
-    al.SaliencyFlows(absolute_per_head=True, name="of heads"),
+    al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads"),
     al.SegmentFlows(["text", "label", "target"]),
     al.AnchorDistances(directions=3),
     al.Accuracy(),
@@ -163,7 +163,7 @@ def test_a_page_of_a_prompt_has_the_flows_of_whole_patterns(
     batch = questions(model, 3)[0]
     expected = al.plot_prompt(model, batch, 1)
     saliency = al.saliency(model, batch.prompt(1))[0]
-    heads = al.head_saliency(model, batch.prompt(1))
+    heads = al.saliency(model, batch.prompt(1), weight=al.weights.signed, per_head=True)
     monkeypatch.setattr(may_fuse, "LARGE", 0)
     monkeypatch.setattr(row_pieces, "PIECE", 5_000)
     ours = al.plot_prompt(model, batch, 1)

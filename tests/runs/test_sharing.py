@@ -76,7 +76,11 @@ def test_saliency_equals_that_of_whole_prompts(model: Any, changed: bool, whole:
     """The gradient passes through demonstrations that ran once, of one set after another."""
     batches = questions(model, 10, batch_size=4, padding_side="left")
     batches += questions(model, 10, batch_size=4, padding_side="left", seed=7)
-    metrics = [*METRICS, al.SaliencyFlows(), al.SaliencyFlows(absolute_per_head=True, name="abs")]
+    metrics = [
+        *METRICS,
+        al.SaliencyFlows(),
+        al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="abs"),
+    ]
     change = isolated(model) if changed else None
     before = hooks_on(model)
     ours = al.run(model, batches, metrics, hooks=change, **QUIET)

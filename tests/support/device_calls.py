@@ -157,8 +157,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             )
         ],
         "stored rows": stored_rows,
-        "maps": lambda: [al.saliency(model, batch), al.head_saliency(model, batch)],
-        "rollout": lambda: al.rollout(al.head_saliency(model, batch).abs().to(device)),
+        "maps": lambda: [al.saliency(model, batch, per_head=each) for each in (False, True)],
+        "rollout": lambda: al.rollout(al.saliency(model, batch, per_head=True).to(device)),
         "of tensors": lambda: al.flows(
             numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
         ),

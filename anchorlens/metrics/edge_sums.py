@@ -1,0 +1,347 @@
+"""Sums of a weight of attention edges over sets of edges, in the backward pass.
+
+1. A pattern is stored when its layer runs, and its gradient comes later (``product_hooks``).
+2. Both are cut into a few query rows, in float32 or wider (``row_pieces``): with thousands of
+   tokens the pattern of one layer takes gigabytes, so it is never copied.
+3. A weight makes of them a number for each edge, merged over heads and of each head (``weights``).
+4. These are summed over the edges of each set, or from each segment to each (``EdgeSums``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import MetricError, NotFiniteError
+from ..models.head_values import transformed_values
+from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
+from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet
+from ..system.arguments import checked
+from ..system.devices import on_one_device
+from ..system.names import name_of
+from ..system.row_pieces import row_slices
+from ..system.texts import described
+from .weights import (
+    Edges as EdgeWeights,
+)
+from .weights import (
+    Pattern,
+    Values,
+    Weight,
+    WithValues,
+    refuse_values,
+    saliency,
+    saliency_of_heads,
+)
+
+
+def product_hooks(
+    model: HookedModel, use: Callable[[int, Pattern, Pattern], None], *, keep: bool = False
+) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that pass A and dL/dA of each layer to ``use`` when the gradient reaches the layer.
+
+    A pattern is freed after the backward pass of its layer, or with ``keep`` stays for another.
+    """
+    patterns: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor) -> None:
+        patterns[layer] = pattern.detach()
+
+    def multiply(layer: int, gradient: Tensor) -> None:
+        use(layer, patterns[layer] if keep else patterns.pop(layer), gradient)
+
+    return hooks_by_layer(model, pattern_name, store), hooks_by_layer(model, pattern_name, multiply)
+
+
+def value_product_hooks(
+    model: HookedModel, use: Callable[[int, Pattern, Pattern, Values], None]
+) -> tuple[list[Hook], list[Hook]]:
+    """As ``product_hooks``, but ``use`` also gets the values, as ``WithValues`` describes them."""
+    values: dict[int, Tensor] = {}
+
+    def store(layer: int, of_layer: Tensor) -> None:
+        values[layer] = of_layer.detach()
+
+    def use_with_values(layer: int, pattern: Pattern, gradient: Pattern) -> None:
+        use(layer, pattern, gradient, transformed_values(model, layer, values.pop(layer)))
+
+    hooks, backward_hooks = product_hooks(model, use_with_values)
+    return [*hooks, *hooks_by_layer(model, values_name, store)], backward_hooks
+
+
+@checked
+def flows(
+    pattern: Pattern,
+    gradient: Pattern,
+    edges: Bool[Tensor, "batch query key"],
+    *,
+    weight: Weight = saliency,
+) -> Float[Tensor, " batch"]:
+    """The mean weight of a set of edges in one layer, from its pattern and its gradient alone.
+
+    With the saliency ``| sum_h A_h dL/dA_h |``, in nats from 0 up, these are S_wp, S_pq and S_ww of
+    Wang et al. (2023), equations 2 to 4. High means that the loss depends on what passes there.
+
+    Args:
+        pattern: A, the attention after the softmax.
+        gradient: dL/dA, where L is the loss of each prompt, not a mean over prompts.
+        edges: True at the edges, as the functions in ``al.edges`` give them.
+        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
+
+    Returns:
+        A number for each prompt; NaN where it has no such edge.
+
+    Raises:
+        MetricError: The shapes differ, edges are not True and False, the weight needs values, or it
+            gives no finite number for each edge.
+        NotFiniteError: The gradient is NaN or infinite.
+
+    Examples:
+        >>> pattern, gradient = torch.full((1, 2, 3, 3), 0.5), torch.ones(1, 2, 3, 3)
+        >>> al.flows(pattern, gradient, torch.ones(1, 3, 3).tril(-1).bool()).tolist()
+        [1.0]
+    """
+    refuse_values(weight, "al.flows")
+    expected = (len(pattern), *pattern.shape[2:])
+    fits = pattern.shape == gradient.shape and tuple(edges.shape) == expected
+    if not fits or edges.dtype != torch.bool:
+        raise MetricError(
+            "pattern and gradient must have one shape, (batch, head, query, key), and edges of "
+            f"True and False (batch, query, key); got {tuple(pattern.shape)}, "
+            f"{tuple(gradient.shape)} and {described(edges)}"
+        )
+    sums = [
+        edge_weights(weight, a, slope).masked_fill(~edges[:, rows], 0).sum((1, 2))
+        for rows, a, slope in row_pieces(pattern, gradient)
+    ]
+    total = torch.stack(sums).sum(0)
+    if not total.isfinite().all():
+        raise not_finite(weight, bool(gradient.isfinite().all()))
+    return total / edges.sum((1, 2))
+
+
+class Edges:
+    """Sets of edges over which weights are summed.
+
+    Args:
+        sets: The sets, of the same batch.
+    """
+
+    def __init__(self, sets: Sequence[EdgeSet]) -> None:
+        self.sets = sets
+        self._stored = [edges.stored() for edges in sets]  # every layer asks for the same rows
+
+    def counts(self) -> Int[Tensor, "batch set"]:
+        """The number of edges of each set."""
+        return torch.stack([edges.counts() for edges in self.sets], dim=1)
+
+    def begins_as(self, shared: "Edges") -> bool:
+        """Whether the first tokens of every prompt have the edges that a single prompt has."""
+        pairs = zip(self.sets, shared.sets, strict=True)
+        return all(edges.begins_as(leading) for edges, leading in pairs)
+
+    def sums(
+        self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
+    ) -> list[Float[Tensor, "batch _ set"]]:
+        """The sums of weights between these positions, one for each set."""
+        of_rows = torch.stack([edges.rows(queries)[..., keys] for edges in self._stored], dim=1)
+        edges = of_rows.expand(len(weights[0]), -1, -1, -1)
+        inside = rearrange(edges, "batch set query key -> batch (query key) set").to(weights[0])
+        return [each.flatten(2) @ inside.to(each.dtype) for each in weights]
+
+
+class Segments:
+    """Segments between which weights are summed: from each to each, over the edges j < i.
+
+    Args:
+        positions: The positions of each segment; no position is in two of them.
+    """
+
+    def __init__(self, positions: Bool[Tensor, "batch segment position"]) -> None:
+        self.positions = positions
+
+    def counts(self) -> Int[Tensor, "batch segment segment"]:
+        """The number of edges from each segment to each, on the CPU."""
+        counts = self.positions.cpu().long()  # a GPU has no product of whole numbers
+        earlier = counts.cumsum(2) - counts
+        return torch.einsum("bsi,bti->bst", counts, earlier)
+
+    def begins_as(self, shared: "Segments") -> bool:
+        """Whether the first tokens of every prompt are in the segments of a single prompt."""
+        length = shared.positions.shape[2]
+        return bool((self.positions[..., :length] == shared.positions).all())
+
+    def sums(
+        self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
+    ) -> list[Float[Tensor, "batch _ segment segment"]]:
+        """The sums of weights between these positions, from each segment to each."""
+        sums = []
+        for of_heads in weights:
+            count, heads = of_heads.shape[:2]
+            readers, read = (
+                self.positions[..., part].expand(count, -1, -1).repeat_interleave(heads, 0)
+                for part in (queries, keys)
+            )
+            first = queries.start - (keys.start or 0)
+            merged = between(of_heads.flatten(0, 1), readers, read, first)
+            sums.append(merged.unflatten(0, (count, heads)))
+        return sums
+
+
+class EdgeSums:
+    """Sums of a weight over edges, layer by layer, merged over heads and of each head.
+
+    Args:
+        sets: Over which edges.
+        weight: Function of pattern and gradient, or of values too, to a number for each edge.
+        first_query: Position of the first query row.
+    """
+
+    def __init__(self, sets: Edges | Segments, weight: Weight | WithValues, first_query: int):
+        self.sets, self.weight, self.first_query = sets, weight, first_query
+        self._of_layers: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+
+    def add(
+        self,
+        layer: int,
+        pattern: Float[Tensor, "_ head query key"],
+        gradient: Pattern,
+        *values: Values,
+    ) -> None:
+        """Sum the weights of a layer, in place of those of the batch before.
+
+        A weight that needs values gets them here. The tokens that prompts share have one pattern
+        for the gradients of all prompts.
+        """
+        self._of_layers[layer] = []
+        for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
+            self.add_rows(layer, rows, slice(0, a.shape[3]), a, slope, *values)
+
+    def add_rows(
+        self,
+        layer: int,
+        rows: slice,
+        keys: slice,
+        pattern: Pattern,
+        gradient: Pattern,
+        *values: Values,
+    ) -> None:
+        """Add the weights of some query rows, in float32 or wider."""
+        queries = slice(self.first_query + rows.start, self.first_query + rows.stop)
+        merged, of_heads = merged_and_of_heads(self.weight, pattern, gradient, *values)
+        sums = torch.cat(self.sets.sums(queries, keys, merged[:, None], of_heads), dim=1)
+        # The reason of sums that are not finite. Of a product it can only be the gradient.
+        known = None if is_product(self.weight) else gradient.isfinite().all()
+        self._of_layers.setdefault(layer, []).append((sums, known))
+
+    def contributions(self, *logits: Tensor | None) -> dict[str, Tensor]:
+        """Sums over edges, and those of each head: [batch, layer, (head,) *sets], on the CPU.
+
+        Raises:
+            NotFiniteError: The gradient is NaN or infinite.
+            MetricError: The weight is; a sum that is NaN would stand for "no edge".
+        """
+        pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
+        layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
+        # One copy to the CPU, because a GPU waits at each.
+        together = torch.stack(on_one_device(layers), dim=1).cpu()
+        sums, of_heads = together[:, :, 0].clone(), together[:, :, 1:].clone()
+        if not sums.isfinite().all():
+            known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
+            raise not_finite(self.weight, all(known))
+        return {"sums": sums, "head_sums": of_heads}
+
+
+def between(
+    edges: Float[Tensor, "*batch query key"],
+    queries: Bool[Tensor, "*batch segment query"],
+    keys: Bool[Tensor, "*batch segment key"],
+    first: int,
+) -> Float[Tensor, "*batch segment segment"]:
+    """Sums over the edges (i, j), j < i, from each segment of queries to each of keys."""
+    earlier = edges.tril(first - 1)
+    return queries.to(edges) @ earlier @ keys.to(edges).mT
+
+
+def is_product(weight: Callable[..., EdgeWeights]) -> bool:
+    """Whether a weight is the absolute value of A dL/dA, summed over heads before it or after."""
+    return weight is saliency or weight is saliency_of_heads
+
+
+def merged_and_of_heads(
+    weight: Callable[..., EdgeWeights], pattern: Pattern, gradient: Pattern, *values: Values
+) -> tuple[EdgeWeights, Pattern]:
+    """The weights of edges, merged over heads and of each head alone."""
+    if is_product(weight):
+        product = pattern * gradient  # once for both, because it takes most of the time
+        merged = product.sum(1).abs() if weight is saliency else product.abs().sum(1)
+        return merged, product.abs_()
+    merged = edge_weights(weight, pattern, gradient, *values)
+    each_head = (each.flatten(0, 1)[:, None] for each in (pattern, gradient, *values))
+    return merged, edge_weights(weight, *each_head).unflatten(0, pattern.shape[:2])
+
+
+def edge_weights(
+    weight: Callable[..., EdgeWeights], pattern: Pattern, gradient: Pattern, *values: Values
+) -> Float[Tensor, "batch query key"]:
+    """The weights of edges, or an error if they are not a number for each edge."""
+    edges: Any = weight(pattern, gradient, *values)
+    expected = (len(pattern), *pattern.shape[2:])
+    if not isinstance(edges, Tensor) or edges.shape != expected or edges.is_complex():
+        raise MetricError(
+            "a weight is a function of (pattern, gradient) to a number for each edge, of the "
+            f"shape (batch, query, key) = {expected}; {name_of(weight)} gave {described(edges)}"
+        )
+    # A weight may count, or say True and False.
+    return edges.to(torch.promote_types(edges.dtype, pattern.dtype))
+
+
+def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> None:
+    """Raise an error, before the model runs, if a weight gives no number for each edge.
+
+    A weight that needs values is not tried, because they come from the model.
+    """
+    if isinstance(weight, WithValues):
+        return
+    length = batch.tokens.shape[1]
+    shape = (len(batch), heads, length - batch.first_query, length)
+    pattern = torch.full((1, 1, 1, 1), 1 / length, device=batch.tokens.device).expand(shape)
+    _, a, slope = next(row_pieces(pattern, pattern))
+    edge_weights(weight, a, slope)
+
+
+def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | MetricError:
+    """The error for sums of weights that are NaN, which stands for "no edge", or infinite.
+
+    Args:
+        weight: The weight.
+        is_finite: Whether the gradient is finite.
+    """
+    if not is_finite:
+        return NotFiniteError(
+            "the gradient of the attention is NaN or infinite, though the logits are finite; try "
+            "float32 (dtype=torch.float32), and check your hooks"
+        )
+    return MetricError(
+        f"the weight {name_of(weight)} gives NaN or infinite numbers for some edges; give a finite "
+        "number for each. A pattern is exactly 0 at tokens that a head cannot read, so that a "
+        "logarithm or a quotient needs its own number there (as torch.xlogy has)"
+    )
+
+
+def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern, Pattern]]:
+    """Pattern and gradient, a few query rows at a time, in float32 or wider.
+
+    Yields:
+        The rows, their pattern and their gradient.
+    """
+    batch, heads, queries, keys = pattern.shape
+    for rows in row_slices(queries, batch * heads * keys):
+        a, slope = pattern[:, :, rows], gradient[:, :, rows]
+        if slope.dtype.itemsize < 4:
+            a, slope = a.float(), slope.float()
+        yield rows, a, slope

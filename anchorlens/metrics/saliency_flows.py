@@ -1,0 +1,207 @@
+"""The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import MetricError, PromptError
+from ..models.hooked import HookedModel
+from ..prompts import edges
+from ..prompts.batch import PromptBatch
+from ..prompts.edge_set import EdgeSet, EdgesOfBatch
+from ..prompts.edges import as_edge_set, check_edges
+from ..results import captions, figures
+from ..results.contributions import Contributions
+from ..results.depth import shallow_and_deep
+from ..results.record import Record
+from ..system.arguments import checked
+from ..system.names import name_of
+from ..system.warn import warn_user
+from .edge_flows import EdgeFlows, in_short, mean_weights
+from .edge_sums import Edges
+from .weights import Weight, WithValues, saliency
+
+PAPER_FLOWS: Mapping[str, EdgesOfBatch] = {"wp": edges.wp, "pq": edges.pq, "ww": edges.ww}
+# Always summed, to compare what the target reads from label words and from other tokens.
+_READ_BY_TARGET = (edges.pq, edges.tq)
+_LEGEND = {
+    "wp": "text to label word (S_wp)",
+    "pq": "label word to target (S_pq)",
+    "ww": "between other words (S_ww)",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SaliencyFlowsRecord(Record):
+    """Information flows by layer: wp, pq, ww, or the sets of edges that were given.
+
+    Attributes:
+        flows: Mean saliency of the edges of each flow, in nats; mean over the prompts with such
+            edges, then over sets of demonstrations (pooled where a set has fewer than 10 prompts).
+            High means that the loss depends on what passes along these edges. NaN, with a warning,
+            where no prompt has such an edge.
+        share: Each flow's part of the layer's sum of flows, from 0 to 1; shares of a layer sum to 1
+            (the paper's Figure 3). As flows are means, it is no part of the whole saliency. Mean
+            over the sets of demonstrations in which no flow is NaN.
+        tq: Mean saliency of the edges from the target to anything but label words, S_tq.
+        pq_over_tq: S_pq / S_tq, from 0 up. About 1 means that label words are read no more
+            than other words (as in a model of random weights, whatever its share of S_pq).
+        shallow_share: Mean share in the shallow layers, the first third.
+        deep_share: Mean share in the deep layers, the last third.
+        share_change: deep_share minus shallow_share, from -1 to 1. Below 0 for S_wp and above 0 for
+            S_pq where label words are written in shallow layers and read in deep ones, as in the
+            paper.
+        deep_pq_over_tq: Median of pq_over_tq over the deep layers (the last third), from 0 up.
+        per_head: Mean of ``|A_h * dL/dA_h|`` over the edges of each flow. Does not sum to flows.
+        per_prompt: The flows of each prompt; NaN where it has no such edge.
+    """
+
+    flows: Float[Tensor, "layer flow"]
+    share: Float[Tensor, "layer flow"]
+    tq: Float[Tensor, " layer"]
+    pq_over_tq: Float[Tensor, " layer"]
+    shallow_share: Float[Tensor, " flow"]
+    deep_share: Float[Tensor, " flow"]
+    share_change: Float[Tensor, " flow"]
+    deep_pq_over_tq: Float[Tensor, ""]
+    per_head: Float[Tensor, "layer head flow"]
+    per_prompt: Float[Tensor, "prompt layer flow"]
+
+    caption: ClassVar[str] = (
+        f"Each flow's share of the sum of the three mean saliencies in a layer. {captions.FLOWS}"
+    )
+    stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
+
+    @checked
+    def axis_names(self, axis: str) -> Sequence[str] | None:
+        """The flows by name."""
+        if axis == "flow":
+            return tuple(self.info.get("flows", PAPER_FLOWS))
+        return super().axis_names(axis)
+
+    def plot(self) -> go.Figure:
+        """Each flow's share by layer, with its interval (the paper's Figure 3)."""
+        bounds = self.intervals.get("share")
+        return figures.lines_by_layer(
+            self.share.T,
+            [_LEGEND.get(name, name) for name in self.axis_names("flow") or ()],
+            title="Where information flows",
+            y_title="share of the mean saliencies",
+            low=None if bounds is None else bounds[0].T,
+            high=None if bounds is None else bounds[1].T,
+        )
+
+
+@checked
+@dataclass(frozen=True, repr=False)
+class SaliencyFlows(EdgeFlows):
+    """Saliency flows between text, label words and target (section 2.1, equations 1 to 4).
+
+    ``I_l = | sum_h A_hl * dL/dA_hl |``; S_wp is the mean of I over (p_k, j) with j < p_k, S_pq
+    over (q, p_k), S_ww over all other pairs j < i. The loss L is the run's, the label cross
+    entropy by default.
+
+    Args:
+        edges: Other flows instead of these three: for each name a function of the batch that
+            returns its edges, as those in ``al.edges``. ``tq`` and ``pq_over_tq`` stay.
+        weight: Function of (pattern, gradient) to a number for each edge; see ``al.weights``.
+            ``al.weights.saliency_of_heads`` takes the absolute value before the sum over heads (the
+            paper's footnote), the default after it (its published code).
+        name: Key of the result; with another name several weights can be in a run.
+
+    Raises:
+        MetricError: ``edges`` are no functions by name, or one returns no edges of the batch, from
+            tokens to earlier tokens. The latter is raised before any pass.
+
+    Examples:
+        >>> results = al.run(model, batches, [al.SaliencyFlows()], progress=False)
+        >>> results["saliency_flows"].share.sum(-1).allclose(torch.ones(1).double())
+        True
+        >>> to_first = al.SaliencyFlows(edges={"first": al.edges.from_first, "pq": al.edges.pq})
+        >>> results = al.run(model, batches, [to_first], progress=False)
+        >>> results["saliency_flows"].axis_names("flow")
+        ('first', 'pq')
+    """
+
+    edges: Mapping[str, EdgesOfBatch] = field(default_factory=lambda: PAPER_FLOWS, hash=False)
+    weight: Weight | WithValues = saliency
+    name: str = "saliency_flows"
+
+    def __post_init__(self) -> None:
+        if not self.edges:
+            raise MetricError(
+                "edges are functions of the batch by name, {'to first': al.edges.from_first}; got "
+                f"{self.edges!r}"
+            )
+
+    def __repr__(self) -> str:
+        """One line: the flows and the weight, by the names of functions."""
+        flows = in_short({name: name_of(of) for name, of in self.edges.items()})
+        return f"SaliencyFlows(edges={flows}, weight={name_of(self.weight)}, name={self.name!r})"
+
+    def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
+        """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
+        super().check(model, batches, changed=changed)
+        for batch in batches:
+            self.sets_of(batch, check_edges)
+
+    def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
+        """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
+
+        A prompt without an edge of a flow is left out of its mean, and a set without one of the
+        mean over sets.
+        """
+        of_prompts, of_heads = mean_weights(contributions)
+        flows = contributions.means_of_sets(of_prompts)
+        count, functions = len(self.edges), self._functions()
+        _warn_of_flows_without_edges(self.edges, contributions["counts"])
+        asked = flows[..., :count]
+        pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
+        share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)
+        pq_over_tq = (pq / tq).nanmean(0)
+        shallow, deep = shallow_and_deep(len(share))
+        return SaliencyFlowsRecord(
+            flows=asked.nanmean(0),
+            share=share,
+            tq=tq.nanmean(0),
+            pq_over_tq=pq_over_tq,
+            shallow_share=share[shallow].mean(0),
+            deep_share=share[deep].mean(0),
+            share_change=share[deep].mean(0) - share[shallow].mean(0),
+            deep_pq_over_tq=pq_over_tq[deep].quantile(0.5),
+            per_head=contributions.mean(of_heads)[..., :count],
+            per_prompt=of_prompts[..., :count],
+            info={"flows": tuple(self.edges)},
+        )
+
+    def _functions(self) -> list[EdgesOfBatch]:
+        """The functions of all edge sets, those of ``edges`` first."""
+        asked = list(self.edges.values())
+        return asked + [function for function in _READ_BY_TARGET if function not in asked]
+
+    @checked
+    def sets_of(
+        self, batch: PromptBatch, convert: Callable[[PromptBatch, Any], EdgeSet] = as_edge_set
+    ) -> Edges:
+        """The edges of each set, those of ``edges`` first."""
+        sets = []
+        for number, function in enumerate(self._functions()):
+            try:
+                sets.append(convert(batch, function(batch)))
+            except PromptError as error:
+                names = list(self.edges)[number : number + 1]
+                raise MetricError(f"the edges {names} of {self.name}: {error}") from error
+        return Edges(sets)
+
+
+def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prompt flow"]) -> None:
+    found = (counts > 0).any(0).tolist()
+    if empty := [name for name, is_found in zip(names, found, strict=False) if not is_found]:
+        warn_user(
+            f"no prompt has an edge of the flows {empty}, so that these flows and all shares are "
+            "NaN; leave them out of the edges"
+        )
