@@ -84,14 +84,14 @@ def figure_of(records: dict[int, dict[str, dict[str, Record]]]) -> go.Figure:
 
     bars = [[bar(of_shots, name) for name in DRAWN] for of_shots in records.values()]
     low, values, high = torch.tensor(bars).unbind(-1)
-    figure = al.figures.grouped_bars(
-        values,
+    figure = al.figures.bars(
+        values[None],
+        ["share"],
         [str(shots) for shots in records],
         DRAWN,
         title="Anchors and many demonstrations",
-        y_title="share",
-        low=low,
-        high=high,
+        low=low[None],
+        high=high[None],
     )
     figure.update_xaxes(title="demonstrations of each class")
     return figure.update_layout(legend={"orientation": "h", "y": -0.3})  # fits a phone

@@ -192,14 +192,14 @@ class ContextsRecord(Record):
             values = torch.cat([values, ends[1]])
             bounds = torch.cat([bounds, ends[::2]], dim=1)
             groups += _NAMES_OF_DRAWS
-        return figures.grouped_bars(
-            values,
+        return figures.bars(
+            values[None],
+            ["share"],
             groups,
             ["accuracy", "label loyalty", "word loyalty", "stolen attention"],
             title=f"Contexts; accuracy of the demonstrations is {float(self.whole_accuracy):.2f}",
-            y_title="share",
-            low=bounds[0],
-            high=bounds[1],
+            low=bounds[0][None],
+            high=bounds[1][None],
         )
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import MetricError
-from ..metrics.distances import AnchorDistancesRecord, rank_correlation
+from ..metrics.distances import AnchorDistancesRecord, confusions, rank_correlation
 from ..models.hooked import indices_of
 from ..results import captions, figures
 from ..results.record import Record
@@ -92,13 +92,11 @@ class DiagnosisRecord(Record):
             if isnan(correlation)
             else f"rank correlation {correlation:.2f}, p = {p_value:.2g}"
         )
-        matrices = figures.confusion_pair(
+        matrices = confusions(
             self.predicted,
             self.actual,
             self._class_names(),
-            title=f"Which classes are confused (layer {layer}, {agreement})",
-            predicted_title="predicted: distance of keys",
-            actual_title="actual: AUC-ROC of the pair",
+            f"Which classes are confused (layer {layer}, {agreement})",
         )
         bounds = [self.intervals.get(name) for name in ("correlation", "position_correlation")]
         known = bounds[0] is not None and bounds[1] is not None

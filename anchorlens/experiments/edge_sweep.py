@@ -159,7 +159,7 @@ class SweepResults(Results):
         isolated = all(record.is_isolation for record in cuts.values())
         what, control = ("label words", "words") if isolated else ("edges", "edges")
         done = "isolated" if isolated else "cut"
-        return figures.bars_with_controls(
+        return figures.bars(
             values,
             ["label loyalty", "word loyalty"],
             list(cuts),
@@ -167,6 +167,7 @@ class SweepResults(Results):
             title=f"What stays as it was when {control} are {done}",
             low=low,
             high=high,
+            controls=True,
         )
 
 

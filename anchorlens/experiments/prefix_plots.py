@@ -17,7 +17,8 @@ from ..models.model_state import frozen_in_eval_mode
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.tokens import token_texts
-from ..results import prefix_figures
+from ..results import figures
+from ..results.figure_parts import visible
 from ..system.arguments import checked
 from .context_effect import check_context, pass_after
 
@@ -75,12 +76,16 @@ def plot_prefix_pattern(
     patterns[2][:, effect.segments_of(alone)[0].any(0).cpu()] = torch.nan
     texts = _texts(model, alone, context)
     positions = effect.rows_of(alone)[0].nonzero().flatten().tolist()
-    return prefix_figures.patterns_side_by_side(
+    return figures.heat_map(
         patterns[:, selected],
+        visible([texts[position] for position in positions]),
+        visible(texts),
         _PANELS,
-        [texts[position] for position in positions],
-        texts,
         title=f"Attention of layer {layer}, head {head}",
+        bar_title="attention",
+        row_title="query",
+        column_title="key",
+        limits=(0, 1),
     )
 
 
@@ -130,7 +135,7 @@ def plot_prefix_directions(
     points = torch.nn.functional.pad(vectors @ axes[:2].T, (0, 2))[:, :2]
     squares = torch.nn.functional.pad(sizes.square(), (0, 1))
     first, second = (squares[:2] / squares.sum()).tolist()
-    return prefix_figures.directions(
+    return figures.directions(
         points,
         [f"prompt {prompt}, query {query}" for prompt, query in rows.nonzero().tolist()],
         (first, second),

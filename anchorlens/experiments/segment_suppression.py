@@ -19,9 +19,9 @@ from ..passes.forward import logits_at
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
-from ..results.segment_figures import segment_by_segment
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.devices import in_float64
@@ -29,6 +29,7 @@ from ..system.devices import in_float64
 _ROWS = 8  # that are compared at a time, because all in float64 may not fit into memory
 
 Segments = Bool[Tensor, "batch segment position"]
+_MOST_NUMBERS = 12  # in a row of cells; more could not be read
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,13 +63,16 @@ class SegmentSuppressionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The divergence of each predicted segment under the suppression of each segment."""
-        return segment_by_segment(
-            self.kl,
-            self.axis_names("segment") or (),
+        names = self.axis_names("segment") or ()
+        return figures.heat_map(
+            self.kl[None],
+            names,
+            names,
             title="What predictions lose if a segment cannot be read",
             bar_title="KL (nats)",
-            x_title="segment that cannot be read",
-            y_title="predicted segment",
+            row_title="predicted segment",
+            column_title="segment that cannot be read",
+            with_numbers=len(names) <= _MOST_NUMBERS,
         )
 
 

@@ -43,14 +43,10 @@ class AccuracyRecord(Record):
     def plot(self) -> go.Figure:
         """Accuracy as a bar with its interval."""
         bounds = self.intervals.get("accuracy")
-        figure = figures.grouped_bars(
-            self.accuracy[None, None],
-            ["accuracy"],
-            ["accuracy"],
-            title="Accuracy",
-            y_title="share of prompts",
-            low=None if bounds is None else bounds[0][None, None],
-            high=None if bounds is None else bounds[1][None, None],
+        low, high = (None, None) if bounds is None else bounds[:, None, None, None]
+        names = ["share of prompts"], ["accuracy"], ["accuracy"]
+        figure = figures.bars(
+            self.accuracy[None, None, None], *names, title="Accuracy", low=low, high=high
         )
         return figure.update_yaxes(range=[0, 1])
 
@@ -87,15 +83,9 @@ class AccuracyComparisonRecord(Record):
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""
         bounds = self.intervals.get("accuracy")
-        return figures.grouped_bars(
-            self.accuracy[None],
-            ["accuracy"],
-            list(self.info["methods"]),
-            title="Accuracy",
-            y_title="share of prompts",
-            low=None if bounds is None else bounds[0][None],
-            high=None if bounds is None else bounds[1][None],
-        )
+        low, high = (None, None) if bounds is None else bounds[:, None, None]
+        names = ["share of prompts"], ["accuracy"], list(self.info["methods"])
+        return figures.bars(self.accuracy[None, None], *names, title="Accuracy", low=low, high=high)
 
 
 @checked

@@ -84,18 +84,39 @@ class AnchorDistancesRecord(Record):
             if isnan(correlation)
             else f"rank correlation {correlation:.2f}"
         )
-        return figures.confusion_pair(
+        return confusions(
             self.anchor_distance[layer],
             self.pair_auc,
             [
                 f"{name.strip()} ({count})"
                 for name, count in zip(names, self.queries_per_class.tolist(), strict=True)
             ],
-            title=f"Which classes are confused, with their numbers of queries (layer {layer}, "
+            f"Which classes are confused, with their numbers of queries (layer {layer}, "
             f"{agreement})",
-            predicted_title="predicted: distance of keys",
-            actual_title="actual: AUC-ROC of the pair",
         )
+
+
+def confusions(
+    predicted: Float[Tensor, "class class"],
+    actual: Float[Tensor, "class class"],
+    names: Sequence[str],
+    title: str,
+) -> go.Figure:
+    """Predicted and actual confusions side by side, without diagonals (the paper's Figure 6)."""
+    both = torch.stack([predicted.double(), actual.double()])
+    both[:, range(len(names)), range(len(names))] = torch.nan
+    return figures.heat_map(
+        both,
+        names,
+        names,
+        ("predicted: distance of keys", "actual: AUC-ROC of the pair"),
+        title=title,
+        bar_title="low = confused",
+        row_title="class",
+        column_title="class",
+        limits=(0, 1),
+        with_numbers=True,
+    )
 
 
 @checked

@@ -15,7 +15,7 @@ from ..errors import HookError, MetricError
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import captions, figures, prefix_figures
+from ..results import captions, figures
 from ..results.contributions import Contributions
 from ..results.record import Record, require_gold
 from ..system.arguments import checked
@@ -91,10 +91,15 @@ class LabelHeadsRecord(Record):
         if score not in SCORES:
             raise MetricError(f"there is no score {score!r}; the scores are {', '.join(SCORES)}")
         number = SCORES.index(score)
-        return prefix_figures.heads_by_layer(
-            self.share[..., number],
+        return figures.heat_map(
+            self.share[..., number].T[None],
+            None,
+            None,
             title=f"Heads above the threshold ({_LEGEND[number]})",
             bar_title="share of prompts",
+            row_title="head",
+            column_title="layer",
+            limits=(0, 1),
         )
 
     def plot_gaps(self) -> go.Figure:

@@ -59,18 +59,17 @@ class LoyaltyRecord(Record):
 
     def plot(self) -> go.Figure:
         """Label loyalty and word loyalty as bars (the paper's Figure 4)."""
-        values = torch.stack([self.label_loyalty, self.word_loyalty])[:, None]
         fields = ("label_loyalty", "word_loyalty")
         bounds = [self.intervals[name] for name in fields if name in self.intervals]
-        ends = torch.stack(bounds, dim=1)[..., None] if bounds else None
-        return figures.grouped_bars(
-            values,
+        low, high = torch.stack(bounds, dim=1)[..., None, :, None] if bounds else (None, None)
+        return figures.bars(
+            torch.stack([self.label_loyalty, self.word_loyalty])[None, :, None],
+            ["loyalty"],
             ["label loyalty", "word loyalty"],
             ["changed run"],
             title="What the change leaves as it was",
-            y_title="loyalty",
-            low=None if ends is None else ends[0],
-            high=None if ends is None else ends[1],
+            low=low,
+            high=high,
         )
 
 

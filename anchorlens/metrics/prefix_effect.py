@@ -14,7 +14,7 @@ from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import captions, figures, prefix_figures
+from ..results import captions, figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
@@ -115,8 +115,15 @@ class PrefixEffectRecord(Record):
 
     def plot_stolen(self) -> go.Figure:
         """Stolen attention by layer and head."""
-        return prefix_figures.heads_by_layer(
-            self.stolen, title="Attention that the prefix takes", bar_title="stolen attention"
+        return figures.heat_map(
+            self.stolen.T[None],
+            None,
+            None,
+            title="Attention that the prefix takes",
+            bar_title="stolen attention",
+            row_title="head",
+            column_title="layer",
+            limits=(0, 1),
         )
 
     def plot_changes(self) -> go.Figure:

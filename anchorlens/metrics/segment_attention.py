@@ -13,7 +13,7 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel, check_fits, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import prefix_figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
@@ -55,11 +55,14 @@ class SegmentAttentionRecord(Record):
 
     def plot(self) -> go.Figure:
         """The kurtosis of every head, by layer."""
-        return prefix_figures.heads_by_layer(
-            self.kurtosis,
+        return figures.heat_map(
+            self.kurtosis.T[None],
+            None,
+            None,
             title="Heads that gather on few segments",
             bar_title="kurtosis",
-            limits=None,
+            row_title="head",
+            column_title="layer",
         )
 
 

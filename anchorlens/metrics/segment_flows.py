@@ -14,9 +14,9 @@ from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.segment_names import SEGMENTS
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
-from ..results.segment_figures import pairs_by_layer
 from ..system.arguments import checked
 from ..system.names import name_of
 from .edge_flows import EdgeFlows, in_short, mean_weights
@@ -61,11 +61,15 @@ class SegmentFlowsRecord(Record):
 
     def plot(self) -> go.Figure:
         """The flow of every pair of segments that have edges, by layer."""
-        return pairs_by_layer(
-            self.flow,
-            self.axis_names("segment") or (),
+        names = self.axis_names("segment") or ()
+        known = ~self.flow.isnan().all(0)  # pairs that have edges
+        return figures.heat_map(
+            self.flow[:, known].T[None],
+            [f"{names[a]} ← {names[b]}" for a, b in known.nonzero().tolist()],
+            None,
             title="Flows between segments",
             bar_title=str(self.info.get("weight", "flow")),
+            column_title="layer",
         )
 
 

@@ -18,8 +18,9 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch, check_prompts
 from ..prompts.segment_names import PADDING
 from ..prompts.tokens import token_texts
+from ..results import figures
+from ..results.figure_parts import visible
 from ..results.record import Record
-from ..results.segment_figures import steps_by_segment
 from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.names import name_of
@@ -80,13 +81,15 @@ class StepFlowsRecord(Record):
         """
         shares = self.read / self.read.abs().nansum(-1, keepdim=True)
         steps = self.axis_names("step") or [str(step) for step in range(len(self.loss))]
-        return steps_by_segment(
-            shares.nanmean(1),
-            steps,
+        figure = figures.heat_map(
+            shares.nanmean(1).T[None],
             self.axis_names("segment") or (),
+            visible(steps),
             title="Where each token comes from",
             bar_title="share of what is read",
+            column_title="token",
         )
+        return figure.update_xaxes(tickangle=-60)
 
 
 @checked

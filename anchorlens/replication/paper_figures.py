@@ -7,6 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from ..metrics.distances import confusions
 from ..results import captions, figures
 from ..system.arguments import checked
 from .paper_tables import Parts, by_part, task_name
@@ -51,14 +52,14 @@ def _isolation(parts: Parts) -> Any:
     rows = parts["Figure 4"]
     groups, series = rows["column"].unique().tolist(), rows["row"].unique().tolist()
     mean, low, high = _over_seeds(rows, column=groups, row=series)
-    return figures.grouped_bars(
-        mean,
+    return figures.bars(
+        mean[None],
+        ["loyalty to the clean run"],
         groups,
         series,
         title="What isolation leaves as it was (mean and range of seeds)",
-        y_title="loyalty to the clean run",
-        low=low,
-        high=high,
+        low=low[None],
+        high=high[None],
     )
 
 
@@ -82,14 +83,7 @@ def _confusions(parts: Parts) -> Any:
         _over_seeds(parts[f"Figure 6, {kind}"], row=classes, column=classes)[0]
         for kind in ("predicted", "actual")
     )
-    return figures.confusion_pair(
-        predicted,
-        actual,
-        classes,
-        title="Which classes are confused (mean over seeds)",
-        predicted_title="predicted: distance of keys",
-        actual_title="actual: AUC-ROC of the pair",
-    )
+    return confusions(predicted, actual, classes, "Which classes are confused (mean over seeds)")
 
 
 _DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {

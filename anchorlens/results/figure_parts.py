@@ -42,9 +42,9 @@ def thinned(names: Sequence[str], most: int) -> list[str]:
     return [name if k % stride == 0 else "" for k, name in enumerate(names)]
 
 
-def some_names(names: Sequence[str], most: int) -> list[str]:
-    """The texts of tokens with visible spaces, ``thinned``."""
-    return [name.translate(VISIBLE) for name in thinned(names, most)]
+def visible(texts: Sequence[str]) -> list[str]:
+    """The texts of tokens with visible spaces."""
+    return [text.translate(VISIBLE) for text in texts]
 
 
 def color_bar(title: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws tensors as plotly figures: lines over layers, bars, confusion pairs and token arcs.
+"""Draws tensors as plotly figures: lines over layers or steps, bars, heat maps and directions.
 
 Each function returns a new `plotly.graph_objects.Figure`. It does not show or save it, and does not
 change its tensors. Texts are shown literally: plotly would otherwise read `<b>` as markup and `$x$`
@@ -18,24 +18,19 @@ from torch import Tensor
 from ..system.arguments import checked
 from .figure_parts import (
     PALETTE,
-    VISIBLE,
     check,
     check_shape,
     color_bar,
     layout,
     literal,
     name_ticks,
+    thinned,
 )
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "star", "cross")
 DOTTED = {"dash": "dot", "color": PALETTE[-1]}  # seen on light and on dark pages
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
-# Tokens, and the flows into them, have a mark: 0 (other), 1 (label word) or 2 (target).
-SIGNS, COLORS = ("", "◆ ", "■ "), ("#555555", *PALETTE[:2])
-FLOWS = ("other flow", "flow into label word ◆", "flow from label word ◆ to target ■")
-# Opacity and width in pixels of arcs up to 1/4, 1/2, 3/4 and 1 of the layer's largest flow.
-DEPTHS = ((0.15, 1.0), (0.35, 1.6), (0.65, 2.6), (1.0, 4.0))
-MOST_TOKENS = 1000  # of arcs between tokens, a line each
+MOST_NAMES = 40  # along an axis; more would overlap
 
 
 @checked
@@ -125,158 +120,155 @@ def lines_by_step(
 
 
 @checked
-def grouped_bars(
-    values: Float[Tensor, "group series"],
+def bars(
+    values: Float[Tensor, "panel group series"],
+    panels: Sequence[str],
     groups: Sequence[str],
     series: Sequence[str],
     *,
     title: str,
-    y_title: str,
-    low: Float[Tensor, "group series"] | None = None,
-    high: Float[Tensor, "group series"] | None = None,
+    low: Float[Tensor, "panel group series"] | None = None,
+    high: Float[Tensor, "panel group series"] | None = None,
+    controls: bool = False,
 ) -> go.Figure:
-    """Draw groups of bars with error bars (paper: Figure 4).
+    """Draw groups of bars with error bars, in one panel or several (paper: Figure 4).
 
     Args:
-        values: heights of the bars, in the unit that `y_title` names.
-        groups: a name for each row, for the x axis.
-        series: a name for each column, for the legend.
+        values: heights of the bars, in the unit that the panel names.
+        panels: a name for each panel, along its y axis.
+        groups: a name for each group of bars, for the x axis.
+        series: a name for each bar of a group, for the legend.
         title: text over the figure.
-        y_title: text along its y axis.
         low: heights of the lower ends of the error bars.
         high: heights of the upper ends; give both or neither.
+        controls: True where the first series is compared with the others, its controls, in numbers
+            from 0 to 1: then each group has a colour, and controls a tint of it. Otherwise each
+            series has a colour.
 
     Returns:
-        The figure, with one trace per series.
+        The figure, with a trace for each panel and series.
 
     Raises:
         AnchorlensError: shapes or counts do not fit.
 
     Examples:
-        >>> loyalty = torch.tensor([[0.25, 0.5], [0.75, 1.0]])
-        >>> names = ["first layers", "last layers"], ["label loyalty", "word loyalty"]
-        >>> grouped_bars(loyalty, *names, title="Isolation", y_title="loyalty").data[1].y
+        >>> loyalty = torch.tensor([[[0.25, 0.5], [0.75, 1.0]]])
+        >>> names = ["loyalty"], ["first layers", "last layers"], ["label words", "all words"]
+        >>> bars(loyalty, *names, title="Isolation").data[1].y
         (0.5, 1.0)
     """
-    check_shape(values, (len(groups), len(series)), "pass one name per row and per column")
-    figure, ends = go.Figure(layout=layout(title, 420)), _ends(values, low, high)
-    above, below = (ends[1] - values).T.tolist(), (values - ends[0]).T.tolist()
-    for column, (name, heights) in enumerate(zip(series, values.T.tolist(), strict=True)):
-        bars = go.Bar(x=list(range(len(groups))), y=heights, name=literal(name))
-        errors = {"array": above[column], "arrayminus": below[column]}
-        bars.update(error_y={**errors, "visible": low is not None})
-        bars.update(customdata=ends[..., column].T.tolist(), hovertemplate="%{x}<br>" + _hover(low))
-        pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
-        bars.update(marker={"color": PALETTE[column % len(PALETTE)], "pattern": pattern})
-        figure.add_trace(bars)
-    return figure.update_xaxes(name_ticks(groups)).update_yaxes(title=literal(y_title))
+    shape = (len(panels), len(groups), len(series))
+    check_shape(values, shape, "pass one name per panel, group and series")
+    ends = _ends(values, low, high)
+    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
+    colors = [PALETTE[number % len(PALETTE)] for number in range(max(len(groups), len(series)))]
+    tints, of_groups = [_tint(color) for color in colors], range(len(groups))
+    for panel, column in product(range(len(panels)), range(len(series))):
+        heights, (below, above) = values[panel, :, column], ends[:, panel, :, column]
+        bar = go.Bar(x=list(of_groups), y=heights.tolist(), name=literal(series[column]))
+        errors = {"array": (above - heights).tolist(), "arrayminus": (heights - below).tolist()}
+        bar.update(error_y={**errors, "visible": low is not None})
+        customdata = torch.stack([below, above], dim=1).tolist()
+        bar.update(customdata=customdata, hovertemplate="%{x}<br>" + _hover(low))
+        bar.update(legendgroup=column, showlegend=panel == 0)
+        if controls:
+            bar.update(marker_color=[(tints if column else colors)[group] for group in of_groups])
+        else:
+            pattern = {"shape": PATTERNS[column % len(PATTERNS)], "fgcolor": "white", "size": 7}
+            bar.update(marker={"color": colors[column], "pattern": pattern})
+        figure.add_trace(bar, panel + 1, 1)
+        figure.update_yaxes(title=literal(panels[panel]), row=panel + 1)
+    if controls:
+        figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"})
+        figure.update_yaxes(range=[0, 1.02])
+    height = 420 if len(panels) == 1 else 80 + 230 * len(panels)
+    return figure.update_layout(layout(title, height), barmode="group").update_xaxes(
+        name_ticks(groups)
+    )
 
 
 @checked
-def bars_with_controls(
-    values: Float[Tensor, "panel group kind"],
-    panels: Sequence[str],
-    groups: Sequence[str],
-    kinds: Sequence[str],
+def heat_map(
+    values: Float[Tensor, "panel row column"],
+    rows: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    panels: Sequence[str] = ("",),
     *,
     title: str,
-    low: Float[Tensor, "panel group kind"],
-    high: Float[Tensor, "panel group kind"],
+    bar_title: str,
+    row_title: str = "",
+    column_title: str = "",
+    limits: tuple[float, float] | None = None,
+    with_numbers: bool = False,
 ) -> go.Figure:
-    """Draw bars beside their controls, with a panel for each quantity (paper: Figure 4).
+    """Draw tables of numbers as heat maps beside each other, in the same colours.
 
     Args:
-        values: heights of the bars, from 0 to 1.
-        panels: a name for each quantity; its panel has it as the title of the y axis.
-        groups: a name for each group of bars, for the x axis; a group has a colour.
-        kinds: names of the bar and of its controls; controls are drawn in a tint of the colour.
+        values: a number for each cell; NaN leaves a gap.
+        rows: names of the rows, from the top; None counts them from 0. Of more than 40, some are
+            left out.
+        columns: names of the columns; None counts them from 0.
+        panels: a title for each table.
         title: text over the figure.
-        low: heights of the lower ends of the error bars.
-        high: heights of the upper ends.
+        bar_title: what the numbers are, for the colour bar.
+        row_title: what a row is, along the y axis.
+        column_title: what a column is, along the x axis.
+        limits: the numbers at the ends of the colours; by default the smallest and the largest,
+            where numbers on both sides of 0 have two colours.
+        with_numbers: whether each cell shows its number.
 
     Returns:
-        The figure, with a trace for each panel and kind.
+        The figure, with a trace for each table.
 
     Raises:
         AnchorlensError: shapes or counts do not fit.
 
     Examples:
-        >>> values = torch.tensor([[[0.25, 0.75], [1.0, 1.0]]])
-        >>> names = ["loyalty"], ["first layers", "last layers"], ["label words", "random words"]
-        >>> bars_with_controls(values, *names, title="", low=values, high=values).data[0].y
-        (0.25, 1.0)
+        >>> confusion = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
+        >>> names = ["entity", "person"]
+        >>> heat_map(confusion, names, names, title="TREC", bar_title="AUC-ROC").data[0].z
+        ([1.0, 0.5], [0.5, 1.0])
     """
-    shape = (len(panels), len(groups), len(kinds))
-    for tensor in (values, low, high):
-        check_shape(tensor, shape, "pass one name per panel, group and kind")
-    figure = make_subplots(len(panels), 1, shared_xaxes=True, vertical_spacing=0.08)
-    colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
-    ends = torch.stack([low, high])
-    for row, column in product(range(len(panels)), range(len(kinds))):
-        heights = values[row, :, column]
-        bars = go.Bar(x=list(range(len(groups))), y=heights.tolist(), name=literal(kinds[column]))
-        above = (high[row, :, column] - heights).tolist()
-        below = (heights - low[row, :, column]).tolist()
-        bars.update(error_y={"array": above, "arrayminus": below, "visible": True})
-        bars.update(customdata=ends[:, row, :, column].T.tolist(), hovertemplate=_hover(low))
-        bars.update(legendgroup=column, showlegend=row == 0)
-        bars.update(marker_color=[_tint(color) for color in colors] if column else colors)
-        figure.add_trace(bars, row + 1, 1)
-        figure.update_yaxes(title=literal(panels[row]), range=[0, 1.02], row=row + 1)
-    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
-    figure.update_layout(layout(title, 80 + 230 * len(panels)), legend=legend, barmode="group")
-    return figure.update_xaxes(name_ticks(groups))
-
-
-@checked
-def confusion_pair(
-    predicted: Float[Tensor, "class class"],
-    actual: Float[Tensor, "class class"],
-    class_names: Sequence[str],
-    *,
-    title: str,
-    predicted_title: str,
-    actual_title: str,
-) -> go.Figure:
-    """Draw a predicted and an actual confusion matrix side by side (paper: Figure 6).
-
-    Args:
-        predicted: a number for each pair of classes, from 0 (confused) to 1 (distinguished).
-        actual: the same number, measured.
-        class_names: a name for each class.
-        title: text over the figure.
-        predicted_title: text over the left matrix.
-        actual_title: text over the right matrix.
-
-    Returns:
-        The figure: heatmaps in the same colours, from 0 to 1, without diagonals.
-
-    Raises:
-        AnchorlensError: a matrix does not have one row and one column per class name.
-
-    Examples:
-        >>> matrix = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
-        >>> confusion_pair(matrix, matrix, ["entity", "person"], title="TREC",
-        ...                predicted_title="predicted", actual_title="actual").data[0].z[0][1]
-        0.5
-    """
-    count, titles = len(class_names), [literal(predicted_title), literal(actual_title)]
-    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.06)
-    for column, matrix in enumerate((predicted, actual), start=1):
-        check_shape(matrix, (count, count), "pass one class name per row and column")
-        cells = matrix.clone().fill_diagonal_(torch.nan).tolist()
-        heat = go.Heatmap(z=cells, xgap=2, ygap=2)
-        heat.update(texttemplate="%{z:.2f}")
-        heat.update(hovertemplate="%{y} | %{x}: %{z:.3g}<extra></extra>", hoverongaps=False)
-        figure.add_trace(heat.update(coloraxis="coloraxis"), 1, column)
-    bar = color_bar("low = confused")
-    figure.update_layout(coloraxis={"cmin": 0, "cmax": 1, "colorscale": "Cividis", "colorbar": bar})
-    figure.update_layout(layout(title, max(420, 160 + 36 * count)), margin={"t": 90, "r": 60})
-    # Two matrices beside each other need this width: a narrow page scrolls them.
-    figure.update_layout(meta={"min_width": 300 + max(60 * count, 340)})
-    axis = name_ticks(class_names)
-    figure.update_xaxes(axis, title="class").update_yaxes(axis, autorange="reversed")
-    return figure.update_yaxes(title="class", col=1).update_annotations(font={"size": 13})
+    count, n_rows, n_columns = values.shape[-3:] if values.ndim == 3 else (0, 0, 0)
+    shape = (
+        len(panels),
+        n_rows if rows is None else len(rows),
+        n_columns if columns is None else len(columns),
+    )
+    check_shape(values, shape, "pass one name per panel, row and column")
+    is_single = count == 1
+    figure = make_subplots(
+        1,
+        count,
+        subplot_titles=[literal(name) for name in panels],
+        shared_yaxes=True,
+        horizontal_spacing=0.05,
+    )
+    for number, table in enumerate(values):
+        heat = go.Heatmap(z=table.tolist(), coloraxis="coloraxis", hoverongaps=False)
+        heat.update(xgap=1, ygap=1, texttemplate="%{z:.2f}" if with_numbers else None)
+        where = f"{literal(row_title)} %{{y}}, {literal(column_title)} %{{x}}"
+        figure.add_trace(
+            heat.update(hovertemplate=f"{where}: %{{z:.3g}}<extra></extra>"), 1, number + 1
+        )
+    colors: dict[str, Any] = {"colorscale": "Cividis"}
+    if limits is not None:
+        colors |= dict(zip(("cmin", "cmax"), limits, strict=True))
+    elif (values < 0).any():
+        colors = {"colorscale": "RdBu_r", "cmid": 0}
+    pixels = 36 if with_numbers else 14 if rows is None else 26
+    height = max(320 if is_single else 420, 180 + pixels * min(n_rows, MOST_NAMES))
+    figure.update_layout(
+        layout(title, height), coloraxis={**colors, "colorbar": color_bar(bar_title)}
+    )
+    if not is_single:  # a narrow page scrolls tables beside each other
+        width = max(260, (60 if with_numbers else 8) * n_columns)
+        figure.update_layout(margin={"t": 90}, meta={"min_width": 200 + count * width})
+        figure.update_annotations(font={"size": 13})
+    figure.update_xaxes(_ticks(columns, n_columns, MOST_NAMES // min(count, 2)))
+    figure.update_xaxes(title=literal(column_title))
+    figure.update_yaxes(_ticks(rows, n_rows, MOST_NAMES), autorange="reversed")
+    return figure.update_yaxes(title=literal(row_title), col=1)
 
 
 @checked
@@ -319,73 +311,45 @@ def stacked(upper: go.Figure, lower: go.Figure) -> go.Figure:
 
 
 @checked
-def token_arcs(
-    tokens: Sequence[str],
-    saliency: Float[Tensor, "layer query key"],
+def directions(
+    points: Float[Tensor, "point 2"],
+    names: Sequence[str],
+    shares: tuple[float, float],
     *,
-    label_positions: Collection[int],
-    target_position: int,
     title: str,
-    strongest: int = 60,
 ) -> go.Figure:
-    """Draw the strongest flows between the tokens of a prompt (paper: Figure 1).
-
-    Lines lead from a key on the left to a later query on the right. A flow near the layer's
-    largest is drawn darker and wider.
+    """Draw vectors by their coordinates along two directions, in the same unit on both axes.
 
     Args:
-        tokens: the texts of the prompt's tokens, in order.
-        saliency: size of each flow, in any unit; flows with key < query and above 0 are drawn.
-        label_positions: positions of the label words, from 0.
-        target_position: position whose next token is the answer, from 0.
+        points: coordinates of each vector along the first and the second direction.
+        names: the name of each vector, which is shown under the pointer.
+        shares: the part of the sum of squares along each of the two directions, from 0 to 1.
         title: text over the figure.
-        strongest: largest number of flows to draw per layer, above 0.
 
     Returns:
-        The figure, at layer 0, with a slider over the layers.
+        The figure, with the origin in it.
 
     Raises:
-        AnchorlensError: shapes or positions do not fit, there is nothing to draw, or there are more
-            than 1,000 tokens.
+        AnchorlensError: there is not one name for each point.
 
     Examples:
-        >>> figure = token_arcs(["Good", ":", " yes", " Bad", ":"], torch.rand(2, 5, 5),
-        ...                     label_positions=[2], target_position=4, title="Flows")
-        >>> len(figure.layout.sliders[0].steps)
-        2
+        >>> directions(torch.tensor([[1.0, 0.0]]), ["prompt 0"], (1.0, 0.0), title="").data[0].x
+        (1.0,)
     """
-    count, height = len(tokens), 240 + 17 * len(tokens)
-    cure = "draw a part of the prompt, or its page (al.plot_prompt)"
-    check(count <= MOST_TOKENS, f"at most {MOST_TOKENS} tokens", count, cure)
-    check_shape(saliency, (*saliency.shape[:1], count, count), "pass (layer, query, key)")
-    check(len(saliency) > 0 and strongest > 0, "a layer and a flow", "none", "ask for 1 or more")
-    marked, cure = {*label_positions, target_position}, "count positions in tokens from 0"
-    check(marked <= set(range(count)), f"positions in 0..{count - 1}", sorted(marked), cure)
-    marks = [2 if i == target_position else int(i in label_positions) for i in range(count)]
-    texts = [literal(SIGNS[marks[i]] + tokens[i].translate(VISIBLE)) for i in range(count)]
-    layers = [_arcs(flows, strongest, texts, marks) for flows in saliency]
-    figure = go.Figure(layout=layout(title, height))
-    for slot, (kind, (opacity, width)) in enumerate(product(range(len(FLOWS)), DEPTHS)):
-        arcs = go.Scatter({part: points[slot] for part, points in layers[0].items()}, mode="lines")
-        arcs.update(line={"color": COLORS[kind], "width": width}, opacity=opacity)
-        # Plotly draws the right axis only if a trace uses it.
-        arcs.update(hovertemplate="%{text}<extra></extra>", yaxis="y2" if kind else "y")
-        figure.add_trace(arcs.update(name=FLOWS[kind], legendgroup=kind, showlegend=opacity == 1))
-    ticks = [f'<span style="color:{COLORS[marks[i]]}">{texts[i]}</span>' for i in range(count)]
-    column = {"tickvals": list(range(count)), "ticktext": ticks, "range": [count - 0.4, -0.6]}
-    figure.update_layout(yaxis=column, yaxis2=column | {"overlaying": "y", "side": "right"})
-    figure.update_xaxes(tickvals=[0, 1], ticktext=["key (from)", "query (to)"], side="top")
-    figure.update_xaxes(range=[0, 1], showgrid=False, zeroline=False, fixedrange=True)
-    figure.update_yaxes(showgrid=False, zeroline=False, fixedrange=True, ticks="outside")
-    steps = [{"method": "restyle", "label": str(i), "args": [x]} for i, x in enumerate(layers)]
-    slider = {"steps": steps, "currentvalue": {"prefix": "layer "}, "y": 1, "yanchor": "bottom"}
-    legend = {"orientation": "h", "yref": "container", "y": 1 - 80 / height, "yanchor": "top"}
-    figure.update_layout(sliders=[slider | {"pad": {"b": 40}}], legend=legend, hoverdistance=40)
-    note = f"The layer's largest flows (up to {strongest}); darker and wider is nearer its largest"
-    return figure.update_layout(title_subtitle_text=note, margin={"t": 220, "b": 20})
+    check_shape(points, (len(names), 2), "pass one name per point")
+    x, y = points.T.tolist()
+    dots = go.Scatter(x=x, y=y, mode="markers", text=[literal(name) for name in names])
+    dots.update(marker={"color": PALETTE[0], "size": 8, "opacity": 0.7})
+    dots.update(hovertemplate="%{text}: %{x:.3g}, %{y:.3g}<extra></extra>")
+    figure = go.Figure(dots, layout(title, 460))
+    first, second = (f"{share:.0%} of the sum of squares" for share in shares)
+    figure.update_layout(xaxis_title=f"first direction, {first}")
+    figure.update_layout(yaxis_title=f"second direction, {second}")
+    figure.update_xaxes(rangemode="tozero").update_yaxes(scaleanchor="x", rangemode="tozero")
+    return figure
 
 
-def _ends(values: Float[Tensor, "r c"], *ends: Tensor | None) -> Float[Tensor, "end r c"]:
+def _ends(values: Tensor, *ends: Tensor | None) -> Float[Tensor, "end ..."]:
     """Stack the low and high ends of the intervals around `values`; NaN if there are none."""
     given = [torch.full_like(values, torch.nan) if end is None else end for end in ends]
     check(sum(end is None for end in ends) != 1, "both low and high", "only one", "pass both")
@@ -423,27 +387,14 @@ def _range_of_lines(
     return shown if is_cut and room > 0 else None
 
 
-def _arcs(
-    flows: Float[Tensor, "query key"], strongest: int, texts: list[str], marks: list[int]
-) -> dict[str, list[list[Any]]]:
-    """Return x, y and text of a layer's arcs, each as one list per kind of flow and depth."""
-    known = flows.nan_to_num(0.0, 0.0, 0.0).tril(-1).flatten()
-    sizes, indices = known.topk(min(strongest, len(known)))
-    # With an empty first point a trace without arcs is still shown in the legend.
-    x, y, text = ([list[Any]([None]) for _ in product(FLOWS, DEPTHS)] for _ in range(3))
-    for size, index in zip(sizes[sizes > 0].tolist(), indices.tolist(), strict=False):
-        query, key = divmod(index, len(flows))
-        kind = 0 if marks[query] == 2 and marks[key] != 1 else marks[query]
-        depth = min(int(size / sizes[0].item() * len(DEPTHS)), len(DEPTHS) - 1)
-        slot = kind * len(DEPTHS) + depth
-        # Inner points, because the pointer finds an arc by its points and many arcs share an end.
-        x[slot] += [0.0, 0.25, 0.5, 0.75, 1.0, None]
-        y[slot] += [*(key + (query - key) * quarter / 4 for quarter in range(5)), None]
-        text[slot] += [f"{texts[key]} ({key}) → {texts[query]} ({query}): {size:.3g}"] * 6
-    return {"x": x, "y": y, "text": text}
-
-
 def _tint(color: str) -> str:
     """The colour with the background shining through."""
     red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, 0.4)"
+
+
+def _ticks(names: Sequence[str] | None, count: int, most: int) -> dict[str, Any]:
+    """The names along an axis of a heat map, or numbers from 0."""
+    if names is None:
+        return {"dtick": 1 + count // 16, "showgrid": False, "zeroline": False}
+    return name_ticks(thinned(names, most))

@@ -15,7 +15,6 @@ from screens import PHONE, WIDE
 from tiny_models import questions, tiny_gpt2
 
 import anchorlens as al
-from anchorlens.results.prefix_figures import heads_by_layer
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +263,7 @@ def test_paper_shows_the_whole_of_each_figure(report: Path, browser: Any) -> Non
 def test_only_cells_have_a_ground_of_their_own(
     browser: Any, tmp_path: Path, scheme: str, grounds: list[str]
 ) -> None:
-    cells = heads_by_layer(torch.eye(2), title="", bar_title="m")
+    cells = al.figures.heat_map(torch.eye(2)[None], None, None, title="", bar_title="m")
     lines = al.figures.lines_by_layer(torch.eye(2), ["a", "b"], title="", y_title="y")
     figures = {"both": al.figures.stacked(cells, lines)}
     path = al.write_report({}, tmp_path / "report.html", figures=figures)
