@@ -20,7 +20,7 @@ from ..metrics.aucroc import predicted_class
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..passes.losses import Loss, check_loss, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
-from ..results import captions, figures
+from ..results import figures
 from ..results.record import Record, require_gold
 from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
@@ -53,7 +53,12 @@ class TrainingRecord(Record):
     held_out_accuracy: Float[Tensor, " check"]
     held_out_loss: Float[Tensor, " check"]
 
-    caption: ClassVar[str] = captions.TRAINING
+    caption: ClassVar[str] = (
+        "Loss of each step's batch, and loss and accuracy on held-out queries, which are not "
+        "trained on. Training returns the step with the highest held-out accuracy. A held-out "
+        "loss that rises while the loss of the steps falls says that the training queries are "
+        "learned by heart. The paper has no such figure."
+    )
 
     @property
     def best(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..metrics.distances import AnchorDistancesRecord, confusions, rank_correlation
 from ..models.hooked import indices_of
-from ..results import captions, figures
+from ..results import figures
 from ..results.record import Record
 from ..system.arguments import checked
 
@@ -54,7 +54,12 @@ class DiagnosisRecord(Record):
     position_correlation: Float[Tensor, " layer"]
     layer: Int[Tensor, ""]
 
-    caption: ClassVar[str] = captions.DIAGNOSIS
+    caption: ClassVar[str] = (
+        f"{AnchorDistancesRecord.caption} "
+        "Below: rank correlation of distance and confusion over pairs of classes, by layer; near "
+        "1, the keys predict which classes are confused. Dashed: correlation of distance with "
+        "the positions of the label words; where it is high, too, position may be the reason."
+    )
 
     def pairs(self) -> pd.DataFrame:
         """All pairs of classes as a table, the most confused first.

@@ -24,7 +24,7 @@ from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges as edge_sets
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
-from ..results import captions, figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
@@ -55,6 +55,18 @@ def random_whole_words(batch: PromptBatch, edges: edge_sets.Edges, seed: int) ->
 
 # The edges and the control that isolate words, as in the paper's Figure 4.
 ISOLATIONS = ((edge_sets.wp, random_words), (whole_wp, random_whole_words))
+
+# The caption of isolation alone, in the paper's figures, and what is said where BOS edges stay.
+ISOLATION = (
+    "Isolated words cannot collect information from the words before them. Label loyalty: share of "
+    "predicted labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. "
+    "All of it stays where isolation changes nothing. Random words: as many, mean of the draws. In "
+    "the paper label words in the first layers matter most."
+)
+KEEP_BOS = (
+    "Where the BOS edge is kept, label words still attend to BOS, which the paper's prompts do not "
+    "have."
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,7 +109,14 @@ class CutEdgesRecord(Record):
     random_label_kept: Float[Tensor, "prompt draw"]
     random_word_overlap: Float[Tensor, "prompt draw"]
 
-    caption: ClassVar[str] = f"{captions.CUT_EDGES} {captions.KEEP_BOS}"
+    caption: ClassVar[str] = (
+        "Positions cannot read others along the edges that are cut, and isolated words cannot "
+        "collect information from the words before them. Label loyalty: share of predicted "
+        "labels that stay. Word loyalty: overlap (Jaccard) of the 5 likeliest next words. All of "
+        "it stays where the cut changes nothing. Random edges or words: as many, mean of the "
+        "draws. In the paper label words isolated in the first layers matter most. "
+        f"{KEEP_BOS}"
+    )
     differences: ClassVar[Collection[str]] = ("label_gap",)
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
         **dict.fromkeys(

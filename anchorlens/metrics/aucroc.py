@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts.batch import PromptBatch, check_label_words
-from ..results import captions, figures
+from ..results import figures
 from ..results.bootstrap import interval_of_independent_sets
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
@@ -47,7 +47,12 @@ class AttentionAUCROCRecord(Record):
     deep_aucroc: Float[Tensor, ""]
     per_head: Float[Tensor, "layer head"]
 
-    caption: ClassVar[str] = captions.ATTENTION
+    caption: ClassVar[str] = (
+        "AUCROC_l: how well the target's attention to the label words in layer l tells the "
+        "predicted label; 0.5 is chance. In the paper about 0.8 in deep layers. R_l: the part "
+        "that the layers up to l have in the sum of AUCROC_l - 0.5 over all layers; there is "
+        "none where the sum is not above 0."
+    )
     stored_by_set: ClassVar[Collection[str]] = ("deep_aucroc",)
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "aucroc": interval_of_independent_sets,

@@ -21,7 +21,7 @@ from ..models.hooked import (
     verified_operands,
 )
 from ..prompts.batch import PromptBatch
-from ..results import captions, figures
+from ..results import figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.contributions import Contributions
 from ..results.record import IntervalOfMean, Record, require_gold
@@ -64,7 +64,12 @@ class AnchorDistancesRecord(Record):
     queries_per_class: Int[Tensor, " class"]
     default_layer: Int[Tensor, ""]
 
-    caption: ClassVar[str] = captions.CONFUSIONS
+    caption: ClassVar[str] = (
+        "Left: distance of the label words' keys along the main directions of the queries "
+        "(predicted). Right: AUC-ROC of telling two classes apart (actual). Low, that is dark, "
+        "means confused in both. In the paper the most confused pair of TREC is dark on both "
+        "sides."
+    )
     # Directions of few queries have the same bias in every set (docs/benchmarks.md, "Intervals").
     means_over_sets: ClassVar[Mapping[str, IntervalOfMean]] = {
         "anchor_distance": interval_of_alike_sets

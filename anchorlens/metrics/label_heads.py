@@ -15,7 +15,7 @@ from ..errors import HookError, MetricError
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import captions, figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record, require_gold
 from ..system.arguments import checked
@@ -62,7 +62,12 @@ class LabelHeadsRecord(Record):
     random_heads: Float[Tensor, "layer score"]
     gap: Float[Tensor, "layer score"]
 
-    caption: ClassVar[str] = captions.LABEL_HEADS
+    caption: ClassVar[str] = (
+        "Top: share of prompts in which the target's attention to all label words is above 5/n, "
+        "n the number of tokens. Bottom: how many more heads of a layer are above the threshold "
+        "for label words than for random positions; 0 says that label words are not special. In "
+        "the source (Cho et al., ICLR 2025) the step of copying comes before the step of reading."
+    )
     names: ClassVar[Mapping[str, Sequence[str]]] = {"score": SCORES}
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"random_share": (0.0, 1.0)}
     means_over_draws: ClassVar[Collection[str]] = (

@@ -15,7 +15,7 @@ from ..errors import MetricError
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch, check_label_words, holds_integers
 from ..prompts.verbalizer import Verbalizer, label_scores
-from ..results import captions, figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
@@ -47,7 +47,12 @@ class LoyaltyRecord(Record):
     word_overlap: Float[Tensor, " prompt"]
     kl_per_prompt: Float[Tensor, " prompt"]
 
-    caption: ClassVar[str] = captions.LOYALTY
+    caption: ClassVar[str] = (
+        "Label loyalty: share of predicted labels that stay in the changed run. Word loyalty: "
+        "overlap (Jaccard) of the likeliest next words. Both are 1 where the change matters to "
+        "no answer. In the paper they are lowest where label words are isolated in the first "
+        "layers."
+    )
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
         "word_loyalty": (0.0, 1.0),
         "kl": (0.0, inf),

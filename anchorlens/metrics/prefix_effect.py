@@ -14,7 +14,7 @@ from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..results import captions, figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
@@ -93,7 +93,13 @@ class PrefixEffectRecord(Record):
     spread: Float[Tensor, " layer"]
     invariance: Float[Tensor, " layer"]
 
-    caption: ClassVar[str] = captions.PREFIX_EFFECT
+    caption: ClassVar[str] = (
+        "Top: stolen attention, the part of the attention of the query's rows that goes to the "
+        "demonstrations, 0 to 1. Bottom: what changes the output of the attention. Direct: "
+        "attention taken in this layer. Indirect: what the demonstrations changed in earlier "
+        "layers; 0 in the first layer. Both are lengths, in units of the output without "
+        "demonstrations. The paper has no such figure."
+    )
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
         ("stolen", "stolen_by_segment", "bos"), (0.0, 1.0)
     )

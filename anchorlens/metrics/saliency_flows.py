@@ -14,7 +14,7 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet, EdgesOfBatch
 from ..prompts.edges import as_edge_set, check_edges
-from ..results import captions, figures
+from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.record import Record
@@ -33,6 +33,15 @@ _LEGEND = {
     "pq": "label word to target (S_pq)",
     "ww": "between other words (S_ww)",
 }
+FLOWS = (
+    "S_wp: from the demonstrations' texts to their label words. S_pq: from label words to the "
+    "target, where the answer is predicted. S_ww: between all other words. In the paper S_wp is "
+    "large in shallow layers, and S_pq in deep ones."
+)
+RATIO = (
+    "S_pq / S_tq (not in the paper): S_pq over the mean saliency from all other words to the "
+    "target; about 1 says that label words are read no more than those."
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +81,7 @@ class SaliencyFlowsRecord(Record):
     per_prompt: Float[Tensor, "prompt layer flow"]
 
     caption: ClassVar[str] = (
-        f"Each flow's share of the sum of the three mean saliencies in a layer. {captions.FLOWS}"
+        f"Each flow's share of the sum of the three mean saliencies in a layer. {FLOWS}"
     )
     stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
 

@@ -7,8 +7,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..metrics.distances import confusions
-from ..results import captions, figures
+from ..experiments.edge_sweep import ISOLATION
+from ..metrics.aucroc import AttentionAUCROCRecord
+from ..metrics.distances import AnchorDistancesRecord, confusions
+from ..metrics.saliency_flows import FLOWS
+from ..results import figures
 from ..system.arguments import checked
 from .paper_tables import Parts, by_part, task_name
 
@@ -87,10 +90,10 @@ def _confusions(parts: Parts) -> Any:
 
 
 _DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {
-    "Figure 3": (_flows, captions.FLOWS),
-    "Figure 4": (_isolation, captions.ISOLATION),
-    "Figure 5": (_attention, captions.ATTENTION),
-    "Figure 6, actual": (_confusions, captions.CONFUSIONS),
+    "Figure 3": (_flows, FLOWS),
+    "Figure 4": (_isolation, ISOLATION),
+    "Figure 5": (_attention, AttentionAUCROCRecord.caption),
+    "Figure 6, actual": (_confusions, AnchorDistancesRecord.caption),
 }
 
 

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from ..experiments.edge_sweep import ISOLATION, KEEP_BOS
+from ..metrics.aucroc import AttentionAUCROCRecord
+from ..metrics.saliency_flows import FLOWS, RATIO
 from ..prompts.examples import BUNDLED
-from ..results import captions
 from ..results.depth import shallow_and_deep
 from ..results.text_tables import TextTable, aligned, digits
 from ..system.arguments import checked
@@ -132,7 +134,7 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
     return Section(
         "Figure 3. Where information flows: shares of the mean saliencies",
         _spreads(_frame(cells()), 2, seeds),
-        f"{captions.FLOWS} {captions.RATIO} Median over layers.",
+        f"{FLOWS} {RATIO} Median over layers.",
     )
 
 
@@ -141,8 +143,7 @@ def _figure_4(parts: Parts, seeds: int) -> Section:
     return Section(
         "Figure 4. Loyalty to the clean run with words isolated in some layers, %",
         _spreads(_group_per_task(rows, 100.0), 1, seeds),
-        captions.ISOLATION
-        + (f" {captions.KEEP_BOS}" if rows["row"].str.contains("BOS").any() else ""),
+        ISOLATION + (f" {KEEP_BOS}" if rows["row"].str.contains("BOS").any() else ""),
     )
 
 
@@ -163,7 +164,7 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
         _spreads(_frame(cells()), 2, seeds),
-        f"{captions.ATTENTION} AUCROC_l is the mean over a third of the layers.",
+        f"{AttentionAUCROCRecord.caption} AUCROC_l is the mean over a third of the layers.",
     )
 
 
