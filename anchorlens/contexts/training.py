@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
-from ..metrics.aucroc import predicted_class
+from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
 from ..passes.losses import Loss, check_loss, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
 from ..results import figures
-from ..results.record import Record, require_gold
+from ..results.record import Record
 from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
 from ..system.files import write_atomically

@@ -24,15 +24,15 @@ from ..contexts.query_pass import Context, QueryPass, bos_of, is_context
 from ..contexts.selection import Keep, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
-from ..metrics.aucroc import predicted_class
 from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
+from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
 from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.record import Record, require_gold
+from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
 from ..system.names import name_of

@@ -15,10 +15,10 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.contributions import Contributions
-from ..results.record import Record, require_gold
+from ..results.record import Record
 from ..system.arguments import checked
-from .aucroc import predicted_class
 from .metric import Metric, Observation, observes_nothing
+from .predictions import predicted_class, require_gold
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

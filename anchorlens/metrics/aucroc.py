@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import ClassVar
 
 import plotly.graph_objects as go
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ..models.hooked import HookedModel, hooks_by_layer, pattern_name
@@ -21,7 +20,9 @@ from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device
 from ..system.warn import warn_user
+from .auc import aucroc
 from .metric import Metric, Observation, observes_nothing
+from .predictions import predicted_class
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
 _ROUNDING = 1e-5
@@ -166,87 +167,6 @@ class AttentionAUCROC(Metric):
             deep_aucroc=by_layer[deep].mean(),
             per_head=mean[:, 1:],
         )
-
-
-def predicted_class(scores: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
-    """The class with the largest score; the lowest class where scores are equal."""
-    # argmax may return any of several equal values; this takes the lowest class.
-    return (scores == scores.max(-1, keepdim=True).values).long().argmax(-1)
-
-
-def aucroc(
-    scores: Float[Tensor, "series prompt class"],
-    predicted: Int[Tensor, " prompt"],
-    rounding: float = 0.0,
-    smallest: float = 0.0,
-) -> Float[Tensor, " series"]:
-    """AUCROC of class scores against predicted classes, for several series of scores at once.
-
-    Args:
-        scores: Score of each class, from 0 up; a row of zeros counts as uniform.
-        predicted: The model's prediction.
-        rounding: Scores that differ by at most this share count as equal.
-        smallest: Scores that differ by at most this count as equal, too.
-
-    Returns:
-        From 0 to 1, 0.5 is chance; NaN with fewer than two predicted classes.
-
-    Examples:
-        >>> aucroc(torch.tensor([[[.9, .1], [.2, .8]]]), torch.tensor([0, 1])).tolist()
-        [1.0]
-    """
-    present = predicted.unique()
-    if len(present) < 2:
-        return scores.new_full(scores.shape[:1], torch.nan)
-    chosen = scores[..., present].double()
-    if len(present) == 2:
-        return auc(chosen[..., 1], predicted == present[1], rounding, smallest)
-    total = chosen.sum(-1, keepdim=True)
-    shares = torch.where(total > 0, chosen / total, 1 / len(present))
-    # A share is off by as much as the score and as the total are.
-    margins = 2 * (rounding * shares + smallest / total.clamp(min=torch.finfo(total.dtype).tiny))
-    of_class, margin_of = (
-        [each[:, predicted == k].movedim(-1, 1) for k in present] for each in (shares, margins)
-    )
-    values = []
-    for a, b in combinations(range(len(present)), 2):
-        # The shares of both classes at once: b's share should be larger where b is predicted.
-        pair = [a, b]
-        above = chance_above(of_class[a][:, pair], of_class[b][:, pair], margin_of[a][:, pair])
-        values += [above[:, 0], 1 - above[:, 1]]
-    return torch.stack(values).mean(0)
-
-
-def auc(
-    scores: Float[Tensor, "series prompt"],
-    positive: Bool[Tensor, " prompt"],
-    rounding: float = 0.0,
-    smallest: float = 0.0,
-) -> Float[Tensor, " series"]:
-    """Chance that a positive prompt scores above a negative one; equal scores count half.
-
-    NaN where one of the two kinds is missing.
-    """
-    if positive.all() or not positive.any():
-        return scores.new_full(scores.shape[:1], torch.nan)
-    positives = scores[:, positive]
-    margin = rounding * positives.abs() + smallest
-    return chance_above(positives, scores[:, ~positive], margin)
-
-
-def chance_above(
-    positives: Float[Tensor, "*series positive"],
-    negatives: Float[Tensor, "*series negative"],
-    margin: Float[Tensor, "*series positive"],
-) -> Float[Tensor, " *series"]:
-    """Chance that a positive value is above a negative one; equal values count half.
-
-    Values count as equal if they differ by at most the margin of the positive one.
-    """
-    ordered, values = negatives.sort(-1).values.contiguous(), positives.contiguous()
-    below = torch.searchsorted(ordered, values - margin, side="left")
-    not_above = torch.searchsorted(ordered, values + margin, side="right")
-    return (below + not_above).double().mean(-1) / (2 * negatives.shape[-1])
 
 
 def cumulative_excess(values: Float[Tensor, " layer"]) -> Float[Tensor, " layer"]:

@@ -24,12 +24,13 @@ from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.contributions import Contributions
-from ..results.record import IntervalOfMean, Record, require_gold
+from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, wide
 from ..system.warn import warn_user
-from .aucroc import auc, predicted_class
+from .auc import auc
 from .metric import Metric, Observation
+from .predictions import predicted_class, require_gold
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

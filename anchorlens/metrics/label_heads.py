@@ -17,11 +17,11 @@ from ..prompts import edges
 from ..prompts.batch import PromptBatch
 from ..results import figures
 from ..results.contributions import Contributions
-from ..results.record import Record, require_gold
+from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import beside, on_one_device, sent
-from .aucroc import predicted_class
 from .metric import Metric, Observation
+from .predictions import predicted_class, require_gold
 
 SCORES = ("read", "correct", "predicted", "copy")
 _OF_CLASSES = ("correct", "predicted")  # their threshold is divided by the number of classes

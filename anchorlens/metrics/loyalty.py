@@ -20,8 +20,8 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import widest
-from .aucroc import predicted_class
 from .metric import Metric, Observation, observes_nothing
+from .predictions import predicted_class
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

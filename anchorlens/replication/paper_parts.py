@@ -21,10 +21,10 @@ from ..experiments.isolation import isolation_sweep
 from ..experiments.reweighting import reweighting_accuracy, train_reweighting
 from ..experiments.sites import first_and_last
 from ..hooks import Site, isolate_labels, isolate_random
-from ..metrics.aucroc import predicted_class
 from ..metrics.distances import AnchorDistances
 from ..metrics.loyalty import loyalty
 from ..metrics.metric import Metric
+from ..metrics.predictions import predicted_class
 from ..models.hooked import HookedModel
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..metrics.aucroc import predicted_class
 from ..metrics.edge_sums import row_pieces
+from ..metrics.predictions import predicted_class
 from ..metrics.saliency import observe_products, one_batch
 from ..models.hooked import HookedModel, check_fits, device_of, require_prepared
 from ..models.model_state import frozen_in_eval_mode

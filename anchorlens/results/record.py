@@ -380,10 +380,3 @@ def meaning_of(kind: type[Record]) -> str:
 def has_plot(record: Record) -> bool:
     """Whether the class of a record defines a plot."""
     return type(record).plot is not Record.plot
-
-
-def require_gold(gold: Tensor | None, what: str) -> Tensor:
-    """The true labels; a MetricError that names the quantity if they are not known."""
-    if gold is None:
-        raise MetricError(f"{what} needs the true label of each query; give queries with labels")
-    return gold

@@ -11,7 +11,9 @@ from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.metrics.aucroc import auc, aucroc, cumulative_excess, predicted_class
+from anchorlens.metrics.auc import auc, aucroc
+from anchorlens.metrics.aucroc import cumulative_excess
+from anchorlens.metrics.predictions import predicted_class
 
 NAN = float("nan")
 
