@@ -20,7 +20,7 @@ from ..passes.shared_prefix import only_set
 from ..prompts.batch import PromptBatch, check_batch
 from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
-from ..system.names import name_of
+from ..system.texts import name_of
 from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
 from .context import CompressedContext, forget_windows, model_identity, selected_columns
 from .placement import Placement, as_in_prompt

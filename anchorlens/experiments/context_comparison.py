@@ -35,8 +35,8 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..runs.study import Study
 from ..system.arguments import checked
-from ..system.names import name_of
 from ..system.processes import gather_from_processes
+from ..system.texts import name_of
 
 MakeContext = Callable[[HookedModel, PromptBatch], Context]
 # Fields that are means of what each query contributes.

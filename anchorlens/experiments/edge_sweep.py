@@ -31,8 +31,8 @@ from ..results.results import Results
 from ..runs.runner import Runner
 from ..runs.study import Study
 from ..system.arguments import checked
-from ..system.names import name_of
 from ..system.processes import fails_together
+from ..system.texts import name_of
 
 RandomEdges = Callable[[PromptBatch, edge_sets.Edges, int], edge_sets.Edges]
 

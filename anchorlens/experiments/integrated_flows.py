@@ -32,8 +32,8 @@ from ..results.contributions import Contributions
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.devices import on_one_device, widest
-from ..system.names import name_of
 from ..system.processes import fails_together
+from ..system.texts import name_of
 from ..system.warn import warn_user
 
 Pattern = Float[Tensor, "batch head query key"]

@@ -22,9 +22,8 @@ from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
 from ..system.arguments import checked
 from ..system.devices import on_one_device
-from ..system.names import name_of
 from ..system.row_pieces import row_slices
-from ..system.texts import described
+from ..system.texts import described, name_of
 from .weights import (
     Edges as EdgeWeights,
 )

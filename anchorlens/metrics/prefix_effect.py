@@ -18,7 +18,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.names import name_of
+from ..system.texts import name_of
 from .metric import Metric, Observation, observes_nothing
 from .positions import checked_positions
 from .prefix_terms import LayerTerms, prefix_runs

@@ -19,7 +19,7 @@ from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.names import name_of
+from ..system.texts import name_of
 from ..system.warn import warn_user
 from .edge_flows import EdgeFlows, in_short, mean_weights
 from .edge_sums import Edges

@@ -18,7 +18,7 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.names import name_of
+from ..system.texts import name_of
 from .edge_flows import EdgeFlows, in_short, mean_weights
 from .edge_sums import Segments
 from .positions import checked_positions

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import MetricError
 from ..system.arguments import checked
 from ..system.devices import widest
-from ..system.names import name_of
+from ..system.texts import name_of
 
 Pattern = Float[Tensor, "batch head query key"]
 Values = Float[Tensor, "batch head key d_model"]

@@ -18,7 +18,7 @@ from ..models.rotary import refuse_another_rotation
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, longest_prompt
 from ..system.arguments import checked, has_methods
-from ..system.names import name_of
+from ..system.texts import name_of
 
 WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]

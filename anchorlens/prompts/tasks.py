@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import PromptError
 from ..system.arguments import checked
-from ..system.names import name_of
+from ..system.texts import name_of
 from .examples import BUNDLED, Example
 from .segment_names import FORMAT, LABEL, OTHER, QUERY, TEXT
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import PromptError
 from ..system.arguments import checked
 from ..system.devices import sent, wide
-from ..system.names import name_of
+from ..system.texts import name_of
 from .tasks import Score, check_score, mean
 
 

@@ -14,9 +14,9 @@ from ..models.kinds import config_of
 from ..models.model_identity import ADDRESS, identity
 from ..models.model_state import user_hooks
 from ..prompts.batch import PromptBatch
-from ..system.names import name_of
 from ..system.package import installed_version
 from ..system.processes import is_main
+from ..system.texts import name_of
 from ..system.warn import warn_user
 from .identity import identity_of
 

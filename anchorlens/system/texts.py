@@ -1,6 +1,7 @@
 """Values and texts in messages, as a terminal can show them."""
 
 import re
+from collections.abc import Callable
 
 # Control characters but for line breaks and tabs, which can move the cursor or change the title of
 # a terminal; characters that turn the direction of a line; halves of surrogate pairs, which UTF-8
@@ -8,6 +9,11 @@ import re
 _NOT_PRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function, or of the class of a callable object."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def described(value: object) -> str:
