@@ -243,31 +243,20 @@ def test_a_hook_on_edges_acts_on_the_last_rows_where_earlier_ones_are_cached(
     gpt2: Any, batch: al.PromptBatch
 ) -> None:
     length, start = batch.tokens.shape[1], int(batch.query_start.min()) - 20
-    pattern = torch.rand(4, 2, length, length)
+    pattern, beta = torch.rand(4, 2, length, length), torch.randn(3, 2, 6)
     cached = replace(batch, first_query=start)
-    beta = torch.randn(3, 2, 6)
-    cut = edges.ww(batch)
-    pairs = [
-        (al.isolate_labels(gpt2, prompts, 0) for prompts in (batch, cached)),
-        (al.isolate_random(gpt2, prompts, 0, seed=1) for prompts in (batch, cached)),
-        (al.reweight_anchors(gpt2, prompts, beta) for prompts in (batch, cached)),
-        (al.block_edges(gpt2, batch, cut, 0) for _ in range(2)),
-        (al.scale_edges(gpt2, batch, cut, 0.3, 0) for _ in range(2)),
-        (
-            al.block_edges(
-                gpt2,
-                prompts,
-                al.edges.between(
-                    al.edges.at(prompts, batch.label_positions), prompts.attention_mask
-                ),
-                0,
-            )
-            for prompts in (batch, cached)
-        ),
+    builders: list[Callable[[al.PromptBatch], list[Hook]]] = [
+        lambda prompts: al.isolate_labels(gpt2, prompts, 0),
+        lambda prompts: al.isolate_random(gpt2, prompts, 0, seed=1),
+        lambda prompts: al.reweight_anchors(gpt2, prompts, beta),
+        lambda prompts: al.block_edges(gpt2, prompts, edges.ww, 0),
+        lambda prompts: al.scale_edges(gpt2, prompts, edges.ww, 0.3, 0),
     ]
-    for whole, part in pairs:
-        expected = whole[0][1](pattern, None)
-        values = part[0][1](pattern[:, :, start:], None)
+    for hooks in builders:
+        expected, values = (
+            hooks(batch)[0][1](pattern, None),
+            hooks(cached)[0][1](pattern[:, :, start:], None),
+        )
         assert expected is not None and not torch.equal(expected, pattern)
         assert values is not None and torch.equal(expected[:, :, start:], values)
 
@@ -293,27 +282,45 @@ def test_beta_of_a_wrong_shape_is_an_error(gpt2: Any, batch: al.PromptBatch) -> 
         al.reweight_anchors(gpt2, batch, torch.zeros(3, 6, 2))
 
 
-def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any) -> None:
+Weighted = Callable[[Any, al.PromptBatch, Tensor], list[Hook]]
+# Hooks of a tensor, its shape, the step of the differences, and the tolerance.
+OF_TENSORS: dict[str, tuple[Weighted, tuple[int, ...], float, float]] = {
+    "beta": (al.reweight_anchors, (3, 2, 2), 1e-4, 1e-6),
+    "factor": (lambda m, b, f: al.scale_edges(m, b, edges.ww, f), (3, 2), 1e-5, 1e-5),
+    "factor after the softmax": (
+        lambda m, b, f: al.scale_edges(m, b, edges.ww, f, al.Site(renormalize=False)),
+        (3, 2),
+        1e-5,
+        1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_gradients_of_tensors_equal_finite_differences(
+    name: str, byte_level: Any, hooked: Any
+) -> None:
+    hooks, shape, size, tolerance = OF_TENSORS[name]
     model = hooked(tiny_gpt2(700).double(), byte_level)
     demos = [al.Example("one two", 0), al.Example("three", 1)]
     batch = al.build_prompts(model.tokenizer, LONG_LABELS, demos, [al.Example("four", 1)])[0]
 
-    def loss(beta: Tensor) -> Tensor:
-        with model.hooks(fwd_hooks=al.reweight_anchors(model, batch, beta)):
+    def loss(values: Tensor) -> Tensor:
+        with model.hooks(fwd_hooks=hooks(model, batch, values)):
             logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
         at_target = logits[torch.arange(len(batch)), batch.target_positions]
         return al.label_cross_entropy(at_target, batch).sum()
 
     generator = torch.Generator().manual_seed(0)
-    beta = torch.randn(3, 2, 2, dtype=torch.float64, generator=generator).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(beta), beta)
+    given = (0.5 + torch.rand(shape, dtype=torch.double, generator=generator)).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(given), given)
     numeric = torch.zeros_like(gradient)
     with torch.no_grad():
-        for index in product(range(3), range(2), range(2)):
-            step = torch.zeros_like(beta)
-            step[index] = 1e-4
-            numeric[index] = (loss(beta + step) - loss(beta - step)) / 2e-4
-    torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
+        for index in product(*map(range, shape)):
+            step = torch.zeros_like(given)
+            step[index] = size
+            numeric[index] = (loss(given + step) - loss(given - step)) / (2 * size)
+    torch.testing.assert_close(gradient, numeric, rtol=tolerance, atol=1e-8)
     assert (gradient != 0).all()
 
 
@@ -321,13 +328,22 @@ def test_gradient_of_beta_equals_finite_differences(byte_level: Any, hooked: Any
 def test_inputs_are_never_edited(gpt2: Any, batch: al.PromptBatch) -> None:
     length = batch.tokens.shape[1]
     cut, beta, pattern = edges.wp(batch), torch.randn(3, 2, 6), torch.rand(4, 2, length, length)
-    given = [cut, beta, pattern, *(v for v in vars(batch).values() if isinstance(v, Tensor))]
+    factor, after = torch.rand(3, 2), al.Site(renormalize=False)
+    given = [
+        cut,
+        beta,
+        factor,
+        pattern,
+        *(v for v in vars(batch).values() if isinstance(v, Tensor)),
+    ]
     copies = [tensor.clone() for tensor in given]
     hooks = [
-        *al.block_edges(gpt2, batch, cut, range(3)),
-        *al.block_edges(gpt2, batch, cut, al.Site(range(3), renormalize=False)),
-        *al.isolate_labels(gpt2, batch, range(3), whole_words=True),
-        *al.isolate_random(gpt2, batch, range(3), seed=0),
+        *al.block_edges(gpt2, batch, cut),
+        *al.block_edges(gpt2, batch, cut, after),
+        *al.scale_edges(gpt2, batch, cut, factor),
+        *al.scale_edges(gpt2, batch, cut, factor, after),
+        *al.isolate_labels(gpt2, batch, whole_words=True),
+        *al.isolate_random(gpt2, batch, seed=0),
         *al.reweight_anchors(gpt2, batch, beta),
     ]
     for _, act in hooks:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from itertools import product
 from typing import Any
 
 import pytest
@@ -130,35 +129,6 @@ def test_a_row_and_its_attention_sink_sum_to_1() -> None:
     torch.testing.assert_close(ours[real], expected[real], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_the_gradient_of_a_factor_equals_finite_differences(
-    hooked: Any, byte_level: Any, renormalize: bool
-) -> None:
-    model = hooked(tiny_gpt2(700).double(), byte_level)
-    batch = questions(model, 2)[0]
-
-    def loss(factor: Tensor) -> Tensor:
-        hooks = al.scale_edges(
-            model, batch, edges.ww, factor, al.Site(range(3), renormalize=renormalize)
-        )
-        with model.hooks(fwd_hooks=hooks):
-            logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
-        at_target = logits[torch.arange(len(batch)), batch.target_positions]
-        return al.label_cross_entropy(at_target, batch).sum()
-
-    generator = torch.Generator().manual_seed(0)
-    factor = (0.5 + torch.rand(3, 2, dtype=torch.double, generator=generator)).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(factor), factor)
-    numeric = torch.zeros_like(gradient)
-    with torch.no_grad():
-        for index in product(range(3), range(2)):
-            step = torch.zeros_like(factor)
-            step[index] = 1e-5
-            numeric[index] = (loss(factor + step) - loss(factor - step)) / 2e-5
-    torch.testing.assert_close(gradient, numeric, rtol=1e-5, atol=1e-8)
-    assert (gradient != 0).all()
-
-
 @pytest.mark.every_kind
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -196,20 +166,6 @@ def test_masked_scores_stay_finite(gpt2: Any, batch: al.PromptBatch) -> None:
     for factor in (0.0, 1e-30):
         ((_, act),) = al.scale_edges(gpt2, batch, edges.wp, factor, 0)
         assert torch.equal(act(masked, None), masked)  # type: ignore[arg-type]
-
-
-@pytest.mark.draws
-def test_scaling_edits_no_input(gpt2: Any, batch: al.PromptBatch) -> None:
-    length = batch.tokens.shape[1]
-    where, factor, pattern = edges.wp(batch), torch.rand(3, 2), torch.rand(4, 2, length, length)
-    copies = [tensor.clone() for tensor in (where, factor, pattern)]
-    for renormalize in (True, False):
-        for _, act in al.scale_edges(
-            gpt2, batch, where, factor, al.Site(range(3), renormalize=renormalize)
-        ):
-            assert not torch.equal(act(pattern, None), pattern)  # type: ignore[arg-type]
-    for tensor, copy in zip((where, factor, pattern), copies, strict=True):
-        assert torch.equal(tensor, copy)
 
 
 def with_zero(**options: Any) -> Tensor:
