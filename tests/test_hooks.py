@@ -219,11 +219,12 @@ BLOCK: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("hooks", BLOCK)
-def test_edges_to_later_tokens_are_refused(
+def test_edges_to_later_tokens_and_padding_are_refused(
     gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
 ) -> None:
-    later = torch.ones_like(edges.wp(batch)).triu(1)
-    for wrong in (edges.pq(batch).transpose(1, 2), ~edges.wp(batch), later):
+    everywhere = torch.ones_like(edges.wp(batch))
+    transposed, padding = edges.pq(batch).transpose(1, 2), everywhere.tril(-1)
+    for wrong in (transposed, ~edges.wp(batch), everywhere.triu(1), padding):
         with pytest.raises(PromptError, match="from a token to an earlier token"):
             hooks(gpt2, batch, wrong)
 
