@@ -185,6 +185,8 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     ),
     (lambda m, b: al.block_edges(m, b, edges.wp, al.Site(0, heads=[])), "got none"),
     (lambda m, b: al.isolate_labels(m, b, al.Site(0, heads=[])), "got none"),
+    (lambda m, b: al.detach_heads(m, al.Site(0, keep_bos=True)), "detach_heads cuts no edges"),
+    (lambda m, b: al.detach_heads(m, al.Site(0, renormalize=False)), "detach_heads cuts no edges"),
     (
         lambda m, b: al.block_edges(m, b, edges.every(b) | edges.diagonal(b)),
         r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",

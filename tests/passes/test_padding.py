@@ -134,8 +134,14 @@ def test_hooks_of_other_prompts_are_refused(gpt2: Any) -> None:
     first, second = (batch.prompt(0) for batch in questions(gpt2, 2, batch_size=1))
     second = replace(first, tokens=first.tokens.flip(1), index=second.index)
     cut = al.isolate_labels(gpt2, first, 0)
-    with pytest.raises(HookError, match="made for other prompts"):
-        al.run(gpt2, [first, second], [al.Accuracy()], hooks=lambda batch: cut, **QUIET)
+    beta = torch.zeros(3, 2, first.label_positions.shape[1])
+    for hooks in (cut, al.reweight_anchors(gpt2, first, beta)):
+
+        def of_first(batch: al.PromptBatch, hooks: Any = hooks) -> Any:
+            return hooks
+
+        with pytest.raises(HookError, match="made for other prompts"):
+            al.run(gpt2, [first, second], [al.Accuracy()], hooks=of_first, **QUIET)
     (left,) = questions(gpt2, 3, padding_side="left")
     cut_on_the_left = al.isolate_labels(gpt2, left, 0)
     with pytest.raises(HookError, match="made for other prompts"):
