@@ -279,11 +279,7 @@ class PromptBatch:
             rows: dict[str, Any] = {
                 name: value[start:stop:step] for name, value in batch._tensors().items()
             }
-            for name in _OF_EACH_TOKEN:
-                rows[name] = rows[name][:, first : last + 1]
-            for name in _POSITIONS:
-                rows[name] = rows[name] - first
-            return replace(batch, **rows)
+            return replace(batch, **rows)._with(lambda value: value[:, first : last + 1], first)
 
         return on_both(self, chosen)
 
@@ -325,17 +321,20 @@ class PromptBatch:
 
         def moved(batch: PromptBatch) -> PromptBatch:
             begin = sent(starts, batch.tokens.device)
-            positions = torch.arange(width, device=begin.device) + begin[:, None]
-            columns = positions % batch.tokens.shape[1]
-            rows: dict[str, Any] = {
-                name: getattr(batch, name).gather(1, columns) for name in _OF_EACH_TOKEN
-            }
-            for name in _POSITIONS:
-                values = getattr(batch, name)
-                rows[name] = values - (begin if values.ndim == 1 else begin[:, None])
-            return replace(batch, **rows)
+            numbers = torch.arange(width, device=begin.device) + begin[:, None]
+            columns = numbers % batch.tokens.shape[1]
+            return batch._with(lambda value: value.gather(1, columns), begin)
 
         return on_both(self, moved)
+
+    def _with(self, columns: Callable[[Tensor], Tensor], start: Any) -> "PromptBatch":
+        """The same prompts in other columns, of which the first was at ``start``."""
+        values: dict[str, Any] = {name: columns(getattr(self, name)) for name in _OF_EACH_TOKEN}
+        for name in _POSITIONS:
+            positions = getattr(self, name)
+            of_rows = isinstance(start, Tensor) and positions.ndim == 2
+            values[name] = positions - (start[:, None] if of_rows else start)
+        return replace(self, **values)
 
     @torch.inference_mode(False)
     @checked
