@@ -13,25 +13,30 @@ if TYPE_CHECKING:
     from .contexts import hard_prompts as hard_prompts
     from .contexts import placement as placement
     from .contexts import selection as selection
-    from .contexts.compression import compress as compress
-    from .contexts.context import CompressedContext as CompressedContext
-    from .contexts.peft_adapters import context_from_peft as context_from_peft
-    from .contexts.peft_adapters import context_to_peft as context_to_peft
-    from .contexts.prefix_context import NoContext as NoContext
-    from .contexts.prefix_context import PrefixContext as PrefixContext
-    from .contexts.query_pass import Context as Context
-    from .contexts.query_pass import QueryPass as QueryPass
+    from .contexts.compressed import CompressedContext as CompressedContext
+    from .contexts.compressed import compress as compress
+    from .contexts.hard_prompt import HardPrompt as HardPrompt
+    from .contexts.hard_prompt import hard_prompt as hard_prompt
+    from .contexts.hard_prompt import random_hard_prompts as random_hard_prompts
+    from .contexts.hard_prompt_search import train_hard_prompt as train_hard_prompt
+    from .contexts.load import load_context as load_context
+    from .contexts.peft import context_from_peft as context_from_peft
+    from .contexts.peft import context_to_peft as context_to_peft
+    from .contexts.prefix import PrefixContext as PrefixContext
+    from .contexts.prefix import train_prefix as train_prefix
+    from .contexts.protocol import Context as Context
+    from .contexts.protocol import NoContext as NoContext
+    from .contexts.protocol import QueryPass as QueryPass
+    from .contexts.reweighted import Beta as Beta
     from .contexts.reweighted import ReweightedContext as ReweightedContext
     from .contexts.reweighted import reweight_demonstrations as reweight_demonstrations
+    from .contexts.reweighted import train_reweighting as train_reweighting
     from .contexts.soft_prompt import SoftPrompt as SoftPrompt
     from .contexts.soft_prompt import train_soft_prompt as train_soft_prompt
-    from .contexts.stored import load_context as load_context
-    from .contexts.token_prompt import HardPrompt as HardPrompt
-    from .contexts.token_prompt import hard_prompt as hard_prompt
-    from .contexts.token_prompt import random_hard_prompts as random_hard_prompts
-    from .contexts.trained_prefix import train_prefix as train_prefix
-    from .contexts.trained_tokens import train_hard_prompt as train_hard_prompt
+    from .contexts.training import Trainable as Trainable
+    from .contexts.training import Training as Training
     from .contexts.training import TrainingRecord as TrainingRecord
+    from .contexts.training import train_context as train_context
     from .errors import AnchorlensError as AnchorlensError
     from .experiments import sites as sites
     from .experiments.analysis import analyse as analyse
@@ -51,9 +56,6 @@ if TYPE_CHECKING:
     from .experiments.isolation import isolation_sweep as isolation_sweep
     from .experiments.prefix_plots import plot_prefix_directions as plot_prefix_directions
     from .experiments.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
-    from .experiments.reweighting import Beta as Beta
-    from .experiments.reweighting import reweighting_accuracy as reweighting_accuracy
-    from .experiments.reweighting import train_reweighting as train_reweighting
     from .experiments.segment_suppression import (
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )

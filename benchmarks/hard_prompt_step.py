@@ -16,10 +16,8 @@ import torch
 
 import anchorlens as al
 from anchorlens.contexts.embedded import embeddings_of
-from anchorlens.contexts.nearest_tokens import NearestTokens
-from anchorlens.contexts.prefix_context import bos_of
-from anchorlens.contexts.query_pass import queries_after
-from anchorlens.contexts.trained_tokens import SearchedTokens
+from anchorlens.contexts.hard_prompt_search import NearestTokens, SearchedTokens
+from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.plain_tokens import plain_tokens
@@ -61,7 +59,7 @@ def main() -> None:
         optimizer = al.hard_prompts.PEZ.optimizer([embeddings])
 
         def step() -> None:
-            trainable.backward(batch, al.label_cross_entropy)
+            trainable.backward(model, batch, al.label_cross_entropy)
             optimizer.step()
             trainable.after_step(0)
 

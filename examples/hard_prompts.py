@@ -137,14 +137,14 @@ def main() -> None:
             "random tokens": al.random_hard_prompts(
                 model, held_out=held_out[:1], length=options.length, draws=options.draws
             ),
-            "start": [search(steps=0)],
+            "start": [search(training=al.Training(steps=0))],
             **{
                 title: [
                     search(
                         method=method,
-                        steps=options.steps,
-                        seed=seed,
-                        folder=stored / f"{title} {seed}",
+                        training=al.Training(
+                            steps=options.steps, seed=seed, folder=stored / f"{title} {seed}"
+                        ),
                     )
                     for seed in seeds
                 ]

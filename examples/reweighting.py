@@ -9,6 +9,7 @@ states. The probe needs scikit-learn, which anchorlens itself does not: pip inst
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def correct_answers(
     tests: Sequence[al.Example],
     count: int,
     seed: int,
-    epochs: int,
+    rounds: int,
     lr: float,
 ) -> dict[str, Float[Tensor, " prompt"]]:
     """For each method: 1 for each query that it answers correctly, else 0."""
@@ -90,9 +91,9 @@ def correct_answers(
     batches = al.build_prompts(model.tokenizer, task, demos, queries)
     more = al.build_prompts(model.tokenizer, task, [*demos, *training], queries)
     steps = al.build_prompts(model.tokenizer, task, demos, training, batch_size=1)
-    beta = al.train_reweighting(model, steps, epochs=epochs, lr=lr)
+    how = al.Training(steps=rounds * len(steps), optimizer=partial(torch.optim.Adam, lr=lr))
+    beta = al.train_reweighting(model, steps, how)
     print(f"seed {seed}: training loss {beta.vanilla_loss:.2f}, re-weighted {beta.losses[-1]:.2f}")
-    table = al.reweighting_accuracy(model, batches, beta, more, resamples=0)
 
     def probabilities(batches: Sequence[al.PromptBatch]) -> Float[Tensor, "prompt class"]:
         logits = al.target_logits(model, batches, progress=False)
@@ -112,8 +113,20 @@ def correct_answers(
         ),
         "linear probe": probed_labels(states(steps), labels, states(batches)),
     }
+    quiet: dict[str, Any] = {"resamples": 0, "progress": False}
+    runs = {
+        "vanilla": al.run(model, batches, [al.Accuracy()], **quiet),
+        "more shots": al.run(model, more, [al.Accuracy()], **quiet),
+        "re-weighted": al.run(
+            model,
+            batches,
+            [al.Accuracy()],
+            hooks=lambda batch: al.reweight_anchors(model, batch, beta),
+            **quiet,
+        ),
+    }
     return {
-        **dict(zip(table.info["methods"], table.correct.T, strict=True)),
+        **{name: results["accuracy"].correct for name, results in runs.items()},
         **{method: (answers == gold).double() for method, answers in predicted.items()},
     }
 
@@ -125,7 +138,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--queries", type=int, default=48, help="drawn again for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.01)
     options = parser.parse_args()
 
@@ -137,7 +150,7 @@ def main() -> None:
         for split in ("train", "test")
     )
     correct_by_seed = [
-        correct_answers(model, task, pool, tests, options.queries, seed, options.epochs, options.lr)
+        correct_answers(model, task, pool, tests, options.queries, seed, options.rounds, options.lr)
         for seed in options.seeds
     ]
     correct = {

@@ -204,13 +204,24 @@ def examples_of_types() -> dict[Any, Any]:
     values += [setup.context, setup.prefix, pd.DataFrame(), torch.device("cpu"), al.NoContext()]
     values += [torch.float32, al.Site(0), al.Example("text"), setup.results, go.Figure()]
     values += [al.Verbalizer([[1], [2]]), al.hard_prompts.Descent(torch.optim.SGD)]
-    values += [al.PrefixEffect(), *setup.results.values()]
+    values += [al.PrefixEffect(), al.Training(), *setup.results.values()]
     values += [al.step_flows(setup.model, setup.batch.prompt(0), "query")]
     by_type: dict[Any, Any] = {type(value): value for value in values}
     hooked = {hint: setup.model for hint in _protocols() if "hook" in hint.__name__.lower()}
-    contexts = {hint: setup.context for hint in _protocols() if hint.__name__ == "Context"}
+    contexts: dict[Any, Any] = {al.Context: setup.context, al.Trainable: Trained()}
     base = {al.Record: setup.results["saliency_flows"]}
     return by_type | hooked | contexts | base | {Path: Path("file")}
+
+
+class Trained(al.Trainable):
+    """Nothing runs, so nothing is trained."""
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return []
+
+    def query_pass(self, model: Any, batch: al.PromptBatch) -> Any:
+        return None
 
 
 def _protocols() -> Iterator[Any]:

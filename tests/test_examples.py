@@ -34,7 +34,7 @@ def test_an_example_runs_and_writes_a_page(
     options = ["--queries", "12"] if "--queries" in text else []
     options += ["--draws", "1"] if "--draws" in text else []
     options += ["--depth", "2"] if "--depth" in text else []
-    options += ["--epochs", "1"] if "--epochs" in text else []
+    options += ["--rounds", "1"] if "--rounds" in text else []
     options += ["--steps", "1", "--training", "4", "--held-out", "3"] if "--steps" in text else []
     # Five sentiments of each class fit into the tiny model's context.
     options += ["--task", "sentiment", "--seeds", "42", "43"] if '"--task"' in text else []

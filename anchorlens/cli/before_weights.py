@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..contexts.query_pass import bos_of, longest_query
+from ..contexts.protocol import bos_of, longest_query
 from ..errors import HookError, PromptError
 from ..models.hooked import refuse_longer_than
 from ..models.load import refuse_encoder_decoder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..contexts.compression import compress
+from ..contexts.compressed import compress
 from ..errors import AnchorlensError, ModelError
 from ..experiments.isolation import isolation_sweep
 from ..experiments.sites import first_and_last

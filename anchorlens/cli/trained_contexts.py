@@ -7,19 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..contexts.compression import compress
+from ..contexts.compressed import compress
+from ..contexts.hard_prompt import HardPrompt
+from ..contexts.hard_prompt_search import train_hard_prompt
 from ..contexts.placement import rebased
-from ..contexts.prefix_context import NoContext, PrefixContext
-from ..contexts.reweighted import reweight_demonstrations
+from ..contexts.prefix import PrefixContext, train_prefix
+from ..contexts.protocol import NoContext
+from ..contexts.reweighted import reweight_demonstrations, train_reweighting
 from ..contexts.selection import everything, random_and_format
 from ..contexts.soft_prompt import train_soft_prompt
-from ..contexts.token_prompt import HardPrompt
-from ..contexts.trained_prefix import train_prefix
-from ..contexts.trained_tokens import train_hard_prompt
-from ..contexts.training import TrainingRecord
+from ..contexts.training import Training, TrainingRecord
 from ..errors import ModelError, PromptError
 from ..experiments.context_comparison import MakeContext
-from ..experiments.reweighting import train_reweighting
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..prompts.draw import Draw, Examples
@@ -69,7 +68,7 @@ def reweighted(model: HookedModel, prompts: Prompts, output: Output) -> MakeCont
     """Demonstrations whose label words are re-weighted, trained on the training prompts."""
     output.note("training the factors of the label words")
     steps = [batch.prompt(row) for batch in prompts["training"] for row in range(len(batch))]
-    beta = train_reweighting(model, steps, progress=not output.quiet)
+    beta = train_reweighting(model, steps, Training(progress=not output.quiet))
     return partial(reweight_demonstrations, beta=beta)
 
 
@@ -111,14 +110,14 @@ def trained_contexts(
     contexts: dict[str, PrefixContext] = {}
     for name, train in trainers.items():
         output.note(f"training: {name}")
+        training = Training(
+            steps=options.steps,
+            seed=options.seed,
+            folder=folder / name.replace(" ", "_"),
+            progress=not options.quiet,
+        )
         try:
-            contexts[name] = train(
-                held_out=prompts["held out"],
-                steps=options.steps,
-                seed=options.seed,
-                progress=not options.quiet,
-                folder=folder / name.replace(" ", "_"),
-            )
+            contexts[name] = train(training=training, held_out=prompts["held out"])
         # Learned positions cannot be moved, or a token is no start of a search, for example.
         except (ModelError, PromptError) as error:
             output.note(f"no {name}: {error}")
@@ -145,7 +144,7 @@ def training_records(contexts: Mapping[str, PrefixContext]) -> dict[str, Trainin
 
 def forget_contexts(folder: Path) -> None:
     """Delete what the command stored for a task: states of training, rows, contexts, a record."""
-    for path in (folder / "rows").glob("*/training.pt"):
+    for path in (folder / "rows").glob("*/training.safetensors"):
         path.unlink(missing_ok=True)
     forget_run(folder / "rows" / "contexts")
     forget_files(folder, _FILES)

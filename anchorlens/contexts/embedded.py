@@ -16,7 +16,7 @@ from ..models.hooked import Hook, HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import KeyValues
 from ..passes.forward import run_prefix
 from ..prompts.batch import PromptBatch
-from .query_pass import queries_after
+from .protocol import queries_after
 
 _HOOK = "hook_embed"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -14,30 +13,16 @@ from ..models.kv_cache import KeyValues
 from ..models.optimizers import Adafactor
 from ..passes.descent import mean_loss_with_gradient
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..system.arguments import checked
 from ..system.processes import gather_from_processes
 from ..trials.comparison import difference_of, tolerance
-from .compression import ROUNDINGS
-from .embedded import (
-    embeddings_of,
-    prefix_of_tokens,
-    replaced_embeddings,
-    start_tokens,
-)
-from .prefix_context import PrefixContext
-from .query_pass import QueryPass, bos_of, check_queries, queries_after
-from .trained_prefix import check_length, random_tokens
-from .training import (
-    MakeOptimizer,
-    Settings,
-    TrainingRecord,
-    check_training,
-    describe_training,
-    prepared_study,
-    train,
-)
+from .compressed import ROUNDINGS
+from .embedded import embeddings_of, prefix_of_tokens, replaced_embeddings, start_tokens
+from .prefix import PrefixContext, check_length, random_tokens
+from .protocol import QueryPass, check_queries, queries_after
+from .training import Trainable, Training, TrainingRecord, TrainingRun
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -58,18 +43,11 @@ class SoftPrompt(PrefixContext):
 def train_soft_prompt(
     model: HookedModel,
     batches: Sequence[PromptBatch],
+    training: Training = Training(),  # noqa: B008 - a frozen record
     *,
     held_out: Sequence[PromptBatch],
     length: int = 10,
     start: Sequence[int] | None = None,
-    steps: int = 300,
-    optimizer: MakeOptimizer = Adafactor(lr=0.3),  # noqa: B008 - a frozen record
-    clip: float = 1.0,
-    check_every: int = 25,
-    seed: int = 0,
-    loss: Loss = label_cross_entropy,
-    folder: str | Path | None = None,
-    progress: bool = True,
 ) -> SoftPrompt:
     """Learn embeddings that stand before a query (prompt tuning); the model is frozen.
 
@@ -80,21 +58,13 @@ def train_soft_prompt(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts with their true labels.
+        training: How to train; the optimizer is Adafactor with learning rate 0.3 by default, as in
+            section 2 of the paper.
         held_out: Other prompts, by which the best soft prompt is chosen.
         length: Number of embeddings.
         start: Token ids whose embeddings are the start, repeated or cut to ``length``; random
             tokens by default. ``al.hard_prompts.class_words(batches)`` gives those of the label
             words.
-        steps: Number of optimizer steps; 0 returns the start.
-        optimizer: Function from the parameters to their optimizer. By default Adafactor with
-            learning rate 0.3, as in section 2 of the paper.
-        clip: Largest norm of the gradient.
-        check_every: Steps from one check on held-out queries to the next.
-        seed: Seeds the start and the order of the batches; the global random state is not touched.
-        loss: Function of (logits, batch) to a number for each prompt.
-        folder: Where the state is stored at every check; the same call after an interruption
-            continues from there.
-        progress: Show a progress bar.
 
     Returns:
         The soft prompt with its training record. If training diverges, it stops with a warning.
@@ -109,48 +79,46 @@ def train_soft_prompt(
         StoreError: The folder is of another training.
 
     Examples:
-        >>> prompt = al.train_soft_prompt(model, batches[:1], held_out=batches[1:], length=2,
-        ...     steps=2, progress=False)
+        >>> training = al.Training(steps=2, progress=False)
+        >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:],
+        ...     length=2)
         >>> prompt.embeddings.shape == (2, model.cfg.d_model)
         True
     """
     check_length(length)
     begin = "random tokens" if start is None else f"tokens {list(start)}"
     about = f"soft prompt of {length} embeddings from {begin}"
-    settings = Settings(steps, optimizer, clip, check_every, seed, loss, folder, progress, about)
-    with prepared_study(model, batches, held_out, settings).entered() as study:
-        training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        bos = bos_of(training[0]).to(device_of(model))
-        random = random_tokens(model, length, seed)
+    run = TrainingRun.of(model, batches, held_out, training, Adafactor(lr=0.3), about)
+    with run.study.entered():
+        bos, batch = run.bos, run.batches[0]
+        random = random_tokens(model, length, training.seed)
         tokens = torch.cat([bos, random if start is None else start_tokens(model, start, length)])
-        check_queries(model, study.batches, len(tokens))
-        check_training(model, training, others, settings, tokens)
-        _check_reads_embeddings_alone(model, training[0], tokens, len(bos))
+        check_queries(model, run.study.batches, len(tokens))
+        run.check(tokens)
+        _check_reads_embeddings_alone(model, batch, tokens, len(bos))
         with torch.inference_mode(False):
-            embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()
-        trainable = _TrainedEmbeddings(model, bos, embeddings)
-        (best,), record = train(model, trainable, training, others, settings)
+            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+        trainable = _TrainedEmbeddings(bos, embeddings)
+        (best,), record = run.take_steps(trainable)
         prompt = SoftPrompt(
-            prefix=trainable.prefix(training[0], best),
+            prefix=trainable.prefix(model, batch, best),
             tokens=trainable.tokens.cpu(),
             training=record,
-            info=describe_training(study, training, settings),
+            info=run.describe(),
             embeddings=best,
         )
         return gather_from_processes("soft prompt", prompt)[0]
 
 
 @dataclass(frozen=True, eq=False)
-class _TrainedEmbeddings:
+class _TrainedEmbeddings(Trainable):
     """Embeddings that are learned, after the BOS.
 
     Attributes:
-        model: The model.
         bos: The BOS, or no token.
         embeddings: What is learned.
     """
 
-    model: HookedModel
     bos: Int[Tensor, " _"]
     embeddings: Float[Tensor, "length d_model"]
 
@@ -163,24 +131,21 @@ class _TrainedEmbeddings:
         """The BOS, then a 0 for each embedding, which is no token."""
         return torch.cat([self.bos, self.bos.new_zeros(len(self.embeddings))])
 
-    def backward(self, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+        """Through the model, which computes keys and values from the embeddings."""
         queries = queries_after(batch, self.tokens)
         hooks = [self._hook(self.embeddings)]
-        return mean_loss_with_gradient(self.model, queries, loss, self.parameters, hooks=hooks)
+        return mean_loss_with_gradient(model, queries, loss, self.parameters, hooks=hooks)
 
-    def after_step(self, step: int) -> None:
-        """Nothing follows the optimizer's step."""
-
-    def candidate(self) -> list[Tensor]:
-        return [self.embeddings.detach().clone()]
-
-    def query_pass(self, batch: PromptBatch) -> QueryPass:
-        prefix = self.prefix(batch, self.embeddings.detach())
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        prefix = self.prefix(model, batch, self.embeddings.detach())
         return QueryPass(queries_after(batch, self.tokens).after(len(prefix)), prefix)
 
-    def prefix(self, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]) -> KeyValues:
+    def prefix(
+        self, model: HookedModel, batch: PromptBatch, embeddings: Float[Tensor, "length d_model"]
+    ) -> KeyValues:
         """Keys and values that the model makes of embeddings after the BOS."""
-        return prefix_of_tokens(self.model, batch, self.tokens, hooks=[self._hook(embeddings)])
+        return prefix_of_tokens(model, batch, self.tokens, hooks=[self._hook(embeddings)])
 
     def _hook(self, embeddings: Float[Tensor, "length d_model"]) -> Hook:
         return replaced_embeddings(embeddings, len(self.bos))

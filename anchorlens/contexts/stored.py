@@ -1,56 +1,205 @@
-"""Reads a saved context of any class."""
+"""The one form in which keys and values before a query are stored and shown.
 
-from collections.abc import Iterator
+A file holds the keys and values of each layer, the tensors of the other fields, the tensors of
+records in them, and as json the class, numbers, texts and ``info``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import torch
+from jaxtyping import Int, jaxtyped
+from torch import Tensor
 
 from ..errors import StoreError
-from ..results.record import kind_of_file
+from ..models.kv_cache import KeyValues
+from ..results.html_tables import table, titled
+from ..results.record import Record, kind_of_file
 from ..system.arguments import checked
-from ..system.digest_file import read_with_digest
-from .context import CompressedContext
-from .prefix_context import PrefixContext
-from .soft_prompt import SoftPrompt
-from .token_prompt import HardPrompt
+from ..system.digest_file import read_with_digest, to_bytes_with_digest
+from ..system.files import write_atomically
+from ..system.texts import printable
+from .protocol import Context
 
-_OURS: tuple[type[PrefixContext], ...] = (PrefixContext, SoftPrompt, HardPrompt)
+_C = TypeVar("_C", bound="StoredContext")
 
 
-@checked
-def load_context(path: str | Path) -> CompressedContext | PrefixContext:
-    """Read a context that ``save`` of a ``CompressedContext`` or a ``PrefixContext`` wrote.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class StoredContext(Context):
+    """Keys and values before a query; the fields of subclasses are stored with them.
 
-    The classes of this package are known; a class of your own is known once it is defined.
-
-    Raises:
-        StoreError: The file cannot be read, is damaged, or holds no context or one whose class
-            is not known.
-
-    Examples:
-        >>> path = al.compress(model, batch).save(folder / "context.safetensors")
-        >>> type(al.load_context(path)).__name__
-        'CompressedContext'
+    Attributes:
+        prefix: The keys and values.
+        tokens: The tokens to which they belong.
+        info: Where they come from.
     """
-    header, _ = read_with_digest(path)
-    name = kind_of_file(header)
-    if "context" not in header:
-        raise StoreError(
-            f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
-            "(use al.load_record for a record, al.context_from_peft for a peft adapter)"
-        )
-    if name == CompressedContext.__name__:
-        return CompressedContext.load(path)
-    # A notebook cell that runs again defines its class again: the last definition counts.
-    kinds = {kind.__name__: kind for kind in (*_OURS, *_classes(PrefixContext))}
-    if name not in kinds:
-        raise StoreError(
-            f"{path} holds a {name}, a class that is not known here; import the module that "
-            f"defines it, or use {name}.load(path)"
-        )
-    return kinds[name].load(path)
+
+    prefix: KeyValues
+    tokens: Int[Tensor, " position"]
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __init_subclass__(cls) -> None:
+        # Without this, @dataclass writes a __repr__ for each subclass that shows whole tensors.
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """One line: the number of positions, bytes, the model, and what a subclass adds."""
+        parts = "; ".join(f"{name} {text}" for name, text in self._summary().items())
+        text = printable(f"{type(self).__name__}({parts})")
+        return shorten(text, 200, placeholder=" …)")
+
+    def _repr_html_(self) -> str:
+        return titled(type(self).__name__, table(["what", "value"], self._summary().items()))
+
+    def _summary(self) -> dict[str, str]:
+        """What people are shown, by name."""
+        return {
+            "positions": str(len(self.tokens)),
+            "bytes": f"{self.size:,}",
+            "model": f"{self.info.get('model')}, {self.info.get('dtype')}",
+        }
+
+    @property
+    def size(self) -> int:
+        """Bytes of the stored keys and values."""
+        return self.prefix.size
+
+    @property
+    def cached_tokens(self) -> Int[Tensor, " cached"]:
+        """The tokens that a query can read."""
+        return self.tokens
+
+    @property
+    def has_no_gap(self) -> bool:
+        """Whether the keys stand at the positions 0, 1, ... and the query after them."""
+        return True
+
+    @checked
+    def save(self, path: str | Path) -> Path:
+        """Write the context into one safetensors file, with a digest of its contents.
+
+        Returns:
+            The path, for ``load_context``.
+
+        Raises:
+            StoreError: Json cannot hold ``info``, or the file cannot be written.
+        """
+        tensors = {f"key.{n}": keys for n, keys in enumerate(self.prefix.keys)}
+        tensors |= {f"value.{n}": values for n, values in enumerate(self.prefix.values)}
+        header: dict[str, Any] = {"class": type(self).__name__, "info": self.info}
+        for name in self._own_fields():
+            match getattr(self, name):
+                case Tensor() as value:
+                    tensors[name] = value
+                case Record() as record:
+                    tensors |= {f"{name}.{key}": value for key, value in record.tensors().items()}
+                case str() | int() as value:
+                    header[name] = value
+                case None:
+                    pass
+                case _:
+                    raise StoreError(
+                        f"{path} is not written: {name} must be a tensor, a record, a text or a "
+                        "whole number; put other values into info"
+                    )
+        write_atomically(Path(path), to_bytes_with_digest({"context": header}, tensors))
+        return Path(path)
+
+    @classmethod
+    @checked
+    def load(cls: type[_C], path: str | Path) -> _C:
+        """Read a context of this class that ``save`` wrote; ``load_context`` reads any.
+
+        Raises:
+            StoreError: The file cannot be read, is damaged, or holds something else.
+        """
+        header, stored = read_with_digest(path)
+        if (kind := kind_of_file(header)) != cls.__name__:
+            reader = "load_context" if "context" in header else "load_record"
+            raise StoreError(f"{path} holds a {kind}, not a {cls.__name__}; use al.{reader}")
+        try:
+            return cls._of_file(header["context"], stored)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise StoreError(
+                f"{path} does not hold what a {cls.__name__} of this version holds ({error!r}); "
+                "make the context again and save that"
+            ) from error
+
+    @classmethod
+    def _of_file(cls: type[_C], header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> _C:
+        layers = range(sum(name.startswith("key.") for name in stored))
+        keys, values = ([stored[f"{kind}.{n}"] for n in layers] for kind in ("key", "value"))
+        plain = {**header, **header.get("texts", {})}
+        hints = get_type_hints(cls)
+        own: dict[str, Any] = {}
+        for name in cls._own_fields():
+            if record := next(_records_in(hints[name]), None):
+                begin = f"{name}."
+                parts = {n.removeprefix(begin): t for n, t in stored.items() if n.startswith(begin)}
+                own[name] = record(**parts) if parts else None  # type: ignore[arg-type]
+            else:
+                own[name] = stored[name] if name in stored else plain[name]
+        with jaxtyped("context"):  # so that an axis is as long in all fields
+            misfits = [name for name in own if not _fits(own[name], hints[name])]
+        if misfits:
+            raise ValueError(f"{', '.join(misfits)} of another type or shape")
+        _refuse_misfit(keys, values)
+        context = cls(prefix=cls._key_values(keys, values, own), info=dict(header["info"]), **own)
+        context._check_loaded()
+        return context
+
+    @classmethod
+    def _own_fields(cls) -> list[str]:
+        """The fields that a file holds under their names."""
+        return [each.name for each in fields(cls) if each.name not in ("prefix", "info")]
+
+    @classmethod
+    def _key_values(
+        cls, keys: Sequence[Tensor], values: Sequence[Tensor], own: Mapping[str, Any]
+    ) -> KeyValues:
+        """The keys and values of a file, where they stand in the model."""
+        return key_values_at_start(keys, values)
+
+    def _check_loaded(self) -> None:
+        """Raise a ValueError for tokens or a BOS that do not fit the keys and values."""
+        if self.tokens.dtype != torch.long or self.tokens.shape != (len(self.prefix),):
+            raise ValueError("the tokens are not those of the keys")
+        bos = self.info["bos"]
+        if not isinstance(bos, list) or not all(type(token) is int for token in bos):
+            raise ValueError(f"the BOS {bos!r} is no list of tokens")
 
 
-def _classes(kind: type[PrefixContext]) -> Iterator[type[PrefixContext]]:
-    """A class and all its subclasses, in the order of their definitions."""
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _classes(subclass)
+def key_values_at_start(keys: Sequence[Tensor], values: Sequence[Tensor]) -> KeyValues:
+    """Keys and values [1, head, position, d_head] of each layer, at the positions 0, 1, ..."""
+    count, device = keys[0].shape[2], keys[0].device
+    return KeyValues(
+        keys=tuple(keys),
+        values=tuple(values),
+        attention_mask=torch.ones(1, count, dtype=torch.bool, device=device),
+        next_position=torch.full((1,), count, device=device),
+        text_length=count,
+    )
+
+
+def _records_in(hint: Any) -> Iterator[type[Record]]:
+    """The class of a record in an annotation such as ``TrainingRecord | None``."""
+    for kind in (hint, *get_args(hint)):
+        if isinstance(kind, type) and issubclass(kind, Record):
+            yield kind
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    return isinstance(value, hint) and not (isinstance(value, Record) and value._misfit())
+
+
+def _refuse_misfit(keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raise a ValueError for keys and values that do not fit each other."""
+    states = [*keys, *values]
+    shapes = {(state.dtype, state.ndim, state.shape[0], state.shape[2]) for state in states}
+    if shapes != {(states[0].dtype, 4, 1, keys[0].shape[2])} or not states[0].is_floating_point():
+        raise ValueError("keys and values of several types or shapes")

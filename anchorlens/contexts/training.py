@@ -1,12 +1,18 @@
-"""Trains what stands before a query: one loop of steps for every kind of context."""
+"""Trains what stands before a query: one loop of steps for every kind of context.
 
-import hashlib
+1. A step takes one batch: its loss, the gradient in the parameters, and a step of the optimizer.
+2. All batches are taken in each round, in an order that the seed and the round decide.
+3. Every ``check_every`` steps held-out queries are answered, and the state is stored.
+4. The context whose answers were best is returned. Training that diverges stops before.
+"""
+
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import plotly.graph_objects as go
 import torch
@@ -18,22 +24,24 @@ from tqdm.auto import tqdm
 from ..errors import MetricError, NotFiniteError, PromptError, StoreError
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
-from ..passes.losses import Loss, check_loss, refuse_several_targets
+from ..passes.descent import mean_loss_with_gradient
+from ..passes.losses import Loss, check_loss, label_cross_entropy, refuse_several_targets
 from ..prompts.batch import PromptBatch, digest
 from ..results import figures
 from ..results.record import Record
 from ..runs.fingerprint import fingerprint, in_words, warn_of_unknown
 from ..runs.study import Study
-from ..system.files import write_atomically
-from ..system.processes import is_main
+from ..system.arguments import checked
+from ..system.digest_file import read_with_digest, to_bytes_with_digest
+from ..system.files import bytes_of, write_atomically
+from ..system.processes import gather_from_processes, is_main
 from ..system.warn import warn_user
-from .compression import cache_of_tokens
-from .context import model_identity
-from .query_pass import QueryPass, bos_of
+from .compressed import cache_of_tokens
+from .protocol import Context, QueryPass, bos_of, model_identity
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
-_DIGEST = hashlib.sha256().digest_size
+ADAM = partial(torch.optim.Adam, lr=0.003)
 _TOO_HIGH = 2.0  # a mean loss higher by this many times that of the start means divergence
 
 
@@ -88,81 +96,322 @@ class TrainingRecord(Record):
         )
 
 
-@runtime_checkable
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How something is trained; the same for every trainer.
+
+    Attributes:
+        steps: Number of optimizer steps, each with one batch; 0 returns the start. By default 300,
+            and for re-weighting 10 rounds over all batches.
+        optimizer: Function from the list of parameters to their optimizer of ``torch.optim``. By
+            default that of the trainer.
+        clip: Largest norm of the gradient over all parameters. By default 1, and for re-weighting
+            infinity, which is no limit.
+        check_every: Steps from one check to the next.
+        seed: Seeds the order of the batches and what the trainer draws. The global random state is
+            not touched.
+        loss: Function of (logits, batch) to a number for each prompt.
+        folder: Where the state is stored at every check, so that the same call after an
+            interruption continues from there.
+        progress: Show a progress bar.
+
+    Examples:
+        >>> training = al.Training(steps=2, check_every=1, progress=False)
+        >>> prompt = al.train_soft_prompt(model, batches[:1], training, held_out=batches[1:])
+        >>> prompt.training.checked_steps
+        tensor([0, 1, 2])
+    """
+
+    steps: int | None = None
+    optimizer: MakeOptimizer | None = None
+    clip: float | None = None
+    check_every: int = 25
+    seed: int = 0
+    loss: Loss = label_cross_entropy
+    folder: str | Path | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("steps", self.steps, 0), ("check_every", self.check_every, 1)):
+            if value is not None and value < least:
+                raise MetricError(f"{name} must be a whole number from {least}; got {value}")
+        if self.clip is not None and not self.clip > 0:
+            raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
+
+
 class Trainable(Protocol):
-    """What is trained, and how queries are run with it."""
+    """What ``al.train_context`` trains: parameters, and how queries are run with them.
+
+    A context of your own is trained if it is of this class too, and has ``parameters``.
+    """
 
     @property
     def parameters(self) -> list[Tensor]:
         """The leaves that the optimizer changes."""
         ...
 
-    def backward(self, batch: PromptBatch, loss: Loss) -> float:
-        """Put the gradient of the mean loss into the parameters; NaN if it is not finite."""
-        ...
-
-    def after_step(self, step: int) -> None:
-        """Change the parameters after the optimizer's step with this number, from 0."""
-        ...
-
-    def candidate(self) -> list[Tensor]:
-        """Copies of what defines the context as it stands now."""
-        ...
-
-    def query_pass(self, batch: PromptBatch) -> QueryPass:
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         """The pass over the queries of a batch after the context as it stands now."""
         ...
 
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
+        """Add the gradient of the mean loss to the parameters; NaN if the loss is not finite."""
+        with torch.enable_grad():
+            queries = self.query_pass(model, batch)
+        return mean_loss_with_gradient(
+            model, queries.batch, loss, self.parameters, hooks=queries.hooks, prefix=queries.prefix
+        )
+
+    def after_step(self, step: int) -> None:
+        """Change the parameters after the optimizer's step with this number, from 0."""
+        return
+
+    def candidate(self) -> list[Tensor]:
+        """Copies of what defines the context as it stands now."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def order(self, number: int, count: int, seed: int) -> list[int]:
+        """The numbers of all ``count`` batches in the order of a round, from round 0."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+        return torch.randperm(count, generator=generator, device="cpu").tolist()
+
+
+@checked
+def train_context(
+    model: HookedModel,
+    trainable: Trainable,
+    batches: Sequence[PromptBatch],
+    training: Training = Training(),
+    *,
+    held_out: Sequence[PromptBatch],
+) -> tuple[list[Tensor], TrainingRecord]:
+    """Train a context of your own; the model is frozen.
+
+    The parameters of ``trainable`` are changed. The optimizer is Adam with learning rate 0.003 by
+    default.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        trainable: What is trained.
+        batches: Training prompts with their true labels. Each batch is a step.
+        training: How to train.
+        held_out: Other prompts, by which the best step is chosen.
+
+    Returns:
+        What ``trainable.candidate`` gave at the check with the highest accuracy on held-out queries
+        (of equal ones that with the lowest loss): by default copies of the parameters. With it the
+        record, whose ``info`` a context needs. If training diverges, it stops with a warning.
+
+    Raises:
+        PromptError: There are no training or held-out prompts, both have the same query, or a
+            prompt has no true label or does not fit the model.
+        MetricError: A setting is out of its range.
+        ModelError: The model's hooks do not act, its value biases are folded, or it takes no
+            key-value cache.
+        StoreError: The folder is of another training.
+    """
+    about = type(trainable).__name__
+    run = TrainingRun.of(model, batches, held_out, training, ADAM, about, (trainable,))
+    with run.study.entered():
+        run.check(torch.cat([run.bos, run.bos.new_zeros(1)]))
+        return gather_from_processes("training", run.take_steps(trainable))[0]
+
 
 @dataclass(frozen=True)
-class Settings:
-    """How a context is trained.
+class TrainingRun:
+    """One training: what decides it, and its loop.
 
     Attributes:
-        steps: Number of optimizer steps; each takes one batch.
-        optimizer: Makes the optimizer of the parameters.
-        clip: Largest norm of the gradient over all parameters; infinity for no limit.
-        check_every: Steps from one check on held-out queries to the next.
-        seed: Seeds the order of the batches, and what the context draws.
-        loss: Function of (logits, batch) to one number a prompt.
-        folder: Where the state is stored at every check, so that the same call continues; or None.
-        progress: Show a progress bar.
-        context: What is trained, and from which start, in words.
+        study: The training prompts, then the held-out ones, which it checks on entering.
+        count: Number of training batches.
+        training: How to train.
+        optimizer: The function that makes the optimizer.
+        steps: Number of steps.
+        clip: Largest norm of the gradient.
+        about: What is trained, and from which start, in words.
         made_of: The rest of what decides the result: the start, a method, a tokenizer.
     """
 
-    steps: int
+    study: Study
+    count: int
+    training: Training
     optimizer: MakeOptimizer
+    steps: int
     clip: float
-    check_every: int
-    seed: int
-    loss: Loss
-    folder: str | Path | None
-    progress: bool
-    context: str = ""
-    made_of: tuple[Any, ...] = ()
+    about: str
+    made_of: tuple[Any, ...]
 
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("check_every", 1)):
-            if getattr(self, name) < least:
-                raise MetricError(
-                    f"{name} must be a whole number from {least}; got {getattr(self, name)}"
+    @classmethod
+    def of(
+        cls,
+        model: HookedModel,
+        batches: Sequence[PromptBatch],
+        held_out: Sequence[PromptBatch] | None,
+        training: Training,
+        optimizer: MakeOptimizer,
+        about: str,
+        made_of: tuple[Any, ...] = (),
+        *,
+        steps: int = 300,
+        clip: float = 1.0,
+    ) -> "TrainingRun":
+        """A training, with defaults of its trainer; without held-out prompts the last step counts.
+
+        Raises:
+            PromptError: There are no prompts.
+            MetricError: The optimizer is none.
+        """
+        for name, prompts in (("training", batches), ("held-out", held_out)):
+            if prompts is not None and not prompts:
+                raise PromptError(
+                    f"there are no {name} prompts; give batches of queries with their true labels, "
+                    "the held-out ones (held_out=...) unlike those of training"
                 )
-        if not self.clip > 0:
-            raise MetricError(f"clip must be a number above 0; got {self.clip!r}")
-        _check_optimizer(self.optimizer)
+        optimizer = training.optimizer or optimizer
+        _check_optimizer(optimizer)
+        steps = steps if training.steps is None else training.steps
+        clip = clip if training.clip is None else training.clip
+        decides = _decides(training, optimizer, steps, clip, [about, *made_of])
+        prompts = [*batches, *(held_out or ())]
+        study = Study(model, prompts, decides, resamples=0, progress=training.progress)
+        return cls(study, len(batches), training, optimizer, steps, clip, about, made_of)
 
-    def decides(self) -> dict[str, Any]:
-        """What decides the result, apart from the model and the prompts."""
-        names = ("steps", "clip", "check_every", "seed", "optimizer", "loss")
-        values = {name: getattr(self, name) for name in names}
-        return values | {"context": [self.context, *self.made_of] if self.made_of else self.context}
+    @cached_property
+    def batches(self) -> list[PromptBatch]:
+        """The training prompts on the model's device."""
+        return self._moved(self.study.batches[: self.count])
 
-    def describe(self) -> dict[str, str]:
-        """The same in words."""
-        return {name: in_words(value) for name, value in self.decides().items()} | {
-            "context": self.context
+    @cached_property
+    def held_out(self) -> list[PromptBatch]:
+        """The held-out prompts on the model's device; none if the last step counts."""
+        return self._moved(self.study.batches[self.count :])
+
+    def _moved(self, batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+        with torch.inference_mode(False):
+            return [batch.to(device_of(self.study.model)) for batch in batches]
+
+    @property
+    def bos(self) -> Int[Tensor, " position"]:
+        """The BOS with which all prompts begin, or no token."""
+        return bos_of(self.batches[0])
+
+    def check(self, tokens: Int[Tensor, " position"]) -> None:
+        """Raise an error for prompts with which training would fail or mislead.
+
+        Args:
+            tokens: As many tokens as will stand before a query, with the BOS.
+
+        Raises:
+            PromptError: A query is in both lists or has no true label, or some prompts begin with
+                another BOS.
+            MetricError: The loss does not give one number a prompt.
+            ModelError: The model gives other logits after a cached prefix, or its value biases are
+                folded.
+        """
+        model, prompts, loss = self.study.model, self.study.batches, self.training.loss
+        refuse_folded_value_biases(model)
+        if any(not torch.equal(bos_of(batch), bos_of(prompts[0])) for batch in prompts):
+            raise PromptError(
+                "all prompts must begin with the same BOS, or all without one; build them with one "
+                "tokenizer"
+            )
+        if any(batch.gold is None for batch in prompts):
+            raise PromptError(
+                "training needs the true label of each query; give queries with labels"
+            )
+        both = set(query_digests(self.batches)) & set(query_digests(self.held_out))
+        if both:
+            raise PromptError(
+                f"{len(both)} held-out queries are training queries too, so that their accuracy "
+                "would be too high; hold out other queries"
+            )
+        refuse_several_targets(loss)
+        check_loss(loss, prompts, model)
+        cache_of_tokens(model, prompts[0], tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """What a trained context says of itself."""
+        decides = _decides(self.training, self.optimizer, self.steps, self.clip, self.about)
+        return {
+            **self.study.describe(),
+            **model_identity(self.study.model),
+            **{name: in_words(value) for name, value in decides.items()},
+            "bos": self.bos.tolist(),
+            "queries_in_training": sorted(query_digests(self.study.batches)),
         }
+
+    def take_steps(
+        self, trainable: Trainable, start_loss: float = nan
+    ) -> tuple[list[Tensor], TrainingRecord]:
+        """Take all steps; give the best candidate on held-out queries, or the last, and the record.
+
+        Args:
+            trainable: What is trained; its parameters are changed.
+            start_loss: Mean loss at the start, where nothing is held out.
+        """
+        window, seed, count = self.training.check_every, self.training.seed, self.count
+        quiet = not (self.training.progress and is_main())
+        with torch.inference_mode(False):
+            optimizer = self.optimizer(trainable.parameters)
+            file = _StateFile.of(self, trainable)
+            state = file.read(trainable, optimizer)
+            if not state.checked:
+                self._check(state, trainable, start_loss)
+                file.write(state, trainable, optimizer)
+            done = len(state.losses)
+            with tqdm(total=self.steps, initial=done, disable=quiet, desc="training steps") as bar:
+                while (step := len(state.losses)) < self.steps and not state.diverges(window):
+                    batch = self.batches[trainable.order(step // count, count, seed)[step % count]]
+                    optimizer.zero_grad()
+                    loss = trainable.backward(self.study.model, batch, self.training.loss)
+                    state.losses.append(loss)
+                    if not isfinite(loss):
+                        break
+                    torch.nn.utils.clip_grad_norm_(trainable.parameters, self.clip)
+                    optimizer.step()
+                    trainable.after_step(step)
+                    bar.update()
+                    if (step + 1) % window == 0 or step + 1 == self.steps:
+                        self._check(state, trainable, _mean(state.losses[-window:]))
+                        file.write(state, trainable, optimizer)
+            if state.diverges(window):
+                state.warn_of_divergence()
+            elif not self.held_out:
+                return trainable.candidate(), state.record(self.describe())
+        return state.best, state.record(self.describe())
+
+    def _check(self, state: "_State", trainable: Trainable, recent_loss: float) -> None:
+        """Answer the held-out queries; without them the best candidate has the lowest loss."""
+        model = self.study.model
+        accuracy, loss = 0.0, recent_loss
+        if self.held_out:
+            try:
+                accuracy, loss = answers(model, trainable, self.held_out, self.training.loss)
+            except NotFiniteError:
+                if not state.losses:
+                    raise
+                loss = nan  # the last steps were too large
+        state.checked.append(len(state.losses))
+        state.accuracies.append(accuracy)
+        state.held_out_losses.append(loss)
+        if state.record().best == len(state.checked) - 1:
+            state.best = trainable.candidate()
+
+
+def _decides(
+    training: Training, optimizer: MakeOptimizer, steps: int, clip: float, context: Any
+) -> dict[str, Any]:
+    """What decides the result of a training, apart from the model and the prompts."""
+    return {
+        "steps": steps,
+        "clip": clip,
+        "check_every": training.check_every,
+        "seed": training.seed,
+        "optimizer": optimizer,
+        "loss": training.loss,
+        "context": context,
+    }
 
 
 def _check_optimizer(make: MakeOptimizer) -> None:
@@ -180,87 +429,6 @@ def _check_optimizer(make: MakeOptimizer) -> None:
             ) from error
 
 
-@dataclass
-class _State:
-    """Where training stands: everything that the next step depends on, apart from the batches."""
-
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    checked: list[int] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    held_out_losses: list[float] = field(default_factory=list)
-    best: list[Tensor] = field(default_factory=list)  # the candidate of the best check
-
-    def record(self) -> TrainingRecord:
-        return TrainingRecord(
-            losses=torch.tensor(self.losses, device="cpu"),
-            checked_steps=torch.tensor(self.checked, device="cpu"),
-            held_out_accuracy=torch.tensor(self.accuracies, device="cpu"),
-            held_out_loss=torch.tensor(self.held_out_losses, device="cpu"),
-        )
-
-
-def prepared_study(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    held_out: Sequence[PromptBatch],
-    settings: Settings,
-) -> Study:
-    """A study of the training and the held-out prompts, which are checked on entering."""
-    for name, prompts in (("training", batches), ("held-out", held_out)):
-        if not prompts:
-            raise PromptError(
-                f"there are no {name} prompts; give batches of queries with their true labels, the "
-                "held-out ones (held_out=...) unlike those of training"
-            )
-    return Study(
-        model, [*batches, *held_out], settings.decides(), resamples=0, progress=settings.progress
-    )
-
-
-def check_training(
-    model: HookedModel,
-    batches: Sequence[PromptBatch],
-    held_out: Sequence[PromptBatch],
-    settings: Settings,
-    tokens: Int[Tensor, " position"],
-) -> None:
-    """Raise an error for prompts with which training would fail or mislead.
-
-    Args:
-        model: A prepared model.
-        batches: Training prompts.
-        held_out: Other prompts.
-        settings: How to train.
-        tokens: As many tokens as will stand before a query, with the BOS.
-
-    Raises:
-        PromptError: A query is in both lists or has no true label, or some prompts begin with
-            another BOS.
-        MetricError: The loss does not give one number a prompt.
-        ModelError: The model gives other logits after a cached prefix, or its value biases are
-            folded.
-    """
-    refuse_folded_value_biases(model)
-    for batch in (*batches, *held_out):
-        if not torch.equal(bos_of(batch), bos_of(batches[0])):
-            raise PromptError(
-                "all prompts must begin with the same BOS, or all without one; build them with one "
-                "tokenizer"
-            )
-    if any(batch.gold is None for batch in (*batches, *held_out)):
-        raise PromptError("training needs the true label of each query; give queries with labels")
-    both = set(query_digests(batches)) & set(query_digests(held_out))
-    if both:
-        raise PromptError(
-            f"{len(both)} held-out queries are training queries too, so that their accuracy would "
-            "be too high; hold out other queries"
-        )
-    refuse_several_targets(settings.loss)
-    check_loss(settings.loss, [*batches, *held_out], model)
-    cache_of_tokens(model, batches[0], tokens)
-
-
 def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
     """A number for the tokens of each query, the same for the same query in other prompts."""
     digests = []
@@ -270,94 +438,14 @@ def query_digests(batches: Sequence[PromptBatch]) -> list[int]:
     return digests
 
 
-def describe_training(
-    study: Study, batches: Sequence[PromptBatch], settings: Settings
-) -> dict[str, Any]:
-    """What a trained context says of itself."""
-    return {
-        **study.describe(),
-        **model_identity(study.model),
-        **settings.describe(),
-        "bos": bos_of(batches[0]).tolist(),
-        "queries_in_training": sorted(query_digests(study.batches)),
-    }
-
-
-def train(
-    model: HookedModel,
-    trainable: Trainable,
-    batches: Sequence[PromptBatch],
-    held_out: Sequence[PromptBatch],
-    settings: Settings,
-) -> tuple[list[Tensor], TrainingRecord]:
-    """Take all steps, and return the best candidate on the held-out queries, with the record.
-
-    Batches come in a new random order in each round. Training that diverges stops with a warning.
-    With a folder the state is stored at every check, and training goes on from there.
-
-    Args:
-        model: A prepared model that is frozen.
-        trainable: What is trained; its parameters are changed.
-        batches: Training prompts.
-        held_out: Other prompts, by which the best candidate is chosen.
-        settings: How to train.
-    """
-    device = device_of(model)
-    batches = [batch.to(device) for batch in batches]
-    held_out = [batch.to(device) for batch in held_out]
-    quiet = not (settings.progress and is_main())
-    with torch.inference_mode(False):
-        optimizer = settings.optimizer(trainable.parameters)
-        store = _StateFile.of(model, trainable, batches, held_out, settings)
-        state = store.read(trainable, optimizer)
-
-        def check() -> None:
-            try:
-                accuracy, loss = answers(model, trainable.query_pass, held_out, settings.loss)
-            except NotFiniteError:
-                if state.step == 0:
-                    raise
-                accuracy, loss = 0.0, nan  # the last steps were too large
-            state.checked.append(state.step)
-            state.accuracies.append(accuracy)
-            state.held_out_losses.append(loss)
-            if state.record().best == len(state.checked) - 1:
-                state.best = trainable.candidate()
-            store.write(state, trainable, optimizer)
-
-        if not state.checked:
-            check()
-        bar = tqdm(total=settings.steps, initial=state.step, disable=quiet, desc="training steps")
-        with bar:
-            while state.step < settings.steps and not _diverges(state, settings.check_every):
-                batch = batches[_number_of_batch(state.step, len(batches), settings.seed)]
-                optimizer.zero_grad()
-                state.losses.append(trainable.backward(batch, settings.loss))
-                if not isfinite(state.losses[-1]):
-                    break
-                torch.nn.utils.clip_grad_norm_(trainable.parameters, settings.clip)
-                optimizer.step()
-                trainable.after_step(state.step)
-                state.step += 1
-                bar.update()
-                if state.step % settings.check_every == 0 or state.step == settings.steps:
-                    check()
-    if _diverges(state, settings.check_every):
-        _warn_of_divergence(state)
-    return state.best, state.record()
-
-
 def answers(
-    model: HookedModel,
-    query_pass: Callable[[PromptBatch], QueryPass],
-    batches: Sequence[PromptBatch],
-    loss: Loss,
+    model: HookedModel, context: Context | Trainable, batches: Sequence[PromptBatch], loss: Loss
 ) -> tuple[float, float]:
-    """Accuracy and mean loss over batches on the model's device, whose queries run so."""
+    """Accuracy and mean loss of the queries of batches on the model's device after a context."""
     right: list[Tensor] = []
     losses: list[Tensor] = []
     for batch in batches:
-        logits = query_pass(batch).logits(model)
+        logits = context.query_pass(model, batch).logits(model)
         gold = require_gold(batch.gold, "accuracy")
         right.append(torch.eq(predicted_class(batch.label_scores(logits)), gold))
         losses.append(loss(logits, batch))
@@ -365,31 +453,70 @@ def answers(
     return float(accuracy), float(mean)
 
 
-def _number_of_batch(step: int, count: int, seed: int) -> int:
-    """The batch of a step: all batches in each round, in an order that the round decides."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step // count) % 2**63)
-    return int(torch.randperm(count, generator=generator, device="cpu")[step % count])
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
-def _diverges(state: _State, window: int) -> bool:
-    """Whether a last loss is not finite, or the last losses are far above those of the start."""
-    if not all(map(isfinite, [*state.losses[-1:], *state.held_out_losses[-1:]])):
-        return True
-    if len(state.losses) < 2 * window:
-        return False
-    start = max(sum(state.losses[:window]) / window, state.held_out_losses[0])
-    # A loss near 0 may be several times as high and still be low.
-    return sum(state.losses[-window:]) / window > start + _TOO_HIGH * max(abs(start), 1.0)
+@dataclass
+class _State:
+    """Where training stands: everything that the next step depends on, apart from the batches."""
+
+    losses: list[float] = field(default_factory=list)  # of each step that was taken
+    checked: list[int] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    held_out_losses: list[float] = field(default_factory=list)
+    best: list[Tensor] = field(default_factory=list)  # the candidate of the best check
+
+    def record(self, info: Mapping[str, Any] | None = None) -> TrainingRecord:
+        return TrainingRecord(
+            losses=torch.tensor(self.losses, device="cpu"),
+            checked_steps=torch.tensor(self.checked, device="cpu"),
+            held_out_accuracy=torch.tensor(self.accuracies, device="cpu"),
+            held_out_loss=torch.tensor(self.held_out_losses, device="cpu"),
+            info=info or {},
+        )
+
+    def diverges(self, window: int) -> bool:
+        """Whether a last loss is not finite, or the last ones are far above those of the start."""
+        if not all(map(isfinite, [*self.losses[-1:], *self.held_out_losses[-1:]])):
+            return True
+        if len(self.losses) < 2 * window:
+            return False
+        start = max(_mean(self.losses[:window]), self.held_out_losses[0])
+        # A loss near 0 may be several times as high and still be low.
+        return _mean(self.losses[-window:]) > start + _TOO_HIGH * max(abs(start), 1.0)
+
+    def warn_of_divergence(self) -> None:
+        record = self.record()
+        warn_user(
+            f"training diverged: the loss of step {len(self.losses)} is {self.losses[-1]:.3g}, "
+            f"that of the checks was {self.held_out_losses[0]:.3g} at the start and is "
+            f"{self.held_out_losses[-1]:.3g} now. It was stopped, and what was trained is as after "
+            f"step {int(record.checked_steps[record.best])}; use a lower learning rate"
+        )
 
 
-def _warn_of_divergence(state: _State) -> None:
-    best = state.record()
-    warn_user(
-        f"training diverged: the loss of step {len(state.losses)} is {state.losses[-1]:.3g}, that "
-        f"of held-out queries was {state.held_out_losses[0]:.3g} at the start and is "
-        f"{state.held_out_losses[-1]:.3g} now. It was stopped, and the context is that after step "
-        f"{int(best.checked_steps[best.best])}; use a lower learning rate"
-    )
+_LISTS = {
+    "losses": torch.double,
+    "checked": torch.long,
+    "accuracies": torch.double,
+    "held_out_losses": torch.double,
+}
+
+
+def _restored(tensors: Mapping[str, Tensor], trainable: Trainable, optimizer: Optimizer) -> _State:
+    """The state in a file, whose parameters and optimizer are put into these ones."""
+    current = trainable.candidate()
+    best = [tensors[f"best.{n}"].to(each.device).view_as(each) for n, each in enumerate(current)]
+    state = _State(**{name: tensors[name].tolist() for name in _LISTS}, best=best)
+    if state.checked[-1] != len(state.losses) or state.record()._misfit():
+        raise ValueError("numbers of other steps than were taken")
+    with torch.no_grad():
+        for n, parameter in enumerate(trainable.parameters):
+            parameter.copy_(tensors[f"parameter.{n}"].view_as(parameter))
+    own = io.BytesIO(tensors["optimizer"].numpy().tobytes())
+    optimizer.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
+    return state
 
 
 @dataclass(frozen=True)
@@ -398,37 +525,30 @@ class _StateFile:
 
     Attributes:
         path: The file; None without a folder.
-        run: What decides the result of the training.
+        facts: What decides the result of the training.
         unknown: What of it cannot be seen, so that a stored state is not believed.
     """
 
     path: Path | None
-    run: dict[str, str]
+    facts: Mapping[str, str]
     unknown: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        model: HookedModel,
-        trainable: Trainable,
-        batches: Sequence[PromptBatch],
-        held_out: Sequence[PromptBatch],
-        settings: Settings,
-    ) -> "_StateFile":
-        if settings.folder is None:
+    def of(cls, run: TrainingRun, trainable: Trainable) -> "_StateFile":
+        if run.training.folder is None:
             return cls(None, {})
-        folder = Path(settings.folder)
+        folder = Path(run.training.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             raise StoreError(f"{folder} cannot be made: {error}; use another folder") from error
-        decides = settings.decides() | {
-            "number of training batches": str(len(batches)),
+        decides = run.study.settings | {
+            "number of training batches": str(run.count),
             "shape": str([tuple(parameter.shape) for parameter in trainable.parameters]),
         }
-        run, unknown = fingerprint(model, [*batches, *held_out], decides)
+        facts, unknown = fingerprint(run.study.model, run.study.batches, decides)
         warn_of_unknown(folder, unknown)
-        return cls(folder / "training.pt", run, unknown)
+        return cls(folder / "training.safetensors", facts, unknown)
 
     def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
         """The stored state, which is put into the parameters and the optimizer; or a new one.
@@ -436,71 +556,42 @@ class _StateFile:
         Raises:
             StoreError: The file is of another training, or cannot be read.
         """
-        stored = self._stored()
-        if stored is None:
+        if self.path is None or not self.path.exists():
+            return _State()
+        bytes_of(self.path)  # an error if it cannot be read
+        try:
+            header, tensors = read_with_digest(self.path)
+        except StoreError:
+            warn_user(f"{self.path} is damaged; training begins again")
+            return _State()
+        if self.unknown:
             return _State()
         try:
-            # Every field by name, because those that are missing would begin anew.
-            state = _State(**{name: stored["state"][name] for name in vars(_State())})
-            run = stored["run"]
-            different = [name for name in self.run if run.get(name) != self.run[name]]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise self._not_ours(error) from error
-        if different:
+            stored = header["training"]
+            different = [name for name, fact in self.facts.items() if stored.get(name) != fact]
+            if not different:
+                return _restored(tensors, trainable, optimizer)
+        except Exception as error:  # optimizers raise errors of any kind for what is not theirs
             raise StoreError(
-                f"{self.path} is of a training with another {', '.join(different)}; use another "
-                "folder, or start over in this one: delete the file"
-            )
-        try:
-            with torch.no_grad():
-                if state.best:  # it goes to the devices of the model
-                    own = zip(state.best, trainable.candidate(), strict=True)
-                    state.best = [best.to(each.device) for best, each in own]
-                values = zip(trainable.parameters, stored["parameters"], strict=True)
-                for parameter, value in values:
-                    parameter.copy_(value)
-            optimizer.load_state_dict(stored["optimizer"])
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise self._not_ours(error) from error
-        return state
-
-    def _not_ours(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"{self.path} does not hold a training of this version ({type(error).__name__}: "
-            f"{error}); delete it, or use another folder"
-        )
-
-    def _stored(self) -> Any:
-        """What the file holds; None if there is none, or if it cannot be believed."""
-        if self.path is None or not self.path.exists():
-            return None
-        try:
-            written = self.path.read_bytes()
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be read: {error.strerror}; use another folder"
+                f"{self.path} does not hold a training of this version ({type(error).__name__}: "
+                f"{error}); delete it, or use another folder"
             ) from error
-        digest, data = written[:_DIGEST], written[_DIGEST:]
-        if hashlib.sha256(data).digest() != digest:
-            warn_user(f"{self.path} is damaged; training begins again")
-            return None
-        if self.unknown:
-            return None
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # pickles raise errors of any kind
-            raise self._not_ours(error) from error
+        raise StoreError(
+            f"{self.path} is of a training with another {', '.join(different)}; use another "
+            "folder, or start over in this one: delete the file"
+        )
 
     def write(self, state: _State, trainable: Trainable, optimizer: Optimizer) -> None:
         if self.path is None or not is_main():
             return
-        data = io.BytesIO()
-        stored = {
-            "run": self.run,
-            "parameters": [parameter.detach() for parameter in trainable.parameters],
-            "optimizer": optimizer.state_dict(),
-            "state": vars(state),
+        own = io.BytesIO()  # only the optimizer knows the form of its state
+        torch.save(optimizer.state_dict(), own)
+        tensors = {
+            name: torch.tensor(getattr(state, name), dtype=dtype, device="cpu")
+            for name, dtype in _LISTS.items()
         }
-        torch.save(stored, data)
-        # torch.load does not notice a changed number.
-        write_atomically(self.path, hashlib.sha256(data.getvalue()).digest() + data.getvalue())
+        tensors |= {f"best.{n}": tensor for n, tensor in enumerate(state.best)}
+        tensors |= {f"parameter.{n}": tensor for n, tensor in enumerate(trainable.parameters)}
+        tensors["optimizer"] = torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8)
+        data = to_bytes_with_digest({"training": dict(self.facts)}, tensors)
+        write_atomically(self.path, data)

@@ -16,11 +16,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..contexts.compression import checked_selections
-from ..contexts.compression import contexts as compressed_contexts
-from ..contexts.context import refuse_another_model
+from ..contexts.compressed import checked_selections
+from ..contexts.compressed import contexts as compressed_contexts
 from ..contexts.placement import Placement, as_in_prompt
-from ..contexts.query_pass import Context, QueryPass, bos_of, is_context
+from ..contexts.protocol import (
+    Context,
+    QueryPass,
+    bos_of,
+    info_of,
+    is_context,
+    refuse_another_model,
+)
 from ..contexts.selection import Keep, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
@@ -361,15 +367,14 @@ def _check_prompts(
                 )
             continue
         with _named(name):
-            if "weights" in getattr(context, "info", {}):
-                refuse_another_model(model, context.info)  # type: ignore[attr-defined]
+            refuse_another_model(model, context)
             _refuse_training_queries(context, digests)
             for batch in batches:
                 context.query_pass(model, batch)
 
 
 def _refuse_training_queries(context: Context, digests: Collection[int]) -> None:
-    trained_on = getattr(context, "info", {}).get("queries_in_training", ())
+    trained_on = info_of(context).get("queries_in_training", ())
     if both := set(trained_on) & set(digests):
         raise PromptError(
             f"{len(both)} of these queries were used to train or to choose it, so that its "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..contexts.query_pass import Context, QueryPass, is_context
+from ..contexts.protocol import Context, QueryPass, is_context
 from ..errors import MetricError
 from ..metrics.prefix_effect import (
     PrefixEffect,

@@ -4,9 +4,9 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from ..contexts.prefix_context import PrefixContext
-from ..contexts.query_pass import Context, QueryPass
-from ..contexts.token_prompt import HardPrompt
+from ..contexts.hard_prompt import HardPrompt
+from ..contexts.prefix import PrefixContext
+from ..contexts.protocol import Context, QueryPass
 from ..hooks import Site
 from ..metrics.prefix_effect import PrefixEffect
 from ..metrics.prefix_terms import LayerTerms, prefix_runs

@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contexts.compression import compress
+from ..contexts.compressed import compress
+from ..contexts.reweighted import train_reweighting
 from ..contexts.selection import everything, label_words
+from ..contexts.training import Training
 from ..errors import DataError, PromptError
 from ..experiments.analysis import both_ends, run_possible
 from ..experiments.context_comparison import compare_contexts
 from ..experiments.diagnosis import diagnose
 from ..experiments.isolation import isolation_sweep
-from ..experiments.reweighting import reweighting_accuracy, train_reweighting
 from ..experiments.sites import first_and_last
-from ..hooks import Site, isolate_labels, isolate_random
+from ..hooks import Site, isolate_labels, isolate_random, reweight_anchors
+from ..metrics.accuracy import Accuracy
 from ..metrics.distances import AnchorDistances
 from ..metrics.loyalty import loyalty
 from ..metrics.metric import Metric
@@ -158,11 +160,17 @@ def figure_4(setting: PaperSetting) -> Iterator[PaperNumber]:
 def table_1(setting: PaperSetting) -> Iterator[PaperNumber]:
     """Accuracy: vanilla, with the training examples as demonstrations, and re-weighted."""
     training = setting.prompts(queries=setting.training, batch_size=1)
-    beta = train_reweighting(setting.model, training, seed=setting.seed, progress=False)
+    how = Training(seed=setting.seed, progress=False)
+    beta = train_reweighting(setting.model, training, how)
     shots, more = _more_shots(setting)
-    record = reweighting_accuracy(setting.model, setting.prompts(), beta, more, **QUIET)
-    for name, accuracy in zip(record.info["methods"], record.accuracy.tolist(), strict=True):
-        yield PaperNumber("Table 1", name, "accuracy", accuracy)
+    batches = setting.prompts()
+    for name, prompts, hooks in (
+        ("vanilla", batches, None),
+        ("more shots", more, None),
+        ("re-weighted", batches, lambda batch: reweight_anchors(setting.model, batch, beta)),
+    ):
+        results = run(setting.model, prompts, [Accuracy()], hooks=hooks, **QUIET)
+        yield PaperNumber("Table 1", name, "accuracy", float(results["accuracy"].accuracy))
     yield PaperNumber("Table 1, shots", "more shots", "a class", float(shots))
 
 

@@ -188,16 +188,21 @@ def calls() -> list[Call]:
         ),
         Call(
             al.train_reweighting,
-            {**all_of, "epochs": 1, "lr": 0.1, "start": None, **QUIET},
+            {**all_of, "training": al.Training(steps=1, **QUIET), "start": None},
             {
-                **{"batches": bad_lists, "epochs": sizes, "lr": [NAN, INF, "x"]},
-                **{"start": [vector, torch.zeros(3, 2, 99)], "loss": odd_losses()},
+                "batches": bad_lists,
+                "training": [
+                    al.Training(optimizer=torch.optim.LBFGS),
+                    al.Training(optimizer=lambda parameters: None),  # type: ignore[arg-type, return-value]
+                    al.Training(folder="a\0b"),
+                ],
+                "start": [vector, torch.zeros(3, 2, 99)],
             },
         ),
         Call(
-            al.reweighting_accuracy,
-            {**all_of, "beta": setup.beta, "more_shots": batches, **QUICK},
-            {"batches": bad_lists, "more_shots": bad_lists, "resamples": COUNTS},
+            al.Training,
+            {"steps": 1, "check_every": 1, "clip": 1.0, "seed": 0},
+            {"steps": COUNTS, "check_every": sizes, "clip": [NAN, 0.0, "x"], "seed": ["x", 0.5]},
         ),
         Call(
             al.isolation_loyalty,

@@ -33,12 +33,16 @@ class Scene:
         self.folder = Path(tempfile.mkdtemp())
         metrics: list[al.Metric] = [al.SaliencyFlows(), al.AnchorDistances(directions=2)]
         self.results = al.run(self.model, self.batches, metrics, **QUICK)
-        self.beta = al.train_reweighting(self.model, self.batches, epochs=1, **QUIET)
+        self.beta = al.train_reweighting(self.model, self.batches, al.Training(steps=2, **QUIET))
         self.isolation = al.isolation_loyalty(self.model, self.batches, 0, draws=1, **QUICK)
         self.context = al.compress(self.model, self.batch)
         self.hard_prompt = al.hard_prompt(self.model, [300, 301], held_out=self.batches)
         self.prefix = al.train_prefix(
-            self.model, self.batches[:1], length=2, steps=0, held_out=self.batches[1:], **QUIET
+            self.model,
+            self.batches[:1],
+            al.Training(steps=0, **QUIET),
+            length=2,
+            held_out=self.batches[1:],
         )
         self.logits = al.target_logits(self.model, self.batches, **QUIET)
         self.correct = {"a": torch.ones(4), "b": torch.zeros(4)}

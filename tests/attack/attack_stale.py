@@ -182,14 +182,16 @@ def training(call: Call) -> dict[str, Tensor]:
     context = al.train_prefix(
         setup.model,
         batches[:2],
+        al.Training(
+            steps=4,
+            check_every=2,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=scale(0.1)),
+            loss=Loss(unchanged, call.stop),
+            folder=call.folder,
+            **QUIET,
+        ),
         held_out=batches[2:],
         length=2,
-        steps=4,
-        check_every=2,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=scale(0.1)),
-        loss=Loss(unchanged, call.stop),
-        folder=call.folder,
-        **QUIET,
     )
     return {str(k): keys for k, keys in enumerate((*context.prefix.keys, *context.prefix.values))}
 

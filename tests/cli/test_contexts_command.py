@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from trained_contexts import same
 
 import anchorlens as al
 from anchorlens.cli import work as command_prompts
-from anchorlens.contexts import soft_prompt, trained_prefix
+from anchorlens.contexts import soft_prompt, training
 from anchorlens.experiments import context_comparison
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -105,16 +104,15 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
     counted = {}
     for name, module, function in (
         ("soft_prompt", soft_prompt, "mean_loss_with_gradient"),
-        ("prefix", trained_prefix, "mean_loss_with_gradient"),
+        ("prefix", training, "mean_loss_with_gradient"),
         ("rows", context_comparison, "_rows"),
     ):
         counted[name] = Counted(getattr(module, function))
         monkeypatch.setattr(module, function, counted[name])
     arguments = [*COMMAND, "--model", str(shallow_folder), "--out", str(tmp_path), "--quiet"]
     arguments += ["--steps", "2", "--training", "2", "--held-out", "2", "--batch-size", "2"]
-    # What this test is not about, made short.
-    short = partial(al.train_reweighting, epochs=1)
-    monkeypatch.setattr("anchorlens.cli.trained_contexts.train_reweighting", short)
+    # What this test is not about, left out or made short.
+    monkeypatch.setattr("anchorlens.cli.work.reweighted", lambda *arguments: al.compress)
     monkeypatch.setattr("anchorlens.cli.work.write_report", lambda *results, **page: None)
 
     def status(*others: str, **stops: int) -> tuple[int, list[int]]:

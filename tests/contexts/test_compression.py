@@ -12,7 +12,7 @@ from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts import compression
+from anchorlens.contexts import compressed
 from anchorlens.errors import ModelError, PromptError, StoreError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
@@ -260,13 +260,13 @@ def test_a_cache_that_gives_different_logits_is_an_error(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = questions(gpt2, 3)[0]
-    right = compression.run_prefix
+    right = compressed.run_prefix
 
     def wrong(*args: Any, **options: Any) -> Any:
         prefix = right(*args, **options)
         return replace(prefix, values=tuple(value * 1.01 for value in prefix.values))
 
-    monkeypatch.setattr(compression, "run_prefix", wrong)
+    monkeypatch.setattr(compressed, "run_prefix", wrong)
     with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
         al.compress(gpt2, batch)
 

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
-from stored_runs import StopsOnce
 from tiny_models import LONG_LABELS, questions, tiny_gpt2, tiny_llama
 from torch import Tensor
+from trained_contexts import train_hard_prompt
 
 import anchorlens as al
-from anchorlens.contexts import nearest_tokens
+from anchorlens.contexts import hard_prompt_search
 from anchorlens.contexts.embedded import embeddings_of, replaced_embeddings
-from anchorlens.contexts.nearest_tokens import NearestTokens, check_embeds_by_table
-from anchorlens.contexts.query_pass import bos_of, queries_after
-from anchorlens.contexts.trained_tokens import (
+from anchorlens.contexts.hard_prompt_search import (
+    NearestTokens,
     SearchedTokens,
     _allowed,
+    check_embeds_by_table,
     next_token_loss,
     prompts_of_next_tokens,
 )
-from anchorlens.contexts.training import Settings, train
-from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
+from anchorlens.contexts.protocol import bos_of, queries_after
+from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.batch import check_batch
 from anchorlens.prompts.plain_tokens import plain_tokens
@@ -44,7 +44,7 @@ def halves(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pr
 def searched(model: Any, **options: Any) -> al.HardPrompt:
     training, held_out = halves(model)
     call = {"held_out": held_out, "length": 3, "steps": 6, **QUIET} | options
-    return al.train_hard_prompt(model, training, **call)
+    return train_hard_prompt(model, training, **call)
 
 
 def test_the_projection_equals_a_full_cosine_and_is_idempotent(gemma3: Any) -> None:
@@ -90,7 +90,7 @@ def test_of_almost_equal_embeddings_the_nearest_is_found_whatever_the_length_of_
 
 
 def test_a_large_vocabulary_is_projected_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearest_tokens, "_ROWS", 16)
+    monkeypatch.setattr(hard_prompt_search, "_ROWS", 16)
     table = torch.randn(50, 7, generator=torch.Generator().manual_seed(3))
     nearest = NearestTokens(table, table.norm(dim=1), torch.ones(50, dtype=torch.bool))
     assert nearest.ids(2 * table).tolist() == [*range(50)]
@@ -195,7 +195,7 @@ def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
     moved = (gpt2.W_E[[300, 17]] * 3 + 0.01).detach().requires_grad_()
     nearby = trainable_of(gpt2, batch, al.hard_prompts.PEZ, embeddings=moved)
     assert torch.equal(nearby.tokens, torch.tensor([300, 17]))
-    losses = [part.backward(batch, al.label_cross_entropy) for part in (at_tokens, nearby)]
+    losses = [part.backward(gpt2, batch, al.label_cross_entropy) for part in (at_tokens, nearby)]
     assert losses[0] == losses[1]
     assert at_tokens.embeddings.grad is not None and moved.grad is not None
     assert torch.equal(moved.grad, at_tokens.embeddings.grad) and moved.grad.any()
@@ -218,7 +218,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
         fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
         return float(0.75 * task + 0.25 * fluency)
 
-    loss = trainable.backward(batch, al.label_cross_entropy)
+    loss = trainable.backward(model, batch, al.label_cross_entropy)
     gradient, point = trainable.embeddings.grad, embeddings_of(model, batch, tokens)[n_bos:]
     assert loss == pytest.approx(objective(point), abs=1e-12)
     assert gradient is not None
@@ -254,8 +254,8 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
     assert not torch.equal(run_pass(model, placeholders), expected)
     hooks = [replaced_embeddings(point, n_bos)]
     assert torch.equal(run_pass(model, placeholders, hooks=hooks), expected)
-    assert difference(trainable.query_pass(batch).logits(model), expected) < 1e-5
-    loss = trainable.backward(batch, al.label_cross_entropy)
+    assert difference(trainable.query_pass(model, batch).logits(model), expected) < 1e-5
+    loss = trainable.backward(model, batch, al.label_cross_entropy)
     assert loss == float(al.label_cross_entropy(expected, queries).mean())
     trainable.after_step(0)
     assert torch.equal(nearby.detach(), point), "projected into the space of the embeddings"
@@ -267,7 +267,7 @@ def test_the_padding_side_changes_nothing(llama: Any) -> None:
     for side in ("left", "right"):
         training, held_out = halves(llama, padding_side=side)
         call: dict[str, Any] = {"length": 2, "start": [300], "steps": 3, **QUIET}
-        prompts.append(al.train_hard_prompt(llama, training, held_out=held_out, **call))
+        prompts.append(train_hard_prompt(llama, training, held_out=held_out, **call))
     first, second = prompts
     assert torch.equal(first.tokens, second.tokens)
     assert torch.equal(first.training.losses, second.training.losses)
@@ -354,7 +354,7 @@ def test_the_objective_is_a_weighted_sum_of_both_losses(gpt2: Any) -> None:
     def objective(weight: float) -> tuple[float, Tensor]:
         method = replace(al.hard_prompts.PEZ, fluency=weight)
         trainable = trainable_of(gpt2, batch, method)
-        loss = trainable.backward(batch, al.label_cross_entropy)
+        loss = trainable.backward(gpt2, batch, al.label_cross_entropy)
         gradient = trainable.embeddings.grad
         assert gradient is not None
         return loss, gradient
@@ -379,7 +379,7 @@ def test_autoprompt_is_a_projected_step_of_gradient_descent(
     trainable = trainable_of(model, batch, method, embeddings=start)
     before = start.detach().clone()
     optimizer = SGD([start])
-    trainable.backward(batch, al.label_cross_entropy)
+    trainable.backward(model, batch, al.label_cross_entropy)
     assert start.grad is not None
     expected = trainable.nearest.ids(before - 30.0 * start.grad)
     optimizer.step()
@@ -459,22 +459,23 @@ def test_a_relative_rate_makes_the_same_steps_at_any_size_of_embeddings() -> Non
 
 def test_a_search_finds_the_one_token_on_which_the_loss_depends(gpt2: Any) -> None:
     """The loss is the distance of the first embedding to that of one token."""
-    batch = questions(gpt2, 2)[0]
+    batch, *held_out = questions(gpt2, 4, batch_size=2)
     wanted = gpt2.W_E[411].detach()
     trainable = trainable_of(gpt2, batch, al.hard_prompts.PEZ)
 
     class Quadratic(SearchedTokens):
-        def backward(self, batch: al.PromptBatch, loss: Any) -> float:
+        def backward(self, model: Any, batch: al.PromptBatch, loss: Any) -> float:
             projected = gpt2.W_E[self.tokens].detach()
             self.embeddings.grad = projected - wanted
             return float((projected - wanted).square().sum())
 
     method = al.hard_prompts.Descent(partial(torch.optim.SGD, lr=0.2))
     fields = vars(trainable) | {"method": method}
-    held_out = questions(gpt2, 2)
-    settings = Settings(20, method.optimizer, 1e9, 1, 0, al.label_cross_entropy, None, False)
+    steps = al.Training(
+        steps=20, optimizer=method.optimizer, clip=1e9, check_every=1, progress=False
+    )
     quadratic = Quadratic(**fields)
-    train(gpt2, quadratic, [batch], held_out, settings)
+    al.train_context(gpt2, quadratic, [batch], steps, held_out=held_out)
     assert quadratic.tokens.tolist() == [411, 411]
 
 
@@ -500,23 +501,6 @@ def test_without_a_step_the_start_is_returned(gpt2: Any) -> None:
     prompt = searched(gpt2, steps=0, length=8)
     assert prompt.ids.tolist() == [*words, *words][:8]
     assert searched(gpt2, steps=0, start=[300, 301]).ids.tolist() == [300, 301, 300]
-
-
-def test_an_interrupted_search_continues_to_the_same_tokens(gpt2: Any, tmp_path: Path) -> None:
-    """With Adafactor, whose state is stored, and with noise."""
-    noisy = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
-    options: dict[str, Any] = {"method": noisy, "start": [300]}
-    whole = searched(gpt2, **options)
-    loss = StopsOnce(at_call=9)
-    options |= {"folder": tmp_path, "loss": loss}
-    with pytest.raises(KeyboardInterrupt):
-        searched(gpt2, **options)
-    resumed = searched(gpt2, **options)
-    assert loss.calls < 9 + 10, "it began again"
-    assert torch.equal(resumed.tokens, whole.tokens)
-    assert torch.equal(resumed.training.losses, whole.training.losses)
-    with pytest.raises(StoreError, match="another context"):
-        searched(gpt2, **(options | {"start": [301]}))
 
 
 def test_the_text_is_encoded_again_and_measured(gpt2: Any) -> None:
@@ -555,7 +539,7 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     wrong = replace(training, gold=(answers[0] + 1) % 6)
     right = replace(held_out, gold=answers[1])
     call: dict[str, Any] = {"start": pieces, "length": 4, "steps": 0, **QUIET}
-    prompt = al.train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
+    prompt = train_hard_prompt(gpt2, [wrong], held_out=[right], **call)
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_gpt2
+from trained_contexts import train_hard_prompt
 
 import anchorlens as al
 from anchorlens.prompts.plain_tokens import plain_tokens
@@ -97,7 +98,7 @@ def test_the_model_is_right_exactly_when_the_token_is_there(model: Any, prompts:
 
 def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
     training, held_out = prompts
-    search = partial(al.train_hard_prompt, model, training, held_out=held_out, start=START)
+    search = partial(train_hard_prompt, model, training, held_out=held_out, start=START)
     assert plain_tokens(model.tokenizer, len(model.W_E))[WANTED]
     start = search(**(SHORT | {"steps": 0}))
     assert start.ids.tolist() == START and float(start.training.best_accuracy) == 0
@@ -113,7 +114,7 @@ def test_pez_finds_the_token(model: Any, prompts: Any) -> None:
 def test_projected_steps_are_too_short_to_find_it(model: Any, prompts: Any) -> None:
     """The published script loses what its steps add up to; longer steps find the token."""
     training, held_out = prompts
-    search = partial(al.train_hard_prompt, model, training, held_out=held_out, start=START)
+    search = partial(train_hard_prompt, model, training, held_out=held_out, start=START)
     published = search(method=al.hard_prompts.PEZ_AS_PUBLISHED, **SHORT)
     assert published.ids.tolist() == START
     long = replace(al.hard_prompts.AUTOPROMPT, optimizer=partial(torch.optim.SGD, lr=100.0))

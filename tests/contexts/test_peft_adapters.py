@@ -14,10 +14,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft_oracle import peft_logits, saved_by_peft
 from safetensors.torch import load_file, save_file
 from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
-from trained_contexts import same, split, trained
+from trained_contexts import same, split, train_hard_prompt, train_soft_prompt, trained
 
 import anchorlens as al
-from anchorlens.contexts.query_pass import bos_of
+from anchorlens.contexts.protocol import bos_of
 from anchorlens.errors import ModelError, PromptError, StoreError
 
 pytestmark = [
@@ -79,8 +79,8 @@ def test_every_kind_of_context_becomes_an_adapter(llama: Any, tmp_path: Path) ->
     batch, weights = held_out[0], plain("llama", llama)
     call: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 1, "progress": False}
     contexts: list[Any] = [
-        al.train_soft_prompt(llama, training, **call),
-        al.train_hard_prompt(llama, training, **call),
+        train_soft_prompt(llama, training, **call),
+        train_hard_prompt(llama, training, **call),
         al.compress(llama, training[0], positions=al.placement.rebased),
     ]
     for number, context in enumerate(contexts):

@@ -16,8 +16,8 @@ from trained_contexts import same, trained
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 import anchorlens as al
-from anchorlens.contexts.prefix_context import prefix_at_start
-from anchorlens.contexts.query_pass import bos_of, queries_after
+from anchorlens.contexts.protocol import bos_of, queries_after
+from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import ModelError, PromptError, StoreError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass, run_prefix
@@ -42,7 +42,7 @@ def of_tokens(model: Any, batch: al.PromptBatch, tokens: Tensor) -> al.PrefixCon
     with frozen_in_eval_mode(model):
         prefix = run_prefix(model, queries.prompt(0).before(len(ids)))
     return al.PrefixContext(
-        prefix=prefix_at_start(list(prefix.keys), list(prefix.values)),
+        prefix=key_values_at_start(list(prefix.keys), list(prefix.values)),
         tokens=ids,
         info={"bos": bos.tolist()},
     )
@@ -130,9 +130,9 @@ def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path)
     assert "accuracy on held-out queries not known" in repr(loaded)
     with pytest.raises(StoreError, match=r"holds a Named, not a PrefixContext; use al\.load_con"):
         al.PrefixContext.load(path)
-    number: Any = 7
-    wrong = replace(own, text=number)
-    with pytest.raises(StoreError, match="is not written: text must be tensors or strings"):
+    texts: Any = ["a", "b"]
+    wrong = replace(own, text=texts)
+    with pytest.raises(StoreError, match="is not written: text must be a tensor, a record"):
         wrong.save(path)
 
 

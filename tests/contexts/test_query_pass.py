@@ -9,7 +9,7 @@ from measures import centred, difference
 from tiny_models import questions
 
 import anchorlens as al
-from anchorlens.contexts.query_pass import bos_of, check_queries, queries_after
+from anchorlens.contexts.protocol import bos_of, check_queries, queries_after
 from anchorlens.errors import PromptError
 
 pytestmark = pytest.mark.without_jaxtyping

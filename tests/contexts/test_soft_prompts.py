@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
-from stored_runs import StopsOnce
 from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
+from trained_contexts import train_hard_prompt, train_soft_prompt
 
 import anchorlens as al
 from anchorlens.contexts.embedded import (
@@ -17,7 +17,7 @@ from anchorlens.contexts.embedded import (
     moved_embeddings,
     replaced_embeddings,
 )
-from anchorlens.contexts.query_pass import bos_of, queries_after
+from anchorlens.contexts.protocol import bos_of, queries_after
 from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
 from anchorlens.models.optimizers import Adafactor
 from anchorlens.passes.descent import mean_loss_with_gradient
@@ -101,7 +101,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, byte_level: Any) -
 
 def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
     training, held_out = halves(llama)
-    prompt = al.train_soft_prompt(
+    prompt = train_soft_prompt(
         llama, training, held_out=held_out, length=4, start=TOKENS, steps=0, **QUIET
     )
     queries, _ = with_tokens(llama, held_out[0])
@@ -114,9 +114,7 @@ def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
 
 def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemma3: Any) -> None:
     prompts = [
-        al.train_soft_prompt(
-            gemma3, *training, held_out=held_out, length=3, steps=8, seed=3, **QUIET
-        )
+        train_soft_prompt(gemma3, *training, held_out=held_out, length=3, steps=8, seed=3, **QUIET)
         for side in ("left", "right")
         for *training, held_out in [halves(gemma3, padding_side=side)]
     ]
@@ -138,9 +136,9 @@ def test_low_precision_is_trained_in_float32(hooked: Any, sentencepiece_like: An
         return torch.optim.SGD(parameters, lr=1e-4)
 
     call: dict[str, Any] = {"held_out": held_out, "length": 2, "start": [300], "steps": 2, **QUIET}
-    prompt = al.train_soft_prompt(model, training, optimizer=optimizer, **call)
+    prompt = train_soft_prompt(model, training, optimizer=optimizer, **call)
     method = al.hard_prompts.Descent(optimizer)
-    hard = al.train_hard_prompt(model, training, method=method, **call)
+    hard = train_hard_prompt(model, training, method=method, **call)
     assert set(types) == {torch.float32}
     for context in (prompt, hard):
         assert context.prefix.keys[0].dtype == torch.bfloat16
@@ -152,7 +150,7 @@ def test_the_seed_decides_the_start(gpt2: Any) -> None:
 
     def trained(seed: int) -> Tensor:
         call = {"held_out": held_out, "length": 2, "steps": 0, "seed": seed, **QUIET}
-        return al.train_soft_prompt(gpt2, training, **call).embeddings
+        return train_soft_prompt(gpt2, training, **call).embeddings
 
     assert torch.equal(trained(1), trained(1))
     assert not torch.equal(trained(1), trained(2))
@@ -161,33 +159,14 @@ def test_the_seed_decides_the_start(gpt2: Any) -> None:
 def test_a_start_is_repeated_to_the_length(gpt2: Any) -> None:
     training, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "steps": 0, **QUIET}
-    prompt = al.train_soft_prompt(gpt2, training, length=3, start=[300, 17], **call)
+    prompt = train_soft_prompt(gpt2, training, length=3, start=[300, 17], **call)
     expected = gpt2.W_E[torch.tensor([300, 17, 300])]
     assert torch.equal(prompt.embeddings, expected)
 
 
-def test_an_interrupted_training_continues_to_the_same_embeddings(
-    gpt2: Any, tmp_path: Path
-) -> None:
-    training, held_out = halves(gpt2)
-    call: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 6, **QUIET}
-    whole = al.train_soft_prompt(gpt2, training, **call)
-
-    loss = StopsOnce(at_call=9)
-    call |= {"folder": tmp_path, "loss": loss}
-    with pytest.raises(KeyboardInterrupt):
-        al.train_soft_prompt(gpt2, training, **call)
-    resumed = al.train_soft_prompt(gpt2, training, **call)
-    assert loss.calls < 9 + 10, "it began again"
-    assert torch.equal(resumed.embeddings, whole.embeddings)
-    assert torch.equal(resumed.training.losses, whole.training.losses)
-    with pytest.raises(StoreError, match="another context"):
-        al.train_soft_prompt(gpt2, training, **(call | {"length": 3}))
-
-
 def test_a_soft_prompt_is_saved_and_loaded(gpt2: Any, tmp_path: Path) -> None:
     training, held_out = halves(gpt2)
-    prompt = al.train_soft_prompt(gpt2, training, held_out=held_out, length=2, steps=2, **QUIET)
+    prompt = train_soft_prompt(gpt2, training, held_out=held_out, length=2, steps=2, **QUIET)
     loaded = al.SoftPrompt.load(prompt.save(tmp_path / "soft.safetensors"))
     assert torch.equal(loaded.embeddings, prompt.embeddings)
     assert torch.equal(loaded.logits(gpt2, held_out[0]), prompt.logits(gpt2, held_out[0]))
@@ -213,7 +192,7 @@ def test_a_bad_argument_is_an_error_before_training(
 ) -> None:
     training, held_out = halves(gpt2)
     with pytest.raises(error, match=message):
-        al.train_soft_prompt(gpt2, training, **({"held_out": held_out, **QUIET} | change))
+        train_soft_prompt(gpt2, training, **({"held_out": held_out, **QUIET} | change))
 
 
 @pytest.mark.changes_model
@@ -228,7 +207,7 @@ def test_a_model_that_reads_tokens_elsewhere_is_refused(gpt2: Any) -> None:
     gpt2.blocks[0].register_forward_pre_hook(embed_again)
     training, held_out = halves(gpt2)
     with pytest.raises(ModelError, match="reads tokens elsewhere than at hook_embed"):
-        al.train_soft_prompt(gpt2, training, held_out=held_out, **QUIET)
+        train_soft_prompt(gpt2, training, held_out=held_out, **QUIET)
 
 
 def test_adafactor_takes_steps_of_the_learning_rate() -> None:

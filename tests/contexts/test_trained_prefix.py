@@ -8,12 +8,13 @@ import pytest
 import torch
 from measures import difference
 from tiny_models import questions, tiny_gpt2, tiny_llama
-from trained_contexts import same, split, trained
+from trained_contexts import same, split, train_prefix, trained
 
 import anchorlens as al
-from anchorlens.contexts.prefix_context import prefix_at_start
-from anchorlens.contexts.query_pass import bos_of
-from anchorlens.contexts.trained_prefix import _split, _TrainedKeys, random_prefix
+from anchorlens.contexts.embedded import prefix_of_tokens
+from anchorlens.contexts.prefix import TrainedKeys, _split, random_tokens
+from anchorlens.contexts.protocol import bos_of
+from anchorlens.contexts.stored import key_values_at_start
 from anchorlens.errors import ModelError, PromptError
 from anchorlens.models.model_state import frozen_in_eval_mode
 
@@ -33,12 +34,12 @@ def test_gradients_are_those_of_central_differences(hooked: Any, byte_level: Any
     (batch,) = questions(model, 3)
     bos = bos_of(batch)
     with frozen_in_eval_mode(model):
-        prefix = random_prefix(model, batch, 2, seed=0)
-        trainable = _TrainedKeys(model, bos, *_split(prefix, len(bos)))
-        trainable.backward(batch, al.label_cross_entropy)
+        prefix = prefix_of_tokens(model, batch, torch.cat([bos, random_tokens(model, 2, seed=0)]))
+        trainable = TrainedKeys(bos, *_split(prefix, len(bos)))
+        trainable.backward(model, batch, al.label_cross_entropy)
 
         def loss() -> float:
-            run = trainable.query_pass(batch)
+            run = trainable.query_pass(model, batch)
             logits = run.logits(model)
             return float(al.label_cross_entropy(logits, run.batch).mean())
 
@@ -119,8 +120,8 @@ def test_bad_input_is_refused_before_any_pass(gpt2: Any, llama: Any) -> None:
     (first, *_), _ = split(llama)
     selections = al.selection
     gap = al.compress(llama, first)
-    short = al.train_prefix(llama, [first], held_out=split(llama)[1], steps=0, progress=False)
-    wide = prefix_at_start(
+    short = train_prefix(llama, [first], held_out=split(llama)[1], steps=0, progress=False)
+    wide = key_values_at_start(
         *(
             [t.repeat(1, 1, 46, 1) for t in each]
             for each in (short.prefix.keys, short.prefix.values)

@@ -1,10 +1,8 @@
 """The loop of steps: resuming, divergence, the order of batches, and bad settings."""
 
-import hashlib
 import warnings
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,26 +13,23 @@ from architectures import BY_NAME
 from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 from toys import native_bridge
-from trained_contexts import curves, same, split, trained
+from trained_contexts import (
+    curves,
+    same,
+    split,
+    train_hard_prompt,
+    train_prefix,
+    train_reweighting,
+    train_soft_prompt,
+    trained,
+)
 
 import anchorlens as al
-from anchorlens.contexts import compression, training
-from anchorlens.contexts.training import _DIGEST
+from anchorlens.contexts import compressed, training
 from anchorlens.errors import MetricError, ModelError, NotFiniteError, PromptError, StoreError
+from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 
 pytestmark = pytest.mark.without_jaxtyping
-
-
-def train_prefix(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_prefix(model, batches, length=2, progress=False, **options)
-
-
-def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_soft_prompt(model, batches, length=2, progress=False, **options)
-
-
-def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
-    return al.train_hard_prompt(model, batches, length=2, start=[300], progress=False, **options)
 
 
 def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None:
@@ -45,10 +40,30 @@ def test_equal_seeds_give_equal_bits_and_others_other_batches(gpt2: Any) -> None
     assert not all(torch.equal(losses[0], values) for values in losses)
 
 
+NOISY = replace(al.hard_prompts.PEZ, noise=al.hard_prompts.Langevin(0.01))
+# Each trainer, and a change that makes another context of it.
+TRAINERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prefix": (partial(train_prefix, length=2), {"length": 3}),
+    "soft prompt": (partial(train_soft_prompt, length=2), {"length": 3}),
+    "hard prompt": (
+        partial(train_hard_prompt, length=2, start=[300], method=NOISY),
+        {"start": [301]},
+    ),
+    "re-weighting": (
+        lambda model, batches, held_out, **options: train_reweighting(model, batches, **options),
+        {"start": torch.zeros(3, 1, 6)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_an_interrupted_training_continues_to_the_same_bits(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    expected = trained(gpt2, steps=6, clip=inf)
+    """With the state of Adam and of Adafactor, and with noise."""
+    (train, change), (batches, held_out) = TRAINERS[kind], split(gpt2)
+    call = partial(train, gpt2, batches, held_out=held_out, steps=6, check_every=2, clip=inf)
+    expected = call()
     steps: list[int] = []
 
     def counted(limit: int) -> None:
@@ -62,17 +77,19 @@ def test_an_interrupted_training_continues_to_the_same_bits(
 
     counted(4)
     with pytest.raises(KeyboardInterrupt):
-        trained(gpt2, steps=6, folder=tmp_path, clip=inf)
+        call(folder=tmp_path)
     counted(99)
-    resumed = trained(gpt2, steps=6, folder=tmp_path, clip=inf)
+    resumed = call(folder=tmp_path)
     assert len(steps) == 4 and same(resumed, expected)
     counted(99)
-    assert same(trained(gpt2, steps=6, folder=tmp_path, clip=inf), expected) and not steps
+    assert same(call(folder=tmp_path), expected) and not steps
+    with pytest.raises(StoreError, match="another context"):
+        call(folder=tmp_path, **change)
 
 
 def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
     expected = trained(gpt2, folder=tmp_path)
-    path = tmp_path / "training.pt"
+    path = tmp_path / "training.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     for damaged in (bytes(data), b"", b"nothing"):
@@ -85,16 +102,19 @@ def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) 
 def test_a_forged_state_is_refused(gpt2: Any, tmp_path: Path) -> None:
     """Its digest is right."""
     trained(gpt2, folder=tmp_path)
-    path = tmp_path / "training.pt"
-    stored = torch.load(BytesIO(path.read_bytes()[_DIGEST:]))
-    for name in stored:
-        for value in ("text", 3, None, {}, {"state": "text", "param_groups": "text"}):
-            data = BytesIO()
-            torch.save(stored | {name: value}, data)
-            digest = hashlib.sha256(data.getvalue()).digest()
-            path.write_bytes(digest + data.getvalue())
-            with pytest.raises(StoreError, match=r"does not hold a training|another "):
+    path = tmp_path / "training.safetensors"
+    header, tensors = read_with_digest(path)
+    for name in tensors:
+        others = {key: value for key, value in tensors.items() if key != name}
+        for changed in (others, others | {name: torch.zeros(3, 3, 3)}):
+            path.write_bytes(to_bytes_with_digest(header, changed))
+            with pytest.raises(StoreError, match="does not hold a training"):
                 trained(gpt2, folder=tmp_path)
+    facts: list[Any] = ["text", None, [], {"training": 3}]
+    for text in facts:
+        path.write_bytes(to_bytes_with_digest({"training": text}, tensors))
+        with pytest.raises(StoreError, match=r"does not hold a training|another "):
+            trained(gpt2, folder=tmp_path)
 
 
 def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: Path) -> None:
@@ -105,11 +125,12 @@ def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: P
         same_record = replace(first, prefix=other.prefix)
         trained(gpt2, start=same_record, folder=tmp_path / "prefix")
     batches, held_out = split(gpt2)
-    soft: dict[str, Any] = {"held_out": held_out, "steps": 0, "folder": tmp_path / "soft"}
+    call: dict[str, Any] = {"held_out": held_out, "steps": 0, "length": 2}
+    soft = call | {"folder": tmp_path / "soft"}
     train_soft_prompt(gpt2, batches, start=[300], **soft)
     with pytest.raises(StoreError, match="another context"):
         train_soft_prompt(gpt2, batches, start=[301], **soft)
-    hard: dict[str, Any] = {"held_out": held_out, "steps": 0, "folder": tmp_path / "hard"}
+    hard = call | {"start": [300], "folder": tmp_path / "hard"}
     train_hard_prompt(gpt2, batches, **hard)
     allowed = torch.arange(len(gpt2.W_E)) >= 300
     changes: list[dict[str, Any]] = [
@@ -169,7 +190,7 @@ def test_divergence_stops_with_a_warning_and_the_best(
 def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_every: int) -> None:
     batches, held_out = split(gpt2)
     huge = partial(torch.optim.SGD, lr=float("inf"))
-    call: dict[str, Any] = {"held_out": held_out, "check_every": check_every}
+    call: dict[str, Any] = {"held_out": held_out, "check_every": check_every, "length": 2}
     start = train_soft_prompt(gpt2, batches, steps=0, **call)
     with pytest.warns(UserWarning, match="training diverged"):
         soft = train_soft_prompt(gpt2, batches, steps=3, optimizer=huge, **call)
@@ -179,7 +200,7 @@ def test_prompts_are_those_of_the_best_check_after_divergence(gpt2: Any, check_e
     for keep in (True, False):
         method = al.hard_prompts.Descent(huge, keep_continuous=keep)
         with pytest.warns(UserWarning, match="training diverged"):
-            hard = train_hard_prompt(gpt2, batches, steps=3, method=method, **call)
+            hard = train_hard_prompt(gpt2, batches, steps=3, start=[300], method=method, **call)
         assert hard.ids.tolist() == [300, 300]
 
 
@@ -205,7 +226,7 @@ def test_folded_value_biases_are_refused_before_training(raw: Any, byte_level: A
     batches, held_out = split(folded)
     passes: list[int] = []
     folded.register_forward_pre_hook(lambda *inputs: passes.append(1))
-    for train in (train_prefix, train_soft_prompt, train_hard_prompt):
+    for train, _ in TRAINERS.values():
         with pytest.raises(ModelError, match="biases of this model are folded"):
             train(folded, batches, held_out=held_out, steps=1)
     assert not passes
@@ -219,11 +240,11 @@ def state(losses: list[float], held_out: float) -> Any:
 def test_only_a_loss_far_above_the_start_is_divergence(start: float) -> None:
     limit = start + 2 * max(abs(start), 1.0)
     for last, diverges in ((start, False), (limit - 0.01, False), (limit + 0.01, True)):
-        assert training._diverges(state([start] * 2 + [last] * 2, start), 2) == diverges
+        assert state([start] * 2 + [last] * 2, start).diverges(2) == diverges
     # The last losses are compared with others, and not with some of themselves.
-    assert not training._diverges(state([start, start, limit + 99], start), 2)
-    assert training._diverges(state([start, float("nan")], start), 9)
-    assert training._diverges(state([start], float("inf")), 9)
+    assert not state([start, start, limit + 99], start).diverges(2)
+    assert state([start, float("nan")], start).diverges(9)
+    assert state([start], float("inf")).diverges(9)
 
 
 def test_the_norm_of_the_gradient_over_all_parameters_is_limited(llama: Any) -> None:
@@ -271,7 +292,8 @@ def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
     return al.random_hard_prompts(model, length=1, draws=1, **options)
 
 
-EVERY = [train_prefix, train_soft_prompt, train_hard_prompt, hard_prompt, random_hard_prompts]
+EVERY = [TRAINERS[kind][0] for kind in ("prefix", "soft prompt", "hard prompt")]
+EVERY += [hard_prompt, random_hard_prompts]
 
 
 @pytest.mark.parametrize("make", EVERY)
@@ -298,21 +320,22 @@ def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, mak
 def test_a_cache_that_gives_other_logits_is_refused(
     gpt2: Any, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    right = compression.run_prefix
+    right = compressed.run_prefix
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         prefix = right(*arguments, **options)
         return replace(prefix, values=tuple(value * 1.01 for value in prefix.values))
 
-    monkeypatch.setattr(compression, "run_prefix", wrong)
+    monkeypatch.setattr(compressed, "run_prefix", wrong)
     batches, held_out = split(gpt2)
     with pytest.raises(ModelError, match="gives other logits after a cached prefix"):
         make(gpt2, batches, held_out=held_out)
 
 
 def test_each_round_has_every_batch_once() -> None:
-    numbers = [training._number_of_batch(step, 5, seed=3) for step in range(40)]
-    rounds = [numbers[k : k + 5] for k in range(0, 40, 5)]
+    """The order of re-weighting is tested by hand."""
+    nothing: Any = None
+    rounds = [training.Trainable.order(nothing, number, 5, seed=3) for number in range(8)]
     assert all(sorted(batches) == [*range(5)] for batches in rounds)
     assert len({tuple(batches) for batches in rounds}) > 4
 

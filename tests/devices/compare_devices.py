@@ -32,7 +32,7 @@ from tiny_models import byte_level_tokenizer, sentencepiece_like_tokenizer, tiny
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.contexts.query_pass import queries_after
+from anchorlens.contexts.protocol import queries_after
 from anchorlens.system import devices
 
 Calls = Mapping[str, Callable[[], Any]]
@@ -115,7 +115,7 @@ def readme() -> dict[str, Any]:
         tokenizer = byte_level_tokenizer()
         weights = tiny_gpt2(len(tokenizer), n_layer=6, n_embd=16)
         model = al.load_model(weights, tokenizer=tokenizer, device=device)
-        short = partial(al.train_reweighting, epochs=2)
+        short = partial(al.train_reweighting, training=al.Training(steps=2))
         with (
             mock.patch.object(al, "load_model", lambda name: model),
             mock.patch.object(al, "train_reweighting", short),
@@ -184,7 +184,6 @@ def waits() -> dict[str, list[int]]:
     def counts(model: Any) -> Iterator[tuple[str, int]]:
         batches = al.build_prompts(tokenizer, task, demos, queries[:12], batch_size=4)
         held_out = al.build_prompts(tokenizer, task, demos, queries[12:16])
-        training: dict[str, Any] = {"held_out": held_out, "length": 2, "check_every": 9}
         runs: dict[str, Callable[[int], Any]] = {
             "flows and AUCROC": lambda n: al.run(model, batches[:n], metrics, **quiet),
             "distances": lambda n: al.run(
@@ -194,7 +193,11 @@ def waits() -> dict[str, list[int]]:
                 model, batches[:n], 0, draws=2, **quiet
             ),
             "a step of training": lambda n: al.train_prefix(
-                model, batches, steps=n, progress=False, **training
+                model,
+                batches,
+                al.Training(steps=n, check_every=9, progress=False),
+                held_out=held_out,
+                length=2,
             ),
         }
         for name, call in runs.items():

@@ -100,7 +100,7 @@ def test_correct_answers_equal_those_of_prompts_written_by_hand() -> None:
     model = al.load_model(tiny_gpt2(len(tokenizer), **sizes), tokenizer=tokenizer)
     task, pool = al.TASKS["sst2"], al.load_examples("sentiment", split="train")
     tests = al.load_examples("sentiment", split="test")
-    answers = reweighting.correct_answers(model, task, pool, tests, 20, seed=3, epochs=1, lr=0.01)
+    answers = reweighting.correct_answers(model, task, pool, tests, 20, seed=3, rounds=1, lr=0.01)
 
     demos = al.sample_demonstrations(pool, shots=1, seed=3)
     rest = [example for example in pool if example not in demos]

@@ -439,7 +439,7 @@ def test_a_function_that_makes_no_context_is_refused(gpt2: Any) -> None:
 
 def test_queries_of_the_training_are_refused(gpt2: Any) -> None:
     batches = questions(gpt2, 12, batch_size=4)
-    options: dict[str, Any] = {"length": 2, "steps": 0, "progress": False}
+    options: dict[str, Any] = {"length": 2, "training": al.Training(steps=0, progress=False)}
     prefix = al.train_prefix(gpt2, batches[:1], held_out=batches[1:2], **options)
     passes: list[int] = []
     hook = gpt2.register_forward_pre_hook(lambda *arguments: passes.append(1))
@@ -454,7 +454,7 @@ def test_queries_of_the_training_are_refused(gpt2: Any) -> None:
 
 def test_queries_on_which_beta_was_trained_are_refused(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 8, batch_size=4)
-    beta = al.train_reweighting(gpt2, batches[:1], epochs=1, progress=False)
+    beta = al.train_reweighting(gpt2, batches[:1], al.Training(steps=1, progress=False))
     loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
     contexts: list[Any] = [
         al.reweight_demonstrations(gpt2, batches[1], loaded),

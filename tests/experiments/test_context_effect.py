@@ -163,7 +163,9 @@ def test_the_figures_of_all_tokens_as_a_context_are_those_of_the_demonstrations(
 def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
     """Learned keys belong to no token; those of a hard prompt do, and BOS is not learned."""
     batches = questions(llama, 2, batch_size=1)
-    learned = al.train_prefix(llama, batches[:1], held_out=batches[1:], length=2, steps=0)
+    learned = al.train_prefix(
+        llama, batches[:1], training=al.Training(steps=0), held_out=batches[1:], length=2
+    )
     tokens = al.hard_prompt(llama, [300, 301], held_out=batches)
     names = []
     for context in (learned, tokens):
@@ -174,6 +176,8 @@ def test_the_figures_of_a_context_name_its_keys(llama: Any) -> None:
         assert float(effect.stolen[1, 1]) == pytest.approx(float(stolen.mean()), abs=1e-5)
     assert names[0][1] == "learned_1"
     assert names[1] == (names[0][0], llama.tokenizer.decode(301))
-    one = al.train_prefix(llama, batches[:1], held_out=batches[1:], length=1, steps=0)
+    one = al.train_prefix(
+        llama, batches[:1], training=al.Training(steps=0), held_out=batches[1:], length=1
+    )
     (dots,) = al.plot_prefix_directions(llama, batches[0], -1, 0, context=one).data
     assert max(map(abs, dots.y)) < 1e-6 * max(map(abs, dots.x))

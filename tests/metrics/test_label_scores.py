@@ -66,7 +66,9 @@ def test_one_word_in_a_list_gives_the_same_numbers_bit_for_bit(gpt2: Any) -> Non
         contexts: dict[str, Any] = {"anchors": al.compress}
         options: dict[str, Any] = {"draws": 2, "repeats": 0, **QUIET}
         results["compression"] = al.compare_contexts(gpt2, batches, contexts, **options)
-        results["beta"] = al.train_reweighting(gpt2, batches, epochs=2, progress=False)
+        results["beta"] = al.train_reweighting(
+            gpt2, batches, al.Training(steps=2 * len(batches), progress=False)
+        )
         records.append(results)
     for name, record in records[0].items():
         for field, values in record.tensors().items():
@@ -146,7 +148,7 @@ def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
 def test_re_weighting_and_compression_use_the_scores(gpt2: Any) -> None:
     batches = prompts(gpt2, SEVERAL, score=torch.amax)
     scores = scores_by_hand(gpt2, batches)
-    beta = al.train_reweighting(gpt2, batches, epochs=1, progress=False)
+    beta = al.train_reweighting(gpt2, batches, al.Training(steps=1, progress=False))
     losses = -log_softmax(scores, axis=1)[np.arange(len(GOLD)), GOLD]
     expected = np.mean([losses[batch.index].mean() for batch in batches])
     assert float(beta.vanilla_loss) == pytest.approx(expected, abs=1e-5)

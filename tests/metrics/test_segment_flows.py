@@ -456,11 +456,12 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
 
 
 def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
-    batches, loss = questions(gpt2, 4, batch_size=2), al.span_cross_entropy("target")
+    batches = questions(gpt2, 4, batch_size=2)
+    training = al.Training(loss=al.span_cross_entropy("target"), progress=False)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
-        al.train_reweighting(gpt2, batches, loss=loss, progress=False)
+        al.train_reweighting(gpt2, batches, training)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
-        al.train_prefix(gpt2, batches[:1], held_out=batches[1:], loss=loss, progress=False)
+        al.train_prefix(gpt2, batches[:1], training, held_out=batches[1:])
 
 
 @pytest.mark.parametrize(

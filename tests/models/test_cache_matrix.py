@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import TOYS
 
 import anchorlens as al
-from anchorlens.contexts.compression import contexts
+from anchorlens.contexts.compressed import contexts
 from anchorlens.errors import ModelError
 from anchorlens.metrics.metric import possible
 from anchorlens.passes.forward import run_pass

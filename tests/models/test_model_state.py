@@ -80,7 +80,7 @@ def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> Non
     calls = [
         lambda: al.run(model, batches, [al.Accuracy()], **QUIET)["accuracy"].correct,
         lambda: al.isolation_loyalty(model, batches, 0, draws=1, **QUIET).kl,
-        lambda: al.train_reweighting(model, batches, epochs=1, progress=False).beta,
+        lambda: al.train_reweighting(model, batches, al.Training(steps=1, progress=False)).beta,
         lambda: al.compress(model, batches[0]).logits(model, batches[0]),
     ]
     for call in calls:
@@ -151,7 +151,7 @@ def test_hooks_of_the_user_act_in_every_run(byte_level: Any, raw: Any) -> None:
     context = al.compress(model, batches[0], keep=al.selection.everything)
     answers = context.logits(model, batches[0])[batches[0].index.argsort()]
     assert difference(answers, expected) < 1e-5
-    trained = al.train_reweighting(model, batches, epochs=1, progress=False)
+    trained = al.train_reweighting(model, batches, al.Training(steps=1, progress=False))
     assert trained.info["shared_prefix"].startswith("off")
 
 

@@ -274,7 +274,7 @@ TRAIN: dict[str, Callable[..., Any]] = {
     "hard prompt": lambda model, *of, **options: al.train_hard_prompt(
         model, *of, start=[300], **options
     ),
-    "given tokens": lambda model, _, held_out, length, **options: al.hard_prompt(
+    "given tokens": lambda model, _, held_out, length, training: al.hard_prompt(
         model, [300] * length, held_out=held_out
     ),
 }
@@ -289,7 +289,7 @@ def test_trained_contexts_refuse_queries_beyond_the_switch(
     lengths = [int(b.target_positions[0] - b.query_start[0]) + 1 for b in batches]
     shortest, longest = min(lengths), max(lengths)
     assert shortest + 2 <= 34 < longest
-    options: dict[str, Any] = {"steps": 1, "progress": False}
+    options: dict[str, Any] = {"training": al.Training(steps=1, progress=False)}
     with pytest.raises(PromptError, match=CACHED):
         TRAIN[kind](model, batches[:3], held_out=batches[3:], length=2, **options)
     near = [batch for batch, length in zip(batches, lengths, strict=True) if length + 2 <= 34]
@@ -383,6 +383,6 @@ def test_reweighting_is_trained_on_whole_prompts_at_the_switch(models: Any, name
     model, _ = models(name)
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     trained = al.train_reweighting(
-        model, [batches[SWITCH], batches[SWITCH + 1]], epochs=1, progress=False
+        model, [batches[SWITCH], batches[SWITCH + 1]], al.Training(steps=2, progress=False)
     )
     assert trained.info["shared_prefix"].startswith("off for 1 of 2 batches")

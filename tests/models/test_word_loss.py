@@ -187,7 +187,7 @@ def test_wrong_words_raise_an_error(gpt2: Any) -> None:
     with pytest.raises(MetricError, match="one for each class; give their tokens"):
         loss.continuations(replace(batch, verbalizer=several))
     with pytest.raises(MetricError, match="needs the logits at several"):
-        al.train_reweighting(gpt2, [batch], loss=loss)
+        al.train_reweighting(gpt2, [batch], al.Training(loss=loss))
 
 
 def test_models_without_a_cache_are_refused() -> None:

@@ -40,25 +40,22 @@ def model(byte_level: Any) -> Any:
     return al.load_model(weights_for(byte_level), tokenizer=byte_level)
 
 
-Arguments = tuple[list[al.PromptBatch], al.Beta, list[al.PromptBatch]]
-
-
 @pytest.fixture(scope="module")
-def found(model: Any) -> tuple[pd.DataFrame, list[Arguments]]:
-    """All numbers, and the arguments with which re-weighting was tested."""
-    calls: list[Arguments] = []
+def found(model: Any) -> tuple[pd.DataFrame, list[al.Beta]]:
+    """All numbers, and the betas that were learned."""
+    betas: list[al.Beta] = []
 
-    def record_call(model: Any, batches: Any, beta: Any, more: Any, **options: Any) -> Any:
-        calls.append((batches, beta, more))
-        return al.reweighting_accuracy(model, batches, beta, more, **options)
+    def train(*arguments: Any) -> al.Beta:
+        betas.append(al.train_reweighting(*arguments))
+        return betas[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper_parts, "reweighting_accuracy", record_call)
-        return al.paper(model, EMOTIONS, seeds=SEEDS, **QUICK), calls
+        patch.setattr(paper_parts, "train_reweighting", train)
+        return al.paper(model, EMOTIONS, seeds=SEEDS, **QUICK), betas
 
 
 @pytest.fixture(scope="module")
-def numbers(found: tuple[pd.DataFrame, list[Arguments]]) -> pd.DataFrame:
+def numbers(found: tuple[pd.DataFrame, list[al.Beta]]) -> pd.DataFrame:
     return found[0]
 
 
@@ -162,14 +159,14 @@ def test_table_1_equals_plain_transformers(
 
 
 def test_beta_is_learned_from_the_training_examples(
-    found: tuple[pd.DataFrame, list[Arguments]], model: Any
+    found: tuple[pd.DataFrame, list[al.Beta]], model: Any
 ) -> None:
-    numbers, calls = found
-    assert len(calls) == len(SEEDS)
-    seed, (batches, beta, _) = SEEDS[1], calls[1]
+    numbers, betas = found
+    assert len(betas) == len(SEEDS)
+    seed, beta = SEEDS[1], betas[1]
     demos, training, queries = draw_examples(seed)
     training_batches = al.build_prompts(model.tokenizer, TASK, demos, training, batch_size=1)
-    expected = al.train_reweighting(model, training_batches, seed=seed, progress=False)
+    expected = al.train_reweighting(model, training_batches, al.Training(seed=seed, progress=False))
     assert torch.equal(beta.beta, expected.beta) and expected.beta.abs().max() > 0.1
     logits = al.target_logits(
         model,
@@ -178,7 +175,7 @@ def test_beta_is_learned_from_the_training_examples(
         progress=False,
     )
     gold = torch.tensor([query.label for query in queries])
-    correct = logits[:, batches[0].label_token_ids].argmax(1) == gold
+    correct = logits[:, training_batches[0].label_token_ids].argmax(1) == gold
     accuracy = values(numbers, seed, "Table 1", "re-weighted", "accuracy")
     assert accuracy == pytest.approx([float(correct.double().mean())])
 

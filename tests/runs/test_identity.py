@@ -1,8 +1,6 @@
 """The identity of a value changes with everything that decides a number, and with nothing else."""
 
 import copy
-import hashlib
-import io
 import subprocess
 import sys
 import textwrap
@@ -26,6 +24,7 @@ from anchorlens.errors import ProcessError, StoreError
 from anchorlens.runs import study
 from anchorlens.runs.identity import identity_of
 from anchorlens.system import processes
+from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -405,15 +404,10 @@ def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path
     def search(noise: float, tokenizer: Any = None) -> Any:
         method = replace(al.hard_prompts.PEZ, noise=lambda step, steps: noise)
         methods.append(method)
-        options: dict[str, Any] = {"start": [300], "length": 2, "steps": 1, "progress": False}
+        training = al.Training(steps=1, folder=tmp_path, progress=False)
+        options: dict[str, Any] = {"start": [300], "length": 2, "tokenizer": tokenizer}
         return al.train_hard_prompt(
-            gpt2,
-            batches,
-            held_out=held_out,
-            method=method,
-            tokenizer=tokenizer,
-            folder=tmp_path,
-            **options,
+            gpt2, batches, training, held_out=held_out, method=method, **options
         )
 
     first = search(0.1)
@@ -426,24 +420,19 @@ def test_a_search_with_another_noise_or_tokenizer_is_refused(gpt2: Any, tmp_path
         search(0.1, other)
 
 
-@pytest.mark.parametrize("contents", ["folder", "text", "list", "numbers"])
+@pytest.mark.parametrize("contents", ["folder", "another file", "optimizer", "parameter.0"])
 def test_a_file_that_is_no_training_is_refused(gpt2: Any, tmp_path: Path, contents: str) -> None:
     trained(gpt2, folder=tmp_path)
-    path = tmp_path / "training.pt"
+    path = tmp_path / "training.safetensors"
+    header, tensors = read_with_digest(path)
     if contents == "folder":
         path.unlink()
         path.mkdir()
+    elif contents == "another file":
+        path.write_bytes(to_bytes_with_digest({"record": "Beta"}, tensors))
     else:
-        data = io.BytesIO()
-        stored = torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True)
-        if contents == "text":
-            data.write(b"no pickle")
-        elif contents == "list":
-            torch.save([1, 2], data)
-        else:
-            torch.save(stored | {"parameters": [torch.zeros(1)]}, data)
-        path.write_bytes(hashlib.sha256(data.getvalue()).digest() + data.getvalue())
-    with pytest.raises(StoreError, match=r"training\.pt"):
+        path.write_bytes(to_bytes_with_digest(header, tensors | {contents: torch.zeros(1)}))
+    with pytest.raises(StoreError, match=r"training\.safetensors"):
         trained(gpt2, folder=tmp_path)
 
 

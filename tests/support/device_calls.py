@@ -5,7 +5,7 @@ be compared: a tensor, a record, or lists and dictionaries of these.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows, but many ask.")]
     written = al.build_segments(tokenizer, [pieces, [("question", "Why?"), ("answer", " So.")]])
     answer = al.span_cross_entropy("answer")
-    searched: dict[str, Any] = {"held_out": held_out, "length": 2, "steps": 2, "check_every": 1}
-    searched["progress"] = False
+    two_steps = al.Training(steps=2, check_every=1, progress=False)
+    searched: dict[str, Any] = {"held_out": held_out, "length": 2}
 
     def run(*metrics: Any, **options: Any) -> Any:
         return al.run(model, batches, metrics, **(QUIET | options))
@@ -62,7 +62,8 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def twice(train: Callable[..., Any], name: str) -> list[Any]:
         """A training that is stored, and the same call again, which finds it finished."""
-        return [train(folder=folder / name), train(folder=folder / name)]
+        training = replace(two_steps, folder=folder / name)
+        return [train(training=training), train(training=training)]
 
     def saved(context: Any, name: str) -> list[Any]:
         path = context.save(folder / f"{name}.safetensors")
@@ -99,7 +100,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         return al.write_report(results, folder / "report.html").read_text()[:15]
 
     def peft() -> Tensor:
-        prefix = train_prefix(folder=None)
+        prefix = train_prefix(training=two_steps)
         path = al.context_to_peft(prefix, model, folder / "peft")
         return al.context_from_peft(path, model, batch).logits(model, batch)
 
@@ -114,11 +115,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     train_hard = partial(al.train_hard_prompt, model, batches, tokenizer=tokenizer, **searched)
 
     def reweighted() -> list[Any]:
-        beta = al.train_reweighting(model, single, epochs=1, progress=False)
+        beta = al.train_reweighting(model, single, two_steps)
         loaded = al.Beta.load(beta.save(folder / "beta.safetensors"))
         context = al.reweight_demonstrations(model, batch, loaded)
-        accuracies = al.reweighting_accuracy(model, batches, beta, batches, **QUIET)
-        return [beta.beta, context.logits(model, batch), accuracies]
+        return [beta.beta, context.logits(model, batch)]
 
     def records() -> Any:
         record = run(al.Accuracy())["accuracy"]

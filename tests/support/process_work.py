@@ -114,7 +114,7 @@ def compression(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
 
 
 def trained(model: Any, batches: list[al.PromptBatch]) -> dict[str, Any]:
-    return {"": al.train_reweighting(model, batches[:4], epochs=1, progress=False)}
+    return {"": al.train_reweighting(model, batches[:4], al.Training(steps=4, progress=False))}
 
 
 ANALYSES = (many_prompts, hooks_and_loyalty, isolation, compression, trained)

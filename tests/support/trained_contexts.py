@@ -1,5 +1,6 @@
 """Short trainings of contexts, and records of them, for tests."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,24 +18,48 @@ def split(model: Any, **options: Any) -> tuple[list[al.PromptBatch], list[al.Pro
 def trained(model: Any, **options: Any) -> al.PrefixContext:
     """A prefix after four steps, of three positions or from a start; checks after two and four."""
     training, held_out = split(model)
-    settings: dict[str, Any] = {"steps": 4, "check_every": 2, "progress": False}
-    settings |= {} if "start" in options else {"length": 3}
-    return al.train_prefix(
-        model,
-        options.pop("batches", training),
-        held_out=options.pop("held_out", held_out),
-        **(settings | options),
-    )
+    others = {} if "start" in options else {"length": 3}
+    given = {"held_out": held_out, "steps": 4, "check_every": 2, **others, **options}
+    return al.train_prefix(model, given.pop("batches", training), **with_training(given))
 
 
-def same(ours: al.PrefixContext, theirs: al.PrefixContext) -> bool:
-    """Whether two contexts have the same bits and the same record of their training."""
-    pairs = zip(
-        (*ours.prefix.keys, *ours.prefix.values, ours.tokens, *curves(ours)),
-        (*theirs.prefix.keys, *theirs.prefix.values, theirs.tokens, *curves(theirs)),
-        strict=True,
-    )
+def train_prefix(model: Any, batches: Any, **options: Any) -> al.PrefixContext:
+    return al.train_prefix(model, batches, **with_training(options))
+
+
+def train_soft_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_soft_prompt(model, batches, **with_training(options))
+
+
+def train_hard_prompt(model: Any, batches: Any, **options: Any) -> Any:
+    return al.train_hard_prompt(model, batches, **with_training(options))
+
+
+def train_reweighting(model: Any, batches: Any, **options: Any) -> al.Beta:
+    return al.train_reweighting(model, batches, **with_training(options))
+
+
+def with_training(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a trainer, of which those of ``al.Training`` are put into one."""
+    names = {each.name for each in fields(al.Training)} & options.keys()
+    training = al.Training(**{"progress": False} | {name: options[name] for name in names})
+    others = {name: value for name, value in options.items() if name not in names}
+    return {"training": training, **others}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two contexts or records have the same bits, with the record of a training."""
+    pairs = zip(bits(ours), bits(theirs), strict=True)
     return all(torch.equal(*pair) for pair in pairs)
+
+
+def bits(made: Any) -> list[torch.Tensor]:
+    """All tensors of a context or a record."""
+    if isinstance(made, al.Record):
+        return [*made.tensors().values()]
+    own = [getattr(made, each.name) for each in fields(made) if each.name != "info"]
+    tensors = [*made.prefix.keys, *made.prefix.values, *curves(made)]
+    return tensors + [value for value in own if isinstance(value, torch.Tensor)]
 
 
 def curves(context: al.PrefixContext) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import anchorlens as al
-from anchorlens.contexts.query_pass import is_context
+from anchorlens.contexts.protocol import is_context
 from anchorlens.passes.losses import needs_positions
 from anchorlens.system.arguments import has_methods
 

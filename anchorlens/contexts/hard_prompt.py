@@ -18,12 +18,10 @@ from ..prompts.tokens import check_is_tokenizer
 from ..runs.study import Study
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
-from .compression import cache_of_tokens
-from .context import model_identity
+from .compressed import cache_of_tokens
 from .embedded import prefix_of_tokens, start_tokens
-from .prefix_context import PrefixContext
-from .query_pass import QueryPass, bos_of, check_queries, checked_queries_after_cache
-from .trained_prefix import check_length
+from .prefix import PrefixContext, check_length
+from .protocol import bos_of, check_queries, model_identity
 from .training import TrainingRecord, answers
 
 
@@ -233,13 +231,10 @@ def answers_after_tokens(
     loss: Loss,
 ) -> tuple[float, float]:
     """Accuracy and mean loss of the queries after tokens with their BOS."""
-    prefix = prefix_of_tokens(model, batches[0], tokens)
-
-    def query_pass(batch: PromptBatch) -> QueryPass:
-        return QueryPass(checked_queries_after_cache(model, batch, tokens), prefix)
-
+    prefix, bos = prefix_of_tokens(model, batches[0], tokens), bos_of(batches[0]).tolist()
+    context = PrefixContext(prefix=prefix, tokens=tokens, info={"bos": bos})
     moved = [batch.to(device_of(model)) for batch in batches]
-    return answers(model, query_pass, moved, loss)
+    return answers(model, context, moved, loss)
 
 
 def _measured(

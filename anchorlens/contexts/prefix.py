@@ -1,54 +1,95 @@
-"""Prefix tuning: keys and values of every layer that are learned (Li and Liang, 2021)."""
+"""Contexts at the positions 0, 1, ... before a query, and prefix tuning (Li and Liang, 2021).
 
-from collections.abc import Sequence
+Prefix tuning learns the keys and values of every layer.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
 from ..models.kv_cache import KeyValues
-from ..passes.descent import mean_loss_with_gradient
-from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch
 from ..system.arguments import check_from_1, checked
 from ..system.processes import gather_from_processes
-from .context import CompressedContext, refuse_another_model, refuse_gaps
+from .compressed import CompressedContext, refuse_gaps
 from .embedded import prefix_of_tokens
-from .prefix_context import PrefixContext, prefix_at_start
-from .query_pass import QueryPass, bos_of, check_queries, queries_after
-from .training import (
-    MakeOptimizer,
-    Settings,
-    check_training,
-    describe_training,
-    prepared_study,
-    train,
+from .protocol import (
+    QueryPass,
+    bos_of,
+    check_queries,
+    checked_queries_after_cache,
+    queries_after,
+    refuse_another_model,
 )
+from .stored import StoredContext, key_values_at_start
+from .training import ADAM, Trainable, Training, TrainingRecord, TrainingRun
 
-ADAM = partial(torch.optim.Adam, lr=0.003)
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PrefixContext(StoredContext):
+    """Keys and values of every layer that stand before a query at the positions 0, 1, ...
+
+    ``train_prefix`` learns them directly. Soft prompts and hard prompts are kinds of it, whose
+    keys and values the model computes from embeddings or tokens.
+
+    Attributes:
+        prefix: The keys and values.
+        tokens: Token ids at these positions. The first is the BOS of prompts that have one; in a
+            prefix that peft trained (``context_from_peft``) it is the last. Others mean something
+            in a hard prompt only.
+        training: How the loss and the accuracy changed; None if the context was not trained here.
+        info: The model, its type and weights, the settings, the BOS with which prompts begin, and
+            digests of the queries that were used in training.
+    """
+
+    training: TrainingRecord | None = None
+
+    def _summary(self) -> dict[str, str]:
+        record = self.training
+        accuracy = "not known" if record is None else f"{float(record.best_accuracy):.3f}"
+        summary = super()._summary()
+        model = summary.pop("model")
+        return summary | {"accuracy on held-out queries": accuracy, "model": model}
+
+    @checked
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch; see ``Context.query_pass``.
+
+        Raises:
+            PromptError: A query is too long, or the prompts begin with another BOS.
+        """
+        self.check_bos(batch)
+        device = device_of(model)
+        queries = checked_queries_after_cache(model, batch.to(device), self.tokens)
+        return QueryPass(queries, self.prefix.beside(model))
+
+    @checked
+    def check_bos(self, batch: PromptBatch) -> None:
+        """Raise an error if prompts begin with another BOS than those of this context."""
+        bos = bos_of(batch).tolist()
+        if bos != self.info["bos"]:
+            raise PromptError(
+                f"this context was made for prompts that begin with {_bos_in_words(self.info)}, "
+                f"but these begin with {_bos_in_words({'bos': bos})}; build them with the "
+                "tokenizer of the context's model"
+            )
 
 
 @checked
 def train_prefix(
     model: HookedModel,
     batches: Sequence[PromptBatch],
+    training: Training = Training(),  # noqa: B008 - a frozen record
     *,
     held_out: Sequence[PromptBatch],
     length: int | None = None,
     start: CompressedContext | PrefixContext | None = None,
-    steps: int = 300,
-    optimizer: MakeOptimizer = ADAM,
-    clip: float = 1.0,
-    check_every: int = 25,
-    seed: int = 0,
-    loss: Loss = label_cross_entropy,
-    folder: str | Path | None = None,
-    progress: bool = True,
 ) -> PrefixContext:
     """Learn keys and values that stand before a query in every layer; the model is frozen.
 
@@ -59,21 +100,13 @@ def train_prefix(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts with their true labels.
+        training: How to train; the optimizer is Adam with learning rate 0.003 by default.
         held_out: Other prompts, by which the best context is chosen.
         length: Number of positions that are learned, 10 by default; not with ``start``, which has
             its own number.
         start: A context whose keys and values are the start: demonstrations, what is selected of
             them, or a context that was trained. By default they are those of random tokens after
             the BOS.
-        steps: Number of optimizer steps; 0 returns the start.
-        optimizer: Function from the parameters to their optimizer of ``torch.optim``.
-        clip: Largest norm of the gradient.
-        check_every: Steps from one check on held-out queries to the next.
-        seed: Seeds the start and the order of the batches; the global random state is not touched.
-        loss: Function of (logits, batch) to a number for each prompt.
-        folder: Where the state is stored at every check; the same call after an interruption
-            continues from there.
-        progress: Show a progress bar.
 
     Returns:
         The context with its training record. If training diverges, it stops with a warning.
@@ -88,8 +121,8 @@ def train_prefix(
         StoreError: The folder is of another training.
 
     Examples:
-        >>> context = al.train_prefix(model, batches[:1], held_out=batches[1:], length=2, steps=2,
-        ...     progress=False)
+        >>> training = al.Training(steps=2, progress=False)
+        >>> context = al.train_prefix(model, batches[:1], training, held_out=batches[1:], length=2)
         >>> context.logits(model, batches[1]).shape[0] == len(batches[1])
         True
     """
@@ -105,28 +138,20 @@ def train_prefix(
     else:
         about = f"prefix from {start!r}"
     made_of = () if start is None else (start.prefix,)
-    settings = Settings(
-        steps, optimizer, clip, check_every, seed, loss, folder, progress, about, made_of
-    )
-    with prepared_study(model, batches, held_out, settings).entered() as study:
-        training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        bos = bos_of(training[0]).to(device_of(model))
-        count = len(bos) + length
+    run = TrainingRun.of(model, batches, held_out, training, ADAM, about, made_of)
+    with run.study.entered():
+        bos, count = run.bos, len(run.bos) + length
         if start is not None:
             _check_start(model, start, bos)
             count = len(start.prefix)
-        check_queries(model, study.batches, count)
-        tokens = torch.cat([bos, random_tokens(model, count - len(bos), seed)])
-        check_training(model, training, others, settings, tokens)
-        first = random_prefix(model, training[0], length, seed) if start is None else start.prefix
-        trainable = _TrainedKeys(model, bos, *_split(first.beside(model), len(bos)))
-        best, record = train(model, trainable, training, others, settings)
-        half = len(best) // 2
+        check_queries(model, run.study.batches, count)
+        tokens = torch.cat([bos, random_tokens(model, count - len(bos), training.seed)])
+        run.check(tokens)
+        first = prefix_of_tokens(model, run.batches[0], tokens) if start is None else start.prefix
+        trainable = TrainedKeys(bos, *_split(first.beside(model), len(bos)))
+        best, record = run.take_steps(trainable)
         context = PrefixContext(
-            prefix=prefix_at_start(best[:half], best[half:]),
-            tokens=trainable.tokens,
-            training=record,
-            info=describe_training(study, training, settings),
+            prefix=_at_start(best), tokens=trainable.tokens, training=record, info=run.describe()
         )
         return gather_from_processes("prefix", context)[0]
 
@@ -143,57 +168,45 @@ def random_tokens(model: HookedModel, count: int, seed: int) -> Tensor:
     return drawn.to(device_of(model))
 
 
-def random_prefix(model: HookedModel, batch: PromptBatch, length: int, seed: int) -> KeyValues:
-    """Keys and values of the BOS and of random tokens after it."""
-    bos = bos_of(batch).to(device_of(model))
-    tokens = torch.cat([bos, random_tokens(model, length, seed)])
-    return prefix_of_tokens(model, batch, tokens)
-
-
 @dataclass(frozen=True, eq=False)
-class _TrainedKeys:
+class TrainedKeys(Trainable):
     """Keys and values that are learned, after those of the BOS, which are not.
 
     Attributes:
-        model: The model.
         bos: The BOS, or no token.
         fixed: Keys and values of the BOS: of each layer the keys, then of each layer the values.
-        parameters: The keys and values that are learned, in the same order.
+        learned: The keys and values that are learned, in the same order.
     """
 
-    model: HookedModel
-    bos: Tensor
+    bos: Int[Tensor, " _"]
     fixed: list[Float[Tensor, "1 _ position _"]]
-    parameters: list[Tensor]
+    learned: list[Float[Tensor, "1 _ position _"]]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.learned
 
     @property
     def tokens(self) -> Tensor:
         """The BOS, then a 0 for each learned position, which is no token."""
-        count = self.parameters[0].shape[2]
-        return torch.cat([self.bos, self.bos.new_zeros(count)]).cpu()
-
-    def backward(self, batch: PromptBatch, loss: Loss) -> float:
-        with torch.enable_grad():
-            run = self.query_pass(batch)
-        return mean_loss_with_gradient(
-            self.model, run.batch, loss, self.parameters, prefix=run.prefix
-        )
-
-    def after_step(self, step: int) -> None:
-        """Nothing follows the optimizer's step."""
+        return torch.cat([self.bos, self.bos.new_zeros(self.learned[0].shape[2])]).cpu()
 
     def candidate(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self._joined()]
 
-    def query_pass(self, batch: PromptBatch) -> QueryPass:
-        joined = self._joined()
-        half = len(joined) // 2
-        prefix = prefix_at_start(joined[:half], joined[half:])
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        prefix = _at_start(self._joined())
         return QueryPass(queries_after(batch, self.tokens).after(len(prefix)), prefix)
 
     def _joined(self) -> list[Tensor]:
-        pairs = zip(self.fixed, self.parameters, strict=True)
+        pairs = zip(self.fixed, self.learned, strict=True)
         return [torch.cat([fixed, learned.to(fixed)], dim=2) for fixed, learned in pairs]
+
+
+def _at_start(tensors: Sequence[Tensor]) -> KeyValues:
+    """Of each layer the keys, then of each layer the values, as keys and values at 0, 1, ..."""
+    half = len(tensors) // 2
+    return key_values_at_start(tensors[:half], tensors[half:])
 
 
 def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -212,9 +225,9 @@ def _split(prefix: KeyValues, count: int) -> tuple[list[Tensor], list[Tensor]]:
     return fixed, leaves
 
 
-def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, bos: Tensor) -> None:
-    refuse_another_model(model, start.info)
-    tokens = start.tokens[start.kept] if isinstance(start, CompressedContext) else start.tokens
+def _check_start(model: HookedModel, start: StoredContext, bos: Tensor) -> None:
+    refuse_another_model(model, start)
+    tokens = start.cached_tokens
     if not torch.equal(tokens[: len(bos)].cpu(), bos.cpu()):
         raise PromptError(
             "the prompts begin with a BOS, which a start must hold too, before all else; let keep "
@@ -225,5 +238,8 @@ def _check_start(model: HookedModel, start: CompressedContext | PrefixContext, b
             "a start must hold more than the BOS, whose keys and values are not trained; select "
             "more of the demonstrations"
         )
-    if isinstance(start, CompressedContext):
-        refuse_gaps(start, "a start")
+    refuse_gaps(start, "a start")
+
+
+def _bos_in_words(info: Mapping[str, Any]) -> str:
+    return f"the BOS {info['bos'][0]}" if info["bos"] else "no BOS"

@@ -1,45 +1,47 @@
-"""Searches for tokens before a query by gradients: PEZ and its baselines."""
+"""Searches for tokens before a query by gradients: PEZ and its baselines.
+
+1. The embeddings P are projected: each becomes the allowed token whose embedding points most in the
+   same direction.
+2. These tokens are run, and the gradient at their embeddings changes P.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import NotFiniteError, PromptError
-from ..models.hooked import HookedModel, device_of, vocabulary_of
+from ..errors import MetricError, ModelError, NotFiniteError, PromptError
+from ..models.hooked import HookedModel, vocabulary_of
 from ..models.optimizers import root_mean_square
 from ..passes.descent import mean_loss_with_gradient
-from ..passes.losses import Loss, label_cross_entropy
+from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch
 from ..prompts.plain_tokens import plain_tokens
 from ..runs.fingerprint import in_words
 from ..system.arguments import checked
+from ..system.devices import in_float64
 from ..system.processes import gather_from_processes
 from ..system.texts import described
-from .embedded import (
-    embeddings_of,
-    moved_embeddings,
-    prefix_of_tokens,
-    start_tokens,
-)
+from .embedded import embeddings_of, moved_embeddings, prefix_of_tokens, start_tokens
+from .hard_prompt import HardPrompt, made_of_tokens, tokenizer_of
 from .hard_prompts import PEZ, Descent, class_words
-from .nearest_tokens import NearestTokens, check_embeds_by_table
-from .query_pass import QueryPass, bos_of, check_queries, queries_after
-from .token_prompt import HardPrompt, made_of_tokens, tokenizer_of
-from .trained_prefix import check_length
-from .training import Settings, check_training, describe_training, prepared_study, train
+from .prefix import check_length
+from .protocol import QueryPass, check_queries, queries_after
+from .training import Trainable, Training, TrainingRun
+
+_ROWS = 2**15  # tokens whose embeddings are converted to another type at a time
 
 
 @checked
 def train_hard_prompt(
     model: HookedModel,
     batches: Sequence[PromptBatch],
+    training: Training = Training(),  # noqa: B008 - a frozen record
     *,
     held_out: Sequence[PromptBatch],
     length: int = 10,
@@ -47,13 +49,6 @@ def train_hard_prompt(
     start: Sequence[int] | None = None,
     allowed: Bool[Tensor, " vocab"] | None = None,
     tokenizer: Any = None,
-    steps: int = 300,
-    clip: float = 1.0,
-    check_every: int = 25,
-    seed: int = 0,
-    loss: Loss = label_cross_entropy,
-    folder: str | Path | None = None,
-    progress: bool = True,
 ) -> HardPrompt:
     """Search for tokens that stand before a query, by gradients (PEZ); the model is frozen.
 
@@ -65,6 +60,7 @@ def train_hard_prompt(
     Args:
         model: A hooked model; its attention hooks are verified at first use.
         batches: Training prompts with their true labels; the paper takes 16 in a batch.
+        training: How to train, with the optimizer of the method. The paper takes 5000 steps.
         held_out: Other prompts, by which the best tokens are chosen.
         length: Number of tokens.
         method: How P moves: one of ``al.hard_prompts``, or your own ``Descent``.
@@ -73,14 +69,6 @@ def train_hard_prompt(
         allowed: True for each token that may be found. Special, unused and byte tokens, and those
             that do not survive decoding and encoding, are left out in any case.
         tokenizer: The tokenizer of the prompts; ``model.tokenizer`` by default.
-        steps: Number of optimizer steps; 0 returns the start. The paper takes 5000.
-        clip: Largest norm of the gradient.
-        check_every: Steps from one check on held-out queries to the next.
-        seed: Seeds the order of the batches and the noise; the global random state is not touched.
-        loss: Function of (logits, batch) to a number for each prompt.
-        folder: Where the state is stored at every check; the same call after an interruption
-            continues from there.
-        progress: Show a progress bar.
 
     Returns:
         The hard prompt with its text and training record. If training diverges, it stops with a
@@ -91,67 +79,146 @@ def train_hard_prompt(
             has no true label or does not fit the model, ``length`` is below 1, no token is allowed,
             a token of the start is not allowed, or a label word has several tokens and no start is
             given.
-        MetricError: A setting is out of its range.
+        MetricError: A setting is out of its range, or ``training`` has an optimizer.
         ModelError: The model's hooks do not act, it takes no key-value cache, or its embeddings are
             no multiple of ``W_E``.
         StoreError: The folder is of another training.
 
     Examples:
-        >>> prompt = al.train_hard_prompt(model, batches[:1], held_out=batches[1:], length=2,
-        ...     start=[300], steps=2, progress=False)
+        >>> training = al.Training(steps=2, progress=False)
+        >>> prompt = al.train_hard_prompt(model, batches[:1], training, held_out=batches[1:],
+        ...     length=2, start=[300])
         >>> len(prompt.ids), prompt.text == model.tokenizer.decode(prompt.ids)
         (2, True)
     """
     check_length(length)
+    if training.optimizer is not None:
+        raise MetricError(
+            "the optimizer of a search is that of its method; pass "
+            "method=replace(al.hard_prompts.PEZ, optimizer=...), and training without one"
+        )
     tokenizer = tokenizer_of(model, tokenizer)
     chosen = "all plain tokens" if allowed is None else "given tokens"
     begin = "label words" if start is None else f"tokens {list(start)}"
     about = f"hard prompt of {length} tokens from {begin} by {in_words(method)}; allowed: {chosen}"
-    settings = Settings(
-        steps,
-        method.optimizer,
-        clip,
-        check_every,
-        seed,
-        loss,
-        folder,
-        progress,
-        about,
-        (method, start, allowed, tokenizer),
-    )
-    with prepared_study(model, batches, held_out, settings).entered() as study:
-        training, others = study.batches[: len(batches)], study.batches[len(batches) :]
-        ids = start_tokens(model, class_words(training) if start is None else start, length)
+    made_of = (method, start, allowed, tokenizer)
+    run = TrainingRun.of(model, batches, held_out, training, method.optimizer, about, made_of)
+    with run.study.entered():
+        bos, batch = run.bos, run.batches[0]
+        ids = start_tokens(model, class_words(run.batches) if start is None else start, length)
         nearest = NearestTokens.of(model, _allowed(model, tokenizer, allowed))
         _check_start(nearest, ids)
-        bos = bos_of(training[0]).to(device_of(model))
         tokens = torch.cat([bos, ids])
         _check_fluency(method, tokens)
-        check_queries(model, study.batches, len(tokens))
-        check_training(model, training, others, settings, tokens)
-        check_embeds_by_table(model, training[0], tokens)
+        check_queries(model, run.study.batches, len(tokens))
+        run.check(tokens)
+        check_embeds_by_table(model, batch, tokens)
         with torch.inference_mode(False):
-            embeddings = embeddings_of(model, training[0], tokens)[len(bos) :].requires_grad_()
-        unit = float(root_mean_square(embeddings))
+            embeddings = embeddings_of(model, batch, tokens)[len(bos) :].requires_grad_()
+        unit, example = float(root_mean_square(embeddings)), batch.prompt(0)
         trainable = SearchedTokens(
-            model, bos, embeddings, unit, nearest, method, steps, seed, training[0].prompt(0)
+            model, bos, embeddings, unit, nearest, method, run.steps, training.seed, example
         )
-        (best,), record = train(model, trainable, training, others, settings)
-        info = describe_training(study, training, settings)
+        (best,), record = run.take_steps(trainable)
         prompt = made_of_tokens(
             model,
             torch.cat([bos, best]),
-            others,
+            run.held_out,
             tokenizer,
-            loss=loss,
+            loss=training.loss,
             training=record,
-            info=info,
+            info=run.describe(),
         )
         return gather_from_processes("hard prompt", prompt)[0]
 
 
 @dataclass(frozen=True, eq=False)
-class SearchedTokens:
+class NearestTokens:
+    """Finds the nearest allowed token by cosine.
+
+    The norms are stored, and not a normalised copy of the embeddings, which would take as much
+    memory as they do.
+
+    Attributes:
+        table: Embeddings of all tokens, up to a factor.
+        norms: Their norms.
+        allowed: True for the tokens that may be found.
+    """
+
+    table: Float[Tensor, "vocab d_model"]
+    norms: Float[Tensor, " vocab"]
+    allowed: Bool[Tensor, " vocab"]
+
+    @classmethod
+    def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
+        """The allowed tokens of a model.
+
+        Raises:
+            PromptError: No token is allowed.
+        """
+        table = model.W_E.detach()
+        # Norms of low precision would be wrong by more than what two tokens differ in.
+        wide = torch.promote_types(table.dtype, torch.float32)
+        norms = torch.cat([rows.to(wide).norm(dim=1) for rows in table.split(_ROWS)])
+        allowed = allowed.to(table.device) & (norms > 0)
+        if not allowed.any():
+            raise PromptError(
+                "no token is allowed: each is special, unused, a byte, changed by decoding and "
+                "encoding, or not in allowed=...; allow more tokens, and pass the tokenizer of "
+                "the model"
+            )
+        return cls(table, norms, allowed)
+
+    def ids(self, embeddings: Float[Tensor, "length d_model"]) -> Int[Tensor, " length"]:
+        """The nearest tokens; of equally near ones the lowest id.
+
+        Raises:
+            NotFiniteError: An embedding has no direction.
+        """
+        lengths = embeddings.norm(dim=1, keepdim=True)
+        if not (lengths.isfinite() & (lengths > 0)).all():
+            raise NotFiniteError(
+                "an embedding is zero, too large, infinite or NaN, so that no token is nearest to "
+                "it; use a lower learning rate"
+            )
+        units = embeddings / lengths
+        products = [units @ rows.to(units).T for rows in self.table.split(_ROWS)]
+        cosines = torch.cat(products, dim=1) / self.norms
+        cosines[:, ~self.allowed] = -torch.inf
+        # The rounding of a matrix product depends on the column. It must not decide between equal
+        # embeddings, nor between almost equal ones.
+        tolerance = 64 * torch.finfo(cosines.dtype).eps
+        near = cosines >= cosines.max(1, keepdim=True).values - tolerance
+        pairs = zip(units, near, strict=True)
+        return torch.stack([self._nearest(unit, row.nonzero()[:, 0]) for unit, row in pairs])
+
+    def _nearest(
+        self, unit: Float[Tensor, " d_model"], candidates: Int[Tensor, " near"]
+    ) -> Int[Tensor, ""]:
+        rows = in_float64(self.table[candidates])
+        cosines = (rows * in_float64(unit)).sum(1) / rows.norm(dim=1)
+        return candidates[cosines.argmax()]
+
+
+def check_embeds_by_table(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> None:
+    """Raise an error if embeddings do not point in the direction of the rows of ``W_E``."""
+    embeddings, rows = embeddings_of(model, batch, tokens), model.W_E[tokens].detach()
+    if embeddings.shape == rows.shape:
+        cosines = torch.cosine_similarity(embeddings, rows.to(embeddings), dim=1)
+        if cosines.min() > 0.999:
+            return
+    raise ModelError(
+        f"the output of hook_embed in {model.cfg.model_name} is no multiple of the rows of W_E "
+        f"(shapes {tuple(embeddings.shape)} and {tuple(rows.shape)}), so that the token nearest to "
+        "an embedding is not known (factorised embeddings, or a norm after them); train a prefix "
+        "or a soft prompt"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SearchedTokens(Trainable):
     """Embeddings P that are moved, after the BOS, and the tokens nearest to them, which are run.
 
     Attributes:
@@ -185,7 +252,7 @@ class SearchedTokens:
         """The BOS, then the tokens nearest to P."""
         return torch.cat([self.bos, self.nearest.ids(self.embeddings.detach())])
 
-    def backward(self, batch: PromptBatch, loss: Loss) -> float:
+    def backward(self, model: HookedModel, batch: PromptBatch, loss: Loss) -> float:
         try:
             tokens, weight = self.tokens, self.method.fluency
         except NotFiniteError:  # the last step was too large
@@ -197,7 +264,7 @@ class SearchedTokens:
 
         def mean_loss(batch: PromptBatch, loss: Loss) -> float:
             hooks = [moved_embeddings(offset, len(self.bos))]
-            return mean_loss_with_gradient(self.model, batch, loss, [offset], hooks=hooks)
+            return mean_loss_with_gradient(model, batch, loss, [offset], hooks=hooks)
 
         objective = mean_loss(queries_after(batch, tokens), weighted)
         if weight:
@@ -223,9 +290,9 @@ class SearchedTokens:
     def candidate(self) -> list[Tensor]:
         return [self.tokens[len(self.bos) :]]
 
-    def query_pass(self, batch: PromptBatch) -> QueryPass:
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
         tokens = self.tokens
-        prefix = prefix_of_tokens(self.model, batch, tokens)
+        prefix = prefix_of_tokens(model, batch, tokens)
         return QueryPass(queries_after(batch, tokens).after(len(tokens)), prefix)
 
 

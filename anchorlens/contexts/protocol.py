@@ -1,17 +1,18 @@
-"""A pass over queries after a context, and what every context has."""
+"""What can stand before a query: what every context has, and the pass over queries after it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import PromptError
-from ..models.hooked import Hook, HookedModel, check_fits
+from ..errors import ModelError, PromptError
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, dtype_of
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
+from ..models.model_identity import identity
 from ..models.model_state import frozen_in_eval_mode
 from ..models.rotary import refuse_another_rotation
 from ..passes.forward import run_pass
@@ -51,6 +52,10 @@ class QueryPass:
 class Context(Protocol):
     """What can stand before a query in place of demonstrations, and answer it.
 
+    A context of your own is a class with ``size`` and ``query_pass``, and has ``logits`` from this
+    class. A field ``info`` is optional. With the entries of the ``info`` of ``al.compress`` another
+    model is refused, and with ``queries_in_training`` queries that a training used.
+
     Examples:
         >>> isinstance(al.compress(model, batch), al.Context)
         True
@@ -71,15 +76,85 @@ class Context(Protocol):
         """
         ...
 
+    @checked
     def logits(self, model: HookedModel, batch: PromptBatch) -> Float[Tensor, "batch vocab"]:
-        """Next-token logits at the targets of a batch; the model is checked."""
-        ...
+        """Next-token logits at the targets of a batch. Only the queries are run.
+
+        Args:
+            model: The model with which the context was made.
+            batch: Prompts from ``build_prompts``. The context takes the place of their
+                demonstrations, which are not run. After a ``CompressedContext`` they must be those
+                that were compressed.
+
+        Raises:
+            ModelError: The context was made with another model, type or weights.
+            PromptError: A query is too long, or the prompts begin with other tokens than those
+                for which the context was made.
+        """
+        ensure_prepared(model)
+        check_batch(batch)
+        refuse_another_model(model, self)
+        with frozen_in_eval_mode(model):
+            return self.query_pass(model, batch).logits(model)
 
 
 def is_context(value: object) -> TypeGuard[Context]:
     """Whether it is an instance with the methods of a context, and a size."""
     is_instance = not isinstance(value, type)
     return is_instance and has_methods(value, "query_pass", "logits") and hasattr(value, "size")
+
+
+@checked
+@dataclass(frozen=True)
+class NoContext(Context):
+    """Nothing before the query, apart from the BOS of tokenizers that add one.
+
+    The baseline of every context.
+
+    Examples:
+        >>> al.NoContext().logits(model, batch).shape[0] == len(batch)
+        True
+    """
+
+    @property
+    def size(self) -> int:
+        """No keys and values are stored: 0 bytes."""
+        return 0
+
+    @checked
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch; see ``Context.query_pass``."""
+        moved = batch.to(device_of(model))
+        return QueryPass(checked_queries(model, moved, bos_of(moved)), None)
+
+
+def info_of(context: Context) -> Mapping[str, Any]:
+    """What a context says of itself; nothing if it is a user's own without ``info``."""
+    info: Mapping[str, Any] = getattr(context, "info", {})
+    return info
+
+
+def refuse_another_model(model: HookedModel, context: Context) -> None:
+    """Raise an error if a context was made with another model, type or weights, and says so."""
+    info = info_of(context)
+    if "weights" not in info:
+        return
+    different = [
+        f"{name} {info.get(name)!r}, got {value!r}"
+        for name, value in model_identity(model).items()
+        if value != info.get(name)
+    ]
+    if different:
+        raise ModelError(
+            f"this context was made with {'; '.join(different)}: keys and values fit no other "
+            "model. Load that model in that type, or make the context with this one"
+        )
+
+
+def model_identity(model: Any) -> dict[str, str]:
+    """What must be equal for the keys and values of one model to fit another: identity and type."""
+    dtype = str(dtype_of(model)).removeprefix("torch.")
+    return {**identity(model), "dtype": dtype}
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
@@ -166,13 +241,3 @@ def check_queries(model: HookedModel, batches: Sequence[PromptBatch], count: int
     """Raise an error for queries that do not fit the model after ``count`` cached positions."""
     for batch in batches:
         checked_queries_after_cache(model, batch, batch.tokens.new_zeros(count))
-
-
-def checked_logits(
-    context: Context, model: HookedModel, batch: PromptBatch
-) -> Float[Tensor, "batch vocab"]:
-    """The logits of a context for a checked batch, from the frozen model."""
-    ensure_prepared(model)
-    check_batch(batch)
-    with frozen_in_eval_mode(model):
-        return context.query_pass(model, batch).logits(model)

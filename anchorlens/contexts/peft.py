@@ -22,11 +22,11 @@ from ..prompts.batch import PromptBatch, check_batch
 from ..system.arguments import checked
 from ..system.digest_file import read_tensors, to_bytes_with_digest
 from ..system.files import bytes_of, parsed, write_atomically, write_text
-from .compression import cache_of_tokens
-from .context import CompressedContext, model_identity, refuse_another_model, refuse_gaps
+from .compressed import CompressedContext, cache_of_tokens, refuse_gaps
 from .embedded import prefix_of_tokens, token_ids
-from .prefix_context import PrefixContext, prefix_at_start
-from .query_pass import bos_of, check_queries
+from .prefix import PrefixContext
+from .protocol import bos_of, check_queries, model_identity, refuse_another_model
+from .stored import key_values_at_start
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -75,8 +75,8 @@ def context_to_peft(
     """
     make_config, make_embeddings = _peft()
     _check_model(model)
-    tokens = _tokens_without_gaps(context)
-    refuse_another_model(model, context.info)
+    refuse_gaps(context, "an adapter of peft")
+    refuse_another_model(model, context)
     prefix = context.prefix
     heads, d_head = _one_shape(model, prefix)
     sizes = _Sizes(len(prefix), len(prefix.keys), heads, heads * d_head)
@@ -90,7 +90,11 @@ def context_to_peft(
     )
     pairs = list(zip(prefix.keys, prefix.values, strict=True))
     embeddings = make_embeddings(pairs, num_virtual_tokens=len(prefix))
-    ours = {"tokens": tokens.tolist(), "info": context.info, "sizes": sizes._asdict()}
+    ours = {
+        "tokens": context.cached_tokens.tolist(),
+        "info": context.info,
+        "sizes": sizes._asdict(),
+    }
     weights = to_bytes_with_digest({"adapter": ours}, {_TENSOR: embeddings})
     folder = Path(folder)
     try:
@@ -158,8 +162,8 @@ def context_from_peft(
             "tokens_after out"
         )
     tokens, info = torch.tensor(adapter.ours["tokens"], device="cpu"), adapter.ours["info"]
-    refuse_another_model(model, info)
     context = PrefixContext(prefix=adapter.prefix, tokens=tokens, info=info)
+    refuse_another_model(model, context)
     if batch is not None:
         context.check_bos(batch)
     return context
@@ -218,14 +222,6 @@ def _check_model(model: HookedModel) -> None:
     refuse_folded_value_biases(model)
 
 
-def _tokens_without_gaps(context: PrefixContext | CompressedContext) -> Tensor:
-    """The tokens at the positions 0, 1, ... of a context."""
-    if isinstance(context, PrefixContext):
-        return context.tokens
-    refuse_gaps(context, "an adapter of peft")
-    return context.tokens[context.kept]
-
-
 def _one_shape(model: HookedModel, prefix: KeyValues) -> tuple[int, int]:
     """The number of cached heads and their width, which peft takes to be those of all layers."""
     if getattr(config_of(model), "kv_lora_rank", None):
@@ -273,7 +269,7 @@ def _read(folder: Path) -> _Adapter:
     by_layer = stored[_TENSOR].view(count, n_layers, 2, heads, -1)
     by_kind = by_layer.permute(2, 1, 3, 0, 4)  # key or value, layer, head, position, d_head
     keys, values = ([layer[None] for layer in half.contiguous()] for half in by_kind)
-    return _Adapter(prefix_at_start(keys, values), ours)
+    return _Adapter(key_values_at_start(keys, values), ours)
 
 
 def _is_ours(ours: Any, sizes: _Sizes, embeddings: Tensor) -> bool:
@@ -330,7 +326,7 @@ def _trained_in_peft(
         if len(after):
             prefix = prefix_of_tokens(model, batch, tokens, prefix=prefix)
     return PrefixContext(
-        prefix=prefix_at_start(list(prefix.keys), list(prefix.values)),
+        prefix=key_values_at_start(prefix.keys, prefix.values),
         tokens=tokens.cpu(),
         info={**model_identity(model), "bos": bos.tolist()},
     )
@@ -352,4 +348,4 @@ def _as_cached(model: HookedModel, batch: PromptBatch, prefix: KeyValues) -> Key
         )
     keys = [ours.to(theirs) for ours, theirs in zip(prefix.keys, cached.keys, strict=True)]
     values = [ours.to(theirs) for ours, theirs in zip(prefix.values, cached.values, strict=True)]
-    return prefix_at_start(keys, values)
+    return key_values_at_start(keys, values)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from measures import difference, hooks_on
 from tiny_models import byte_level_tokenizer, questions, tiny_gpt2
 from torch import Tensor
+from trained_contexts import train_reweighting
 
 import anchorlens as al
 from anchorlens.errors import HookError, MetricError, PromptError
@@ -20,6 +22,10 @@ from anchorlens.trials.may_share import all_but_target
 pytestmark = pytest.mark.without_jaxtyping
 
 QUIET: dict[str, Any] = {"progress": False}
+
+
+def adam(lr: float) -> Any:
+    return partial(torch.optim.Adam, lr=lr)
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
@@ -93,7 +99,7 @@ def test_the_gradient_equals_finite_differences(cached: bool) -> None:
 def test_training_equals_adam_by_hand(model: Any) -> None:
     """Adam runs in numpy on gradients of whole prompts, in the order of the published code."""
     batches = questions(model, 4, batch_size=1)
-    trained = al.train_reweighting(model, batches, epochs=2, lr=0.02, seed=3, **QUIET)
+    trained = train_reweighting(model, batches, steps=8, optimizer=adam(0.02), seed=3, **QUIET)
     shape = (model.cfg.n_layers, model.cfg.n_heads, 6)
     beta, m, v = (np.zeros(shape) for _ in range(3))
     generator = torch.Generator().manual_seed(3)
@@ -127,11 +133,11 @@ def test_training_equals_adam_by_hand(model: Any) -> None:
 
 def test_training_lowers_the_loss_and_the_cache_changes_nothing(model: Any, whole: Any) -> None:
     batches = questions(model, 6, batch_size=4, padding_side="left")
-    ours = al.train_reweighting(model, batches, epochs=3, **QUIET)
+    ours = train_reweighting(model, batches, steps=6, **QUIET)
     assert ours.losses[-1] < ours.losses[0] and ours.losses[-1] < ours.vanilla_loss
     whole()
     assert ours.info["shared_prefix"].startswith("everything before the target")
-    theirs = al.train_reweighting(model, batches, epochs=3, **QUIET)
+    theirs = train_reweighting(model, batches, steps=6, **QUIET)
     assert theirs.info["shared_prefix"].startswith("off for 2 of 2 batches")
     assert difference(ours.losses, theirs.losses) < 1e-5
     assert difference(ours.beta, theirs.beta) < 1e-2  # rounding errors of Adam, see above
@@ -144,7 +150,7 @@ def test_training_lowers_the_loss_and_the_cache_changes_nothing(model: Any, whol
 def test_an_axis_of_size_one_has_shared_betas(gpt2: Any, shape: tuple[int, int, int]) -> None:
     batches = questions(gpt2, 4, batch_size=1)
     start = torch.full(shape, 0.1)
-    result = al.train_reweighting(gpt2, batches, epochs=1, start=start, **QUIET)
+    result = train_reweighting(gpt2, batches, steps=4, start=start, **QUIET)
     assert result.beta.shape == (3, 2, 6) and result.info["learned_shape"] == list(shape)
     for axis, size in enumerate(shape):
         if size == 1:
@@ -164,11 +170,22 @@ def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None
         return al.build_prompts(llama.tokenizer, al.TASKS["sst2"], shots, queries, batch_size=6)
 
     train, test = prompts(demos, rest[:4]), prompts(demos, rest[4:10])
-    beta = al.train_reweighting(llama, train, epochs=1, **QUIET)
+    beta = train_reweighting(llama, train, steps=1, **QUIET)
     assert beta.beta.shape == (3, 4, 4)
-    record = al.reweighting_accuracy(
-        llama, test, beta, prompts([*demos, *rest[:4]], rest[4:10]), **QUIET
-    )
+    more = prompts([*demos, *rest[:4]], rest[4:10])
+    runs: dict[str, Any] = {
+        "vanilla": al.run(llama, test, [al.Accuracy()], **QUIET),
+        "more shots": al.run(llama, more, [al.Accuracy()], **QUIET),
+        "re-weighted": al.run(
+            llama,
+            test,
+            [al.Accuracy()],
+            hooks=lambda batch: al.reweight_anchors(llama, batch, beta),
+            **QUIET,
+        ),
+    }
+    correct = {name: results["accuracy"].correct for name, results in runs.items()}
+    record = al.compare_accuracies(correct)
     assert record.correct.shape == (6, 3) and record.intervals["gain"].shape == (2, 3)
     hooks = al.reweight_anchors(llama, test[0], beta)
     logits = run_pass(llama, test[0], hooks=hooks)[:, test[0].label_token_ids]
@@ -181,7 +198,7 @@ def test_training_works_with_several_shots_and_other_queries(llama: Any) -> None
 
 def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
     batches = questions(gpt2, 2)
-    beta = al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
+    beta = train_reweighting(gpt2, batches, steps=1, **QUIET)
     loaded = al.Beta.load(beta.save(tmp_path / "beta.safetensors"))
     assert torch.equal(loaded.beta, beta.beta) and loaded.info == beta.info
     for value in (beta, loaded, beta.beta):
@@ -193,10 +210,11 @@ def test_a_loaded_beta_equals_the_saved_one(gpt2: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("lr", [30.0, 1e6])
-def test_divergence_gives_a_warning(gpt2: Any, lr: float) -> None:
+def test_divergence_gives_a_warning_and_the_best_beta_before(gpt2: Any, lr: float) -> None:
     batches = questions(gpt2, 4, batch_size=1)
-    with pytest.warns(UserWarning, match="training diverged.* lower lr than"):
-        beta = al.train_reweighting(gpt2, batches, epochs=6, lr=lr, **QUIET)
+    call: dict[str, Any] = {"optimizer": adam(lr), "check_every": 4, **QUIET}
+    with pytest.warns(UserWarning, match="training diverged.* lower learning rate"):
+        beta = train_reweighting(gpt2, batches, steps=24, **call)
     assert len(beta.losses) < 6 and beta.beta.isfinite().all()
     assert not beta.losses[-1] <= beta.vanilla_loss
 
@@ -210,7 +228,7 @@ def test_a_start_with_a_higher_loss_is_no_divergence(gpt2: Any) -> None:
         if loss_of(gpt2, questions(gpt2, 6)[0], candidate)
         > loss_of(gpt2, questions(gpt2, 6)[0], candidate * 0)
     )
-    beta = al.train_reweighting(gpt2, batches, epochs=3, lr=0.003, start=start, **QUIET)
+    beta = train_reweighting(gpt2, batches, steps=18, optimizer=adam(0.003), start=start, **QUIET)
     assert len(beta.losses) == 3 and beta.losses[-1] < beta.losses[0]
     assert beta.losses[-1] > beta.vanilla_loss
 
@@ -223,32 +241,11 @@ def test_training_that_never_improves_returns_the_start(gpt2: Any) -> None:
         return al.label_cross_entropy(logits, batch) + len(calls)
 
     batches = questions(gpt2, 3, batch_size=1)
+    call: dict[str, Any] = {"loss": growing_loss, "check_every": 3, **QUIET}
     with pytest.warns(UserWarning, match="training diverged"):
-        beta = al.train_reweighting(gpt2, batches, epochs=6, loss=growing_loss, **QUIET)
-    assert beta.losses[0] > beta.vanilla_loss and len(beta.losses) == 2
+        beta = train_reweighting(gpt2, batches, steps=99, **call)
+    assert beta.losses[0] > beta.vanilla_loss and len(beta.losses) < 12
     assert not beta.beta.any()
-
-
-def test_other_queries_or_labels_raise_an_error_before_anything_runs(gpt2: Any) -> None:
-    examples = al.load_examples("questions")
-    demos = al.sample_demonstrations(examples, seed=1)
-    rest = [example for example in examples if example not in demos]
-
-    def prompts(shots: list[al.Example], queries: list[al.Example]) -> list[al.PromptBatch]:
-        return al.build_prompts(gpt2.tokenizer, al.TASKS["trec"], shots, queries, batch_size=3)
-
-    test = prompts(demos, rest[:4])
-    beta = al.train_reweighting(gpt2, test, epochs=1, **QUIET)
-    passes: list[int] = []
-    hook = gpt2.register_forward_pre_hook(lambda *inputs: passes.append(1))
-    for queries in (rest[1:5], rest[:3]):
-        with pytest.raises(MetricError, match="compared on the same queries"):
-            al.reweighting_accuracy(gpt2, test, beta, prompts([*demos, *demos], queries), **QUIET)
-    reordered = prompts(demos[::-1], rest[:4])
-    with pytest.raises(HookError, match="this beta is for label words"):
-        al.reweighting_accuracy(gpt2, reordered, beta, reordered, **QUIET)
-    hook.remove()
-    assert not passes
 
 
 @pytest.mark.changes_model
@@ -265,8 +262,8 @@ def test_training_leaves_the_model_as_it_was(gpt2: Any) -> None:
 
     batches = [*questions(gpt2, 2), *questions(gpt2, 1)]
     with pytest.raises(RuntimeError, match="in the middle"):
-        al.train_reweighting(gpt2, batches, loss=failing_loss, **QUIET)
-    al.train_reweighting(gpt2, batches, epochs=1, **QUIET)
+        train_reweighting(gpt2, batches, loss=failing_loss, **QUIET)
+    train_reweighting(gpt2, batches, steps=1, **QUIET)
     assert gpt2.training and torch.equal(state, torch.get_rng_state())
     assert hooks_on(gpt2) == before
     for old, new in zip(parameters, gpt2.parameters(), strict=True):
@@ -275,19 +272,19 @@ def test_training_leaves_the_model_as_it_was(gpt2: Any) -> None:
 
 WRONG_CALLS: list[tuple[Any, type[Exception], str]] = [
     (
-        lambda m, b: al.train_reweighting(m, [replace(b[0], gold=None)], **QUIET),
+        lambda m, b: train_reweighting(m, [replace(b[0], gold=None)], **QUIET),
         MetricError,
         "needs the true label",
     ),
-    (lambda m, b: al.train_reweighting(m, b, epochs=0), MetricError, "positive numbers; got 0"),
-    (lambda m, b: al.train_reweighting(m, b, lr=-1.0), MetricError, r"got 10 and -1\.0"),
+    (lambda m, b: train_reweighting(m, b, steps=-1), MetricError, "whole number from 0; got -1"),
+    (lambda m, b: train_reweighting(m, b, optimizer=adam(-1.0)), MetricError, "Invalid learning"),
     (
-        lambda m, b: al.train_reweighting(m, b, start=torch.zeros(3, 2, 5)),
+        lambda m, b: train_reweighting(m, b, start=torch.zeros(3, 2, 5)),
         HookError,
         r"\(layer, head, anchor\) = \(3, 2, 6\).* got \(3, 2, 5\)",
     ),
     (
-        lambda m, b: al.train_reweighting(
+        lambda m, b: train_reweighting(
             m, [*b, replace(b[0], label_classes=b[0].label_classes.flip(1))]
         ),
         PromptError,
@@ -306,7 +303,7 @@ def test_wrong_calls_raise_an_error(
 
 def test_a_beta_of_other_label_words_raises_an_error(gpt2: Any) -> None:
     (batch,) = questions(gpt2, 3)
-    beta = al.train_reweighting(gpt2, [batch], epochs=1, **QUIET)
+    beta = train_reweighting(gpt2, [batch], steps=1, **QUIET)
     classes = batch.label_classes[0].tolist()
     other = replace(batch, label_classes=batch.label_classes.flip(1))
     message = re.escape(f"the classes {classes} in order of appearance; the prompt has")

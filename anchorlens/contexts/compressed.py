@@ -1,0 +1,577 @@
+"""Compression: queries are answered from the keys and values of label words (section 3.2).
+
+1. The demonstrations are run once, and the keys and values of all tokens are stored.
+2. Those of some tokens are selected. The cut cache is tried on one prompt against the whole cache
+   with the other tokens masked; if its logits differ, the masked whole cache is the context.
+3. A query is run after them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import ModelError, PromptError
+from ..hooks import Site, hooks_on_edges
+from ..models.hooked import Hook, HookedModel, check_fits, device_of, hooks_by_layer, scores_name
+from ..models.kv_cache import KeyValues
+from ..models.load import ensure_prepared
+from ..models.model_state import frozen_in_eval_mode, has_user_hooks, without_user_hooks
+from ..models.rotary import refuse_another_rotation
+from ..passes.forward import run_pass, run_prefix
+from ..passes.shared_prefix import only_set
+from ..prompts import edges
+from ..prompts.batch import PromptBatch, check_batch, on_both
+from ..prompts.segment_names import SEGMENTS
+from ..system.arguments import checked
+from ..system.texts import name_of
+from ..trials.comparison import TOLERANCE, difference_of, reason_of, tolerance
+from .placement import Placement, as_in_prompt
+from .protocol import QueryPass, bos_of, model_identity, queries_after
+from .selection import Keep, anchors_and_format
+from .stored import StoredContext
+
+# How many roundings may lie between logits after a context and those of whole prompts.
+ROUNDINGS = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class CompressedContext(StoredContext):
+    """Keys and values of selected tokens of the demonstrations, from which queries are answered.
+
+    Attributes:
+        prefix: Keys and values of the selected tokens, or of all tokens if ``is_cut`` is False.
+        tokens: The demonstrations, up to the first token of the query.
+        kept: True for the selected tokens.
+        key_positions: Position of each selected token as the model takes it.
+        query_position: Position of the query's first token as the model takes it.
+        info: The model, its type and weights, the placement, the BOS with which prompts begin, and
+            how many tokens of each segment are selected.
+
+    Examples:
+        >>> context = al.compress(model, batch)
+        >>> context.logits(model, batch).shape[0] == len(batch)
+        True
+        >>> same = al.CompressedContext.load(context.save(folder / "context.safetensors"))
+        >>> bool((same.kept == context.kept).all())
+        True
+    """
+
+    kept: Bool[Tensor, " position"]
+    key_positions: Int[Tensor, " key"]
+    query_position: int
+
+    def _summary(self) -> dict[str, str]:
+        segments = self.info.get("selected", {})
+        return {
+            "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
+            "segments": ", ".join(f"{name} {count}" for name, count in segments.items())
+            or "not known",
+            "cached": "these positions" if self.is_cut else "all positions, the others masked",
+            "bytes": f"{self.size:,}",
+            "placement": str(self.info.get("positions")),
+            "model": f"{self.info.get('model')}, {self.info.get('dtype')}",
+        }
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the cache holds the selected tokens only, so that dropped ones take no memory.
+
+        In some models (ALiBi, chunked attention, a HookedTransformer) distances follow the index
+        in the cache. There all tokens stay in the cache and the dropped ones are masked: the
+        answers are the same, but no memory is saved.
+        """
+        return len(self.prefix) == int(self.kept.sum())
+
+    @property
+    def cached_tokens(self) -> Int[Tensor, " cached"]:
+        """The selected tokens."""
+        return self.tokens[self.kept]
+
+    @property
+    def has_no_gap(self) -> bool:
+        """Whether the position of each token is its index in the cache."""
+        indices = torch.arange(len(self.prefix), device=self.key_positions.device)
+        keys_have_no_gap = torch.equal(self.key_positions, indices)
+        return keys_have_no_gap and self.query_position == len(self.prefix)
+
+    @checked
+    def query_pass(self, model: HookedModel, batch: PromptBatch) -> QueryPass:
+        """The pass over the queries of a batch; see ``Context.query_pass``.
+
+        Raises:
+            PromptError: The prompts begin with other tokens, or a query is too long.
+        """
+        after_prefix = _after_prefix(batch.to(device_of(model)), self.tokens)
+        self._check_lengths(model, after_prefix)
+        prefix = self.prefix.beside(model)
+        if not self.is_cut:
+            return QueryPass(after_prefix, prefix, _block_dropped(model, after_prefix, self.kept))
+        compact = self._compact(after_prefix)
+        hooks = [] if self.has_no_gap else self._window_hooks(model, compact, after_prefix)
+        return QueryPass(compact, prefix, hooks)
+
+    def _compact(self, batch: PromptBatch) -> PromptBatch:
+        """The prompts without the dropped tokens, to be run after the cut cache."""
+        rest = batch.tokens.shape[1] - len(self.kept)
+        selected = torch.cat([self.kept, self.kept.new_ones(rest)]).to(batch.tokens.device)
+        return selected_columns(batch, selected).after(int(self.kept.sum()))
+
+    def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
+        left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
+        longest = int(batch.attention_mask[:, batch.query_rows].sum(1).max())
+        if longest > left:
+            raise PromptError(
+                f"a query has {longest} tokens, but {left} of the model's context of "
+                f"{model.cfg.n_ctx} are left after this compressed context; use shorter queries "
+                "or fewer demonstrations, or positions=al.placement.rebased"
+            )
+        refuse_another_rotation(model, self.prefix.text_length, self.query_position + longest)
+
+    def _window_hooks(
+        self, model: HookedModel, batch: PromptBatch, whole: PromptBatch
+    ) -> list[Hook]:
+        """Hooks that make sliding windows right.
+
+        A window is a distance in positions, but the model's own mask counts indices in the cache.
+        """
+        windows = _windows(model, whole)
+        n_keys, length = batch.first_query, batch.tokens.shape[1]
+        indices = torch.arange(length, device=batch.tokens.device)
+        positions = indices - n_keys + self.query_position
+        positions[:n_keys] = self.key_positions.to(indices.device)
+        queries = indices[:, None] >= n_keys
+        hooks: list[Hook] = []
+        for window in set(windows):
+            beyond = queries & (positions[:, None] - positions >= window)
+            if (queries & (indices[:, None] - indices >= window) & ~beyond).any():
+                raise ModelError(
+                    f"layers with a window of {window} tokens cannot see all keys that these "
+                    "positions put into the window; use positions=al.placement.as_in_prompt"
+                )
+            if beyond.any():
+                layers = [layer for layer, size in enumerate(windows) if size == window]
+                cut = edges.EdgeSet.of(beyond[None])
+                hooks += hooks_on_edges(model, batch, cut, Site(layers))
+        return hooks
+
+    @classmethod
+    def _key_values(
+        cls, keys: Sequence[Tensor], values: Sequence[Tensor], own: Mapping[str, Any]
+    ) -> KeyValues:
+        in_prompt = torch.equal(own["key_positions"], own["kept"].nonzero().flatten())
+        return KeyValues(
+            keys=tuple(keys),
+            values=tuple(values),
+            attention_mask=torch.ones(1, keys[0].shape[2], dtype=torch.bool, device="cpu"),
+            next_position=torch.tensor([own["query_position"]], device="cpu"),
+            text_length=len(own["tokens"] if in_prompt else own["key_positions"]),
+        )
+
+    def _check_loaded(self) -> None:
+        count = int(self.kept.sum())
+        if len(self.key_positions) != count or len(self.prefix) not in (count, len(self.tokens)):
+            raise ValueError("the keys are neither those of the selected tokens nor of all tokens")
+        if not {"bos", "selected"} <= self.info.keys():
+            raise ValueError("info does not say what was selected")
+
+
+@checked
+def compress(
+    model: HookedModel,
+    demonstrations: PromptBatch,
+    keep: Keep = anchors_and_format,
+    *,
+    positions: Placement = as_in_prompt,
+) -> CompressedContext:
+    """Run demonstrations once and store the keys and values of some positions (section 3.2).
+
+    The other positions are dropped. They did have an effect on the selected ones: label words
+    gather information in shallow layers. The answers are those of the whole prompt without the
+    edges from the query to dropped positions. This is verified on the first prompt: if a cache of
+    the selected positions alone gives other logits (by more than 1e-5 of the largest logit), the
+    whole cache is stored and those edges are blocked.
+
+    Args:
+        model: A hooked model; its attention hooks are verified at first use.
+        demonstrations: Any batch of ``build_prompts`` with these demonstrations, which end before
+            the first token of the query.
+        keep: Function that selects positions, from the demonstrations as a batch of one prompt to
+            Bool["position"]: a function of ``al.selection``, or your own.
+        positions: Function from the selected positions to the positions of keys and query as the
+            model takes them: a function of ``al.placement``, or your own.
+
+    Returns:
+        The context, which answers queries with ``CompressedContext.logits``.
+
+    Raises:
+        PromptError: The prompts have several sets of demonstrations, their texts are not known,
+            nothing is selected, a demonstration is too short for a random control, or the model
+            rotates the demonstrations differently before a query (longrope).
+        ModelError: The model takes no key-value cache, or its logits with these positions would
+            not be exact.
+
+    Examples:
+        >>> context = al.compress(model, batch, keep=al.selection.anchors_and_format)
+        >>> logits = context.logits(model, batch)
+        >>> stored, whole = int(context.kept.sum()), len(context.kept)
+    """
+    return contexts(model, demonstrations, [keep], positions=positions)[0]
+
+
+def contexts(
+    model: HookedModel,
+    demonstrations: PromptBatch,
+    selections: Sequence[Keep],
+    *,
+    positions: Placement = as_in_prompt,
+) -> list[CompressedContext]:
+    """Several contexts from one run of the demonstrations; the first one is verified."""
+    ensure_prepared(model)
+    check_batch(demonstrations)
+    check_fits(model, demonstrations)
+    moved = demonstrations.to(device_of(model))
+    masks = checked_selections(selections, moved)
+    prompt = moved.prompt(0)
+    shared = prompt.before(len(masks[0]))
+    forget_windows(model)
+    with frozen_in_eval_mode(model):
+        with without_user_hooks(model):
+            whole = verified_cache(model, prompt, shared)
+            make = _context_maker(model, prompt, whole, masks[0], positions)
+        if has_user_hooks(model):
+            whole = run_prefix(model, shared)
+        made = [make(whole, selected) for selected in masks]
+        for context in made:
+            context.query_pass(model, prompt)  # an error now, and not when queries are answered
+        return made
+
+
+def checked_selections(
+    selections: Sequence[Keep], demonstrations: PromptBatch
+) -> list[Bool[Tensor, " position"]]:
+    """The positions that each function selects, checked before the model runs."""
+    if only_set(demonstrations) is None:
+        raise PromptError(
+            "a context holds one set of demonstrations, but these prompts have several; compress "
+            "each set by itself (call build_prompts for each set and join the lists)"
+        )
+    prompt = demonstrations.prompt(0)
+    length = int(prompt.query_start[0])
+    shared = prompt.before(length)
+    return [_checked(select(shared), length) for select in selections]
+
+
+def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
+    if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
+        raise PromptError(
+            f"keep must give Bool['position'] with some of the {length} positions of the "
+            f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
+            f"{int(selected.sum())} selected"
+        )
+    return selected
+
+
+def cache_of_tokens(
+    model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
+) -> KeyValues:
+    """Verified keys and values of tokens that stand before the query of the first prompt.
+
+    Raises:
+        ModelError: As ``verified_cache``.
+    """
+    prompt = queries_after(batch.to(device_of(model)).prompt(0), tokens)
+    return verified_cache(model, prompt, prompt.before(len(tokens)))
+
+
+def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> KeyValues:
+    """The keys and values of the first tokens of a prompt.
+
+    Raises:
+        ModelError: With them the model gives other logits than from the whole prompt.
+        PromptError: The model rotates them differently in texts as long as the prompt.
+    """
+    expected = run_pass(model, prompt)
+    after_prefix = prompt.after(shared.tokens.shape[1])
+    try:
+        whole = run_prefix(model, shared)
+        difference = difference_of(run_pass(model, after_prefix, prefix=whole), expected)
+    except PromptError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{model.cfg.model_name} does not run from a key-value cache, which a context "
+            f"needs: {reason_of(error)}"
+        ) from error
+    if not difference <= tolerance(model, ROUNDINGS):
+        raise ModelError(
+            f"{model.cfg.model_name} gives other logits after a cached prefix (off by "
+            f"{difference:.1e} of the largest), and a context is such a prefix"
+        )
+    return whole
+
+
+def _context_maker(
+    model: HookedModel,
+    prompt: PromptBatch,
+    whole: KeyValues,
+    selected: Bool[Tensor, " position"],
+    positions: Placement,
+) -> Callable[[KeyValues, Bool[Tensor, " position"]], CompressedContext]:
+    """A function from the whole cache and selected positions to a context, tried on one prompt.
+
+    Which function is right depends on how the model takes positions.
+    """
+    length = len(selected)
+    tokens = prompt.tokens[0, :length]
+    bos = bos_of(prompt).tolist()
+    info = {**model_identity(model), "positions": name_of(positions), "bos": bos}
+    segments = prompt.segments[0, :length]
+
+    def context(
+        prefix: KeyValues, selected: Bool[Tensor, " position"], placement: Placement
+    ) -> Any:
+        keys, query = placement(selected)
+        next_position = torch.tensor([query], device=tokens.device)
+        prefix = replace(prefix, next_position=next_position)
+        counts = {
+            name: int(selected[segments == number].sum()) for number, name in enumerate(SEGMENTS)
+        }
+        by_segment = {name: count for name, count in counts.items() if count}
+        # What is not run stays on the CPU, as in a context that was stored.
+        return CompressedContext(
+            prefix=prefix,
+            tokens=tokens.cpu(),
+            kept=selected.cpu(),
+            key_positions=keys.cpu(),
+            query_position=query,
+            info=info | {"selected": by_segment},
+        )
+
+    def cut(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole.columns(selected), selected, positions)
+
+    def masked(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        return context(whole, selected, as_in_prompt)
+
+    def moved(whole: KeyValues, selected: Bool[Tensor, " position"]) -> CompressedContext:
+        refuse_another_rotation(model, length, int(selected.sum()))
+        prefix = _moved(model, prompt.before(length), selected)
+        return context(prefix, selected, positions)
+
+    keys, query = positions(selected)
+    device = selected.device
+    if torch.equal(keys, selected.nonzero().flatten()):
+        # Without a gap between the keys wrong positions would not change the logits.
+        trial = selected if _has_gap(selected) else torch.arange(length, device=device) % 2 == 0
+        shortened = context(whole.columns(trial), trial, as_in_prompt)
+        difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
+        follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
+        if follows and difference <= tolerance(model, ROUNDINGS) and query >= 0:
+            return cut
+        if query == length:
+            return masked
+    elif torch.equal(keys, torch.arange(len(keys), device=keys.device)) and query == len(keys):
+        # Without a gap all distances stay the same, so the answers must stay the same too.
+        trial = torch.arange(length, device=device) >= length // 2
+        difference = _off(model, prompt, lambda: moved(whole, trial), masked(whole, trial))
+        if difference <= tolerance(model, ROUNDINGS):
+            return moved
+    else:
+        raise PromptError(
+            "a placement must leave the keys at their positions in the prompt, or put them at 0, "
+            f"1, ... and the query after them; got keys at {keys.tolist()}, the query at {query}"
+        )
+    raise ModelError(
+        f"positions cannot be {info['positions']} in {info['model']}: its logits would be off by "
+        f"{difference:.1e} of the largest. They cannot be chosen in models whose positions are in "
+        "the residual stream (learned ones), follow the index in the cache (ALiBi, a "
+        "HookedTransformer) or enter the keys where there is no hook point; use "
+        "positions=al.placement.as_in_prompt"
+    )
+
+
+def _has_gap(selected: Bool[Tensor, " position"]) -> bool:
+    """Whether a position after the first selected one is dropped."""
+    return not bool(selected[int(selected.long().argmax()) :].all())
+
+
+def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: KeyValues) -> bool:
+    """Whether another position of the query gives other logits.
+
+    In low precision the error of a cut cache with wrong distances (ALiBi) can be smaller than
+    rounding, so that a comparison of logits alone does not find it.
+    """
+    after_prefix = prompt.after(len(whole))
+    earlier = replace(whole, next_position=whole.next_position - 1)
+    logits = [run_pass(model, after_prefix, prefix=prefix) for prefix in (whole, earlier)]
+    return not torch.equal(*logits)
+
+
+def _off(
+    model: HookedModel,
+    prompt: PromptBatch,
+    make: Callable[[], CompressedContext],
+    expected: CompressedContext,
+) -> float:
+    """Difference of the logits of two contexts, relative to the largest; infinite on an error."""
+    try:
+        passes = [context.query_pass(model, prompt) for context in (make(), expected)]
+        return difference_of(*(query_pass.logits(model) for query_pass in passes))
+    except PromptError:
+        raise
+    except Exception as error:  # attention in chunks, keys without a hook point, wrong shapes
+        reason_of(error)
+        return inf
+
+
+def _moved(
+    model: HookedModel, shared: PromptBatch, selected: Bool[Tensor, " position"]
+) -> KeyValues:
+    """Keys and values of the selected positions, moved to the positions 0, 1, ...
+
+    The keys before the rotation are read from a run of all tokens. Then the model is run on the
+    selected tokens, and in every layer these keys replace its own before the rotation.
+
+    Raises:
+        ModelError: Positions are in the residual stream, so that values depend on them too.
+    """
+    names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
+    if not set(names) <= set(model.hook_dict):
+        raise ModelError("there is no hook point with the keys before their rotation")
+    unrotated: dict[str, Tensor] = {}
+
+    def read(name: str) -> Hook:
+        def store(key: Tensor, hook: Any) -> None:
+            if key.shape[1] != len(selected):
+                raise ModelError("keys before their rotation have heads before positions")
+            unrotated[name] = key.detach()
+
+        return name, store
+
+    def replaced(name: str) -> Hook:
+        return name, lambda key, hook: unrotated[name][:, selected.to(key.device)]
+
+    whole = run_prefix(model, shared, observers=[read(name) for name in names]).columns(selected)
+    hooks = [replaced(name) for name in names]
+    moved = run_prefix(model, selected_columns(shared, selected), hooks=hooks)
+    if not difference_of(moved.values[0], whole.values[0]) <= tolerance(model, ROUNDINGS):
+        raise ModelError("the values of layer 0 depend on positions")
+    return replace(moved, values=whole.values)
+
+
+def selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
+    """The selected columns of the prompts, whose label words are those that are selected whole."""
+    return on_both(batch, lambda each: _selected_columns(each, selected))
+
+
+def _selected_columns(batch: PromptBatch, selected: Bool[Tensor, " position"]) -> PromptBatch:
+    selected = selected.to(batch.tokens.device)
+    ends = (batch.label_positions, batch.label_ends)
+    whole = torch.stack([selected[end] for end in ends]).all(0).all(0)
+    moved = selected.cumsum(0) - 1
+    names = ("tokens", "attention_mask", "segments")
+    columns: dict[str, Any] = {name: getattr(batch, name)[:, selected] for name in names}
+    dropped = int((~selected).sum())
+    return replace(
+        batch,
+        **columns,
+        label_positions=moved[batch.label_positions[:, whole]],
+        label_ends=moved[batch.label_ends[:, whole]],
+        label_classes=batch.label_classes[:, whole],
+        target_positions=batch.target_positions - dropped,
+        query_start=batch.query_start - dropped,
+    )
+
+
+def _block_dropped(
+    model: HookedModel, batch: PromptBatch, selected: Bool[Tensor, " position"]
+) -> list[Hook]:
+    """Hooks that block the edges from the query to the dropped tokens."""
+    length = batch.tokens.shape[1]
+    positions = torch.arange(length, device=batch.tokens.device)
+    dropped = torch.zeros(length, dtype=torch.bool, device=positions.device)
+    dropped[: len(selected)] = ~selected.to(positions.device)
+    cut = edges.between((positions >= batch.first_query)[None], dropped[None])
+    return hooks_on_edges(model, batch, cut, Site())
+
+
+# For each model the length of the prompt on which windows were measured, and each layer's window.
+_measured: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
+
+
+def forget_windows(model: HookedModel) -> None:
+    """Measure the windows of a model again at next use: its settings may have changed."""
+    _measured.pop(model, None)
+
+
+def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
+    """How many tokens each layer can attend to, a token itself included.
+
+    This is read from the attention scores of the longest prompt.
+
+    Raises:
+        ModelError: A layer does not attend to a sliding window.
+    """
+    row = int(batch.attention_mask.sum(1).argmax())
+    prompt = batch.whole().prompt(row)
+    length = min(prompt.tokens.shape[1], model.cfg.n_ctx)
+    last = torch.full_like(prompt.target_positions, length - 1)
+    prompt = replace(prompt.before(length), target_positions=last)
+    if model in _measured and _measured[model][0] >= length:
+        return _measured[model][1]
+    positions = torch.arange(length, device="cpu")
+    distances = positions[:, None] - positions
+    windows: list[int] = []
+
+    def observe(layer: int, scores: Float[Tensor, "batch head query key"]) -> None:
+        visible = (scores[0].detach() > -5e3).any(0).cpu() & (distances >= 0)
+        windows.append(int(distances[visible].max()) + 1)
+        if not torch.equal(visible, (distances >= 0) & (distances < windows[-1])):
+            raise ModelError(
+                f"layer {layer} of {model.cfg.model_name} attends in chunks at {length} tokens, "
+                "which is not possible with a cut cache; pass a prompt as long as this "
+                "to al.compress, which then stores the whole cache"
+            )
+
+    with without_user_hooks(model):
+        run_pass(model, prompt, observers=hooks_by_layer(model, scores_name, observe))
+    # A window as long as the prompt is not known to end there.
+    unbounded = model.cfg.n_ctx + 1
+    _measured[model] = length, [unbounded if size == length else size for size in windows]
+    return _measured[model][1]
+
+
+def _after_prefix(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
+    """Prompts that begin with these tokens, to be run after a cached prefix of them."""
+    right, length = batch.padded_right(), len(tokens)
+    expected = tokens.to(batch.tokens.device)
+    if int(right.target_positions.min()) >= length:
+        same = right.tokens[:, :length] == expected
+        if same.all():
+            return right.after(length)
+        row, position = (~same).nonzero()[0].tolist()
+        reason = f"prompt {row} differs at position {position}"
+    else:
+        reason = f"a prompt has its target at position {int(right.target_positions.min())}"
+    raise PromptError(
+        f"the prompts do not begin with the {length} tokens of this context: {reason}. Build "
+        "them with the tokenizer, task and demonstrations that were compressed, or compress the "
+        "demonstrations of these prompts"
+    )
+
+
+def refuse_gaps(context: StoredContext, what: str) -> None:
+    """Raise an error if the keys and the query of a context do not stand at 0, 1, ..."""
+    if not context.has_no_gap:
+        raise PromptError(
+            f"{what} must have its keys at the positions 0, 1, ... and the query after them, but "
+            f"this context has them {context.info.get('positions')}; compress the demonstrations "
+            "with positions=al.placement.rebased, or keep everything "
+            "(keep=al.selection.everything)"
+        )

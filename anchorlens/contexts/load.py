@@ -1,0 +1,56 @@
+"""Reads a saved context of any class."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import StoreError
+from ..results.record import kind_of_file
+from ..system.arguments import checked
+from ..system.digest_file import read_with_digest
+from .compressed import CompressedContext
+from .hard_prompt import HardPrompt
+from .prefix import PrefixContext
+from .soft_prompt import SoftPrompt
+
+_OURS = (CompressedContext, PrefixContext, SoftPrompt, HardPrompt)
+
+
+@checked
+def load_context(path: str | Path) -> CompressedContext | PrefixContext:
+    """Read a context that ``save`` of a ``CompressedContext`` or a ``PrefixContext`` wrote.
+
+    The classes of this package are known; a class of your own is known once it is defined.
+
+    Raises:
+        StoreError: The file cannot be read, is damaged, or holds no context or one whose class
+            is not known.
+
+    Examples:
+        >>> path = al.compress(model, batch).save(folder / "context.safetensors")
+        >>> type(al.load_context(path)).__name__
+        'CompressedContext'
+    """
+    header, _ = read_with_digest(path)
+    name = kind_of_file(header)
+    if "context" not in header:
+        raise StoreError(
+            f"{path} holds a {name}, not a context; expected a file that save of a context wrote "
+            "(use al.load_record for a record, al.context_from_peft for a peft adapter)"
+        )
+    # A notebook cell that runs again defines its class again: the last definition counts.
+    kinds = {kind.__name__: kind for ours in _OURS for kind in _classes(ours)}
+    if name not in kinds:
+        raise StoreError(
+            f"{path} holds a {name}, a class that is not known here; import the module that "
+            f"defines it, or use {name}.load(path)"
+        )
+    return kinds[name].load(path)
+
+
+def _classes(
+    kind: type[CompressedContext | PrefixContext],
+) -> Iterator[type[CompressedContext | PrefixContext]]:
+    """A class and all its subclasses, in the order of their definitions."""
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _classes(subclass)
