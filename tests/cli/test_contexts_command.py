@@ -105,7 +105,7 @@ def test_an_interrupted_command_continues_and_a_fresh_one_begins_again(
     for name, module, function in (
         ("soft_prompt", soft_prompt, "mean_loss_with_gradient"),
         ("prefix", training, "mean_loss_with_gradient"),
-        ("rows", context_comparison, "_rows"),
+        ("rows", context_comparison, "_contributions"),
     ):
         counted[name] = Counted(getattr(module, function))
         monkeypatch.setattr(module, function, counted[name])
