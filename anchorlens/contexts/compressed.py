@@ -70,7 +70,7 @@ class CompressedContext(StoredContext):
         segments = self.info.get("selected", {})
         return {
             "positions": f"{int(self.kept.sum())} of {len(self.kept)}",
-            "segments": ", ".join(f"{name} {count}" for name, count in segments.items())
+            "segments": ", ".join(f"{name} {count}" for name, count in sorted(segments.items()))
             or "not known",
             "cached": "these positions" if self.is_cut else "all positions, the others masked",
             "bytes": f"{self.size:,}",
@@ -280,22 +280,13 @@ def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, "
 def cache_of_tokens(
     model: HookedModel, batch: PromptBatch, tokens: Int[Tensor, " position"]
 ) -> KeyValues:
-    """Verified keys and values of tokens that stand before the query of the first prompt.
-
-    Raises:
-        ModelError: As ``verified_cache``.
-    """
+    """Verified keys and values of tokens that stand before the query of the first prompt."""
     prompt = queries_after(batch.to(device_of(model)).prompt(0), tokens)
     return verified_cache(model, prompt, prompt.before(len(tokens)))
 
 
 def verified_cache(model: HookedModel, prompt: PromptBatch, shared: PromptBatch) -> KeyValues:
-    """The keys and values of the first tokens of a prompt.
-
-    Raises:
-        ModelError: With them the model gives other logits than from the whole prompt.
-        PromptError: The model rotates them differently in texts as long as the prompt.
-    """
+    """The keys and values of the first tokens of a prompt, if they give its logits."""
     expected = run_pass(model, prompt)
     after_prefix = prompt.after(shared.tokens.shape[1])
     try:
@@ -437,9 +428,6 @@ def _moved(
 
     The keys before the rotation are read from a run of all tokens. Then the model is run on the
     selected tokens, and in every layer these keys replace its own before the rotation.
-
-    Raises:
-        ModelError: Positions are in the residual stream, so that values depend on them too.
     """
     names = [f"blocks.{layer}.attn.hook_k" for layer in range(model.cfg.n_layers)]
     if not set(names) <= set(model.hook_dict):
@@ -511,13 +499,7 @@ def forget_windows(model: HookedModel) -> None:
 
 
 def _windows(model: HookedModel, batch: PromptBatch) -> list[int]:
-    """How many tokens each layer can attend to, a token itself included.
-
-    This is read from the attention scores of the longest prompt.
-
-    Raises:
-        ModelError: A layer does not attend to a sliding window.
-    """
+    """How many tokens each layer can attend to, read from the scores of the longest prompt."""
     row = int(batch.attention_mask.sum(1).argmax())
     prompt = batch.whole().prompt(row)
     length = min(prompt.tokens.shape[1], model.cfg.n_ctx)

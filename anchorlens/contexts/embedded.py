@@ -83,11 +83,7 @@ def embeddings_of(
 
 
 def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[Tensor, " length"]:
-    """The ids of ``start``, repeated or cut to a length.
-
-    Raises:
-        PromptError: ``start`` is empty, or not of token ids of the model.
-    """
+    """The ids of ``start``, repeated or cut to a length."""
     ids = token_ids(model, start, "start")
     if not len(ids):
         raise PromptError(
@@ -97,11 +93,7 @@ def start_tokens(model: HookedModel, start: Sequence[int], length: int) -> Int[T
 
 
 def token_ids(model: HookedModel, tokens: Sequence[int], name: str) -> Int[Tensor, " length"]:
-    """Token ids on the model's device; ``name`` is that of the argument that holds them.
-
-    Raises:
-        PromptError: They are not token ids of the model.
-    """
+    """Token ids on the model's device; ``name`` is that of the argument that holds them."""
     try:
         ids = [int(token) for token in tokens]
     except (TypeError, ValueError) as error:

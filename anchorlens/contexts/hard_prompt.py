@@ -178,11 +178,7 @@ def random_hard_prompts(
 
 
 def tokenizer_of(model: HookedModel, tokenizer: Any) -> Any:
-    """The given tokenizer, or that of the model.
-
-    Raises:
-        PromptError: There is none, or it is no tokenizer.
-    """
+    """The given tokenizer, or that of the model."""
     found = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if found is None:
         raise PromptError("the model has no tokenizer, which gives tokens their text; pass it")
@@ -200,10 +196,7 @@ def made_of_tokens(
     training: TrainingRecord,
     info: dict[str, Any],
 ) -> HardPrompt:
-    """The hard prompt of tokens with their BOS, whose text is encoded and measured too.
-
-    The model is prepared and frozen, and the prompts are checked.
-    """
+    """The hard prompt of tokens with their BOS, whose text is encoded and measured too."""
     n_bos = len(info["bos"])
     text = str(tokenizer.decode(tokens[n_bos:].tolist(), clean_up_tokenization_spaces=False))
     again = torch.tensor(

@@ -151,11 +151,7 @@ class NearestTokens:
 
     @classmethod
     def of(cls, model: HookedModel, allowed: Bool[Tensor, " vocab"]) -> "NearestTokens":
-        """The allowed tokens of a model.
-
-        Raises:
-            PromptError: No token is allowed.
-        """
+        """The allowed tokens of a model."""
         table = model.W_E.detach()
         # Norms of low precision would be wrong by more than what two tokens differ in.
         wide = torch.promote_types(table.dtype, torch.float32)
@@ -170,11 +166,7 @@ class NearestTokens:
         return cls(table, norms, allowed)
 
     def ids(self, embeddings: Float[Tensor, "length d_model"]) -> Int[Tensor, " length"]:
-        """The nearest tokens; of equally near ones the lowest id.
-
-        Raises:
-            NotFiniteError: An embedding has no direction.
-        """
+        """The nearest tokens; of equally near ones the lowest id."""
         lengths = embeddings.norm(dim=1, keepdim=True)
         if not (lengths.isfinite() & (lengths > 0)).all():
             raise NotFiniteError(
@@ -297,12 +289,7 @@ class SearchedTokens(Trainable):
 
 
 def prompts_of_next_tokens(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
-    """A prompt of these tokens for each token but the first, with the target before it.
-
-    Args:
-        batch: Prompts from which everything else is taken.
-        tokens: At least two tokens.
-    """
+    """A prompt of these tokens for each token but the first, with the target before it."""
     count = len(tokens) - 1
     prompt = queries_after(batch.prompts(0, 1), tokens).before(len(tokens))
     rows: dict[str, Any] = {

@@ -333,11 +333,7 @@ def _trained_in_peft(
 
 
 def _as_cached(model: HookedModel, batch: PromptBatch, prefix: KeyValues) -> KeyValues:
-    """A prefix on the devices and in the types in which the model caches keys and values.
-
-    Raises:
-        ModelError: The model caches other shapes, or no keys and values.
-    """
+    """A prefix on the devices and in the types in which the model caches keys and values."""
     cached = cache_of_tokens(model, batch, batch.tokens.new_zeros(len(prefix)))
     expected = (model.cfg.n_layers, *_one_shape(model, cached))
     got = (len(prefix.keys), prefix.keys[0].shape[1], prefix.keys[0].shape[3])

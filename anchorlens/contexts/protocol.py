@@ -158,14 +158,9 @@ def model_identity(model: Any) -> dict[str, str]:
 
 
 def queries_after(batch: PromptBatch, tokens: Int[Tensor, " position"]) -> PromptBatch:
-    """The queries of a batch after other tokens, padded on the right, all of which are run.
+    """The queries of a batch up to their targets, after other tokens, padded on the right.
 
-    Args:
-        batch: Prompts whose queries begin at ``query_start``.
-        tokens: What stands before every query instead; it may be empty.
-
-    Returns:
-        The tokens, then the query up to the target. Label positions are left out.
+    The tokens may be none. All are run, and label positions are left out.
     """
     width = longest_query(batch)
     return on_both(batch, lambda each: _queries_after(each, tokens, width))

@@ -230,7 +230,6 @@ class TrainingRun:
         steps: Number of steps.
         clip: Largest norm of the gradient.
         about: What is trained, and from which start, in words.
-        made_of: The rest of what decides the result: the start, a method, a tokenizer.
     """
 
     study: Study
@@ -240,7 +239,6 @@ class TrainingRun:
     steps: int
     clip: float
     about: str
-    made_of: tuple[Any, ...]
 
     @classmethod
     def of(
@@ -256,11 +254,9 @@ class TrainingRun:
         steps: int = 300,
         clip: float = 1.0,
     ) -> "TrainingRun":
-        """A training, with defaults of its trainer; without held-out prompts the last step counts.
+        """A training with the defaults of its trainer; ``made_of`` decides the result too.
 
-        Raises:
-            PromptError: There are no prompts.
-            MetricError: The optimizer is none.
+        Without held-out prompts the last step counts.
         """
         for name, prompts in (("training", batches), ("held-out", held_out)):
             if prompts is not None and not prompts:
@@ -272,10 +268,18 @@ class TrainingRun:
         _check_optimizer(optimizer)
         steps = steps if training.steps is None else training.steps
         clip = clip if training.clip is None else training.clip
-        decides = _decides(training, optimizer, steps, clip, [about, *made_of])
+        decides = {
+            "steps": steps,
+            "clip": clip,
+            "check_every": training.check_every,
+            "seed": training.seed,
+            "optimizer": optimizer,
+            "loss": training.loss,
+            "context": [about, *made_of],
+        }
         prompts = [*batches, *(held_out or ())]
         study = Study(model, prompts, decides, resamples=0, progress=training.progress)
-        return cls(study, len(batches), training, optimizer, steps, clip, about, made_of)
+        return cls(study, len(batches), training, optimizer, steps, clip, about)
 
     @cached_property
     def batches(self) -> list[PromptBatch]:
@@ -299,15 +303,7 @@ class TrainingRun:
     def check(self, tokens: Int[Tensor, " position"]) -> None:
         """Raise an error for prompts with which training would fail or mislead.
 
-        Args:
-            tokens: As many tokens as will stand before a query, with the BOS.
-
-        Raises:
-            PromptError: A query is in both lists or has no true label, or some prompts begin with
-                another BOS.
-            MetricError: The loss does not give one number a prompt.
-            ModelError: The model gives other logits after a cached prefix, or its value biases are
-                folded.
+        ``tokens`` are as many as will stand before a query, with the BOS.
         """
         model, prompts, loss = self.study.model, self.study.batches, self.training.loss
         refuse_folded_value_biases(model)
@@ -332,11 +328,11 @@ class TrainingRun:
 
     def describe(self) -> dict[str, Any]:
         """What a trained context says of itself."""
-        decides = _decides(self.training, self.optimizer, self.steps, self.clip, self.about)
         return {
             **self.study.describe(),
             **model_identity(self.study.model),
-            **{name: in_words(value) for name, value in decides.items()},
+            **{name: in_words(value) for name, value in self.study.settings.items()},
+            "context": self.about,
             "bos": self.bos.tolist(),
             "queries_in_training": sorted(query_digests(self.study.batches)),
         }
@@ -346,9 +342,7 @@ class TrainingRun:
     ) -> tuple[list[Tensor], TrainingRecord]:
         """Take all steps; give the best candidate on held-out queries, or the last, and the record.
 
-        Args:
-            trainable: What is trained; its parameters are changed.
-            start_loss: Mean loss at the start, where nothing is held out.
+        Where nothing is held out, ``start_loss`` is the mean loss at the start.
         """
         window, seed, count = self.training.check_every, self.training.seed, self.count
         quiet = not (self.training.progress and is_main())
@@ -397,21 +391,6 @@ class TrainingRun:
         state.held_out_losses.append(loss)
         if state.record().best == len(state.checked) - 1:
             state.best = trainable.candidate()
-
-
-def _decides(
-    training: Training, optimizer: MakeOptimizer, steps: int, clip: float, context: Any
-) -> dict[str, Any]:
-    """What decides the result of a training, apart from the model and the prompts."""
-    return {
-        "steps": steps,
-        "clip": clip,
-        "check_every": training.check_every,
-        "seed": training.seed,
-        "optimizer": optimizer,
-        "loss": training.loss,
-        "context": context,
-    }
 
 
 def _check_optimizer(make: MakeOptimizer) -> None:
@@ -551,11 +530,7 @@ class _StateFile:
         return cls(folder / "training.safetensors", facts, unknown)
 
     def read(self, trainable: Trainable, optimizer: Optimizer) -> _State:
-        """The stored state, which is put into the parameters and the optimizer; or a new one.
-
-        Raises:
-            StoreError: The file is of another training, or cannot be read.
-        """
+        """The stored state, which is put into the parameters and the optimizer; or a new one."""
         if self.path is None or not self.path.exists():
             return _State()
         bytes_of(self.path)  # an error if it cannot be read

@@ -93,7 +93,10 @@ def results_in(folder: Path) -> tuple[al.ContextsRecord, list[Any]]:
     record = al.ContextsRecord.load(folder / "contexts.safetensors")
     names = ("soft_prompt", "prefix")
     contexts = [al.load_context(folder / f"{name}.safetensors") for name in names]
-    no_times = {"seconds": record.seconds * 0, "whole_seconds": record.whole_seconds * 0}
+    no_times: dict[str, Any] = {
+        "seconds": record.seconds * 0,
+        "whole_seconds": record.whole_seconds * 0,
+    }
     return replace(record, **no_times), contexts
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.contexts import compressed
-from anchorlens.errors import ModelError, PromptError, StoreError
+from anchorlens.errors import ModelError, PromptError
 from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import FORMAT, LABEL, OTHER, TEXT
 
@@ -156,18 +156,6 @@ def test_moved_keys_leave_no_gap(llama: Any) -> None:
     still = al.compress(llama, batch)
     assert moved.key_positions.tolist() == list(range(int(moved.kept.sum())))
     assert difference(moved.logits(llama, batch), still.logits(llama, batch)) > 1e-3
-
-
-def test_a_loaded_context_equals_the_saved_one(model: Any, tmp_path: Any) -> None:
-    batch = questions(model, 3)[0]
-    context = al.compress(model, batch)
-    loaded = al.CompressedContext.load(context.save(tmp_path / "context.safetensors"))
-    assert torch.equal(loaded.logits(model, batch), context.logits(model, batch))
-    assert (loaded.size, loaded.info, loaded.is_cut) == (context.size, context.info, context.is_cut)
-    other = tmp_path / "other.safetensors"
-    al.loyalty(torch.eye(3, 9), torch.eye(3, 9), torch.tensor([0, 1])).save(other)
-    with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a CompressedContext"):
-        al.CompressedContext.load(other)
 
 
 def test_another_model_type_or_tokenizer_is_refused(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,19 +258,6 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
     assert loss == float(al.label_cross_entropy(expected, queries).mean())
     trainable.after_step(0)
     assert torch.equal(nearby.detach(), point), "projected into the space of the embeddings"
-
-
-@pytest.mark.every_kind
-def test_the_padding_side_changes_nothing(llama: Any) -> None:
-    prompts = []
-    for side in ("left", "right"):
-        training, held_out = halves(llama, padding_side=side)
-        call: dict[str, Any] = {"length": 2, "start": [300], "steps": 3, **QUIET}
-        prompts.append(train_hard_prompt(llama, training, held_out=held_out, **call))
-    first, second = prompts
-    assert torch.equal(first.tokens, second.tokens)
-    assert torch.equal(first.training.losses, second.training.losses)
-    assert torch.equal(first.training.held_out_loss, second.training.held_out_loss)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -543,16 +529,6 @@ def test_the_accuracy_of_the_text_is_that_on_held_out_queries(gpt2: Any) -> None
     assert prompt.encoded.tolist() == joined and float(prompt.encoded_accuracy) == 1
 
 
-def test_a_hard_prompt_is_saved_and_loaded(llama: Any, tmp_path: Path) -> None:
-    _, held_out = halves(llama)
-    prompt = al.hard_prompt(llama, [300, 17], held_out=held_out)
-    loaded = al.HardPrompt.load(prompt.save(tmp_path / "hard.safetensors"))
-    assert loaded.text == prompt.text and loaded.info == prompt.info
-    assert torch.equal(loaded.encoded, prompt.encoded)
-    assert float(loaded.encoded_accuracy) == float(prompt.encoded_accuracy)
-    assert torch.equal(loaded.logits(llama, held_out[0]), prompt.logits(llama, held_out[0]))
-
-
 def test_random_prompts_are_plain_and_seeded(gpt2: Any) -> None:
     _, held_out = halves(gpt2)
     call: dict[str, Any] = {"held_out": held_out, "length": 4, "draws": 3}
@@ -631,34 +607,6 @@ def test_embeddings_that_are_no_multiple_of_the_table_are_refused(gpt2: Any) -> 
         check_embeds_by_table(gpt2, batch, tokens)
     with pytest.raises(ModelError, match="is no multiple of the rows of W_E"):
         searched(gpt2, start=[300])
-
-
-NONE = torch.zeros(700, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"length": 0}, PromptError, "length must be a whole number from 1; got 0"),
-        ({"allowed": NONE}, PromptError, "no token is allowed"),
-        ({"allowed": NONE[:5]}, PromptError, "each of the 700 tokens"),
-        ({"start": [0]}, PromptError, r"tokens \[0\] of the start are not allowed"),
-        ({"start": [700]}, PromptError, "from 0 to 699"),
-        ({"held_out": []}, PromptError, "no held-out prompts"),
-        ({"clip": 0}, MetricError, "clip must be a number above 0"),
-        (
-            {"length": 1, "start": [300], "method": al.hard_prompts.FLUENT_PROMPT},
-            PromptError,
-            "has no fluency",
-        ),
-    ],
-    ids=["length", "allowed", "shape", "start", "vocabulary", "held-out", "clip", "fluency"],
-)
-def test_a_bad_argument_is_an_error_before_the_search(
-    gpt2: Any, change: Any, error: Any, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        searched(gpt2, **change)
 
 
 def test_a_fluency_outside_0_to_1_is_an_error() -> None:

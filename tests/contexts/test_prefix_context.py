@@ -12,7 +12,7 @@ from measures import centred, difference
 from safetensors.torch import load
 from tiny_models import questions, randomize
 from torch import Tensor
-from trained_contexts import same, trained
+from trained_contexts import same, split, train_prefix, train_soft_prompt, trained
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 import anchorlens as al
@@ -105,19 +105,37 @@ def test_logits_depend_on_neither_padding_nor_the_other_prompts(llama: Any) -> N
         assert difference(alone, expected[row : row + 1]) < 1e-5
 
 
-def test_a_loaded_context_is_the_saved_one(gpt2: Any, llama: Any, tmp_path: Path) -> None:
+def hard_prompt(model: Any, batches: Any, held_out: Any, **options: Any) -> al.HardPrompt:
+    return al.hard_prompt(model, [300, 17], held_out=held_out)
+
+
+MADE: list[tuple[type[Any], Any]] = [
+    (al.PrefixContext, train_prefix),
+    (al.SoftPrompt, train_soft_prompt),
+    (al.HardPrompt, hard_prompt),
+    (al.CompressedContext, lambda model, batches, **options: al.compress(model, batches[0])),
+]
+
+
+@pytest.mark.parametrize(("kind", "make"), MADE, ids=[kind.__name__ for kind, _ in MADE])
+def test_a_loaded_context_is_the_saved_one(
+    gpt2: Any, llama: Any, gemma3: Any, tmp_path: Path, kind: Any, make: Any
+) -> None:
     path = tmp_path / "context.safetensors"
-    for model in (gpt2, llama):
-        context, batch = trained(model), questions(model, 3)[0]
-        for read in (al.PrefixContext.load, al.load_context):
+    for model in (gpt2, llama, gemma3):
+        batches, held_out = split(model)
+        context = make(model, batches, held_out=held_out, length=2, steps=2)
+        for read in (kind.load, al.load_context):
             loaded = read(context.save(path))
-            assert isinstance(loaded, al.PrefixContext) and same(loaded, context)
-            assert (loaded.info, loaded.size, repr(loaded)) == (
-                context.info,
-                context.size,
-                repr(context),
-            )
+            assert type(loaded) is kind and same(loaded, context)
+            shown = [(each.info, each.size, repr(each)) for each in (loaded, context)]
+            assert shown[0] == shown[1]
+            batch = batches[0]
             assert torch.equal(loaded.logits(model, batch), context.logits(model, batch))
+        texts = [
+            (vars(each).get("text"), vars(each).get("query_position")) for each in (loaded, context)
+        ]
+        assert texts[0] == texts[1]
 
 
 def test_a_class_of_ones_own_is_saved_with_its_fields(gpt2: Any, tmp_path: Path) -> None:
@@ -149,6 +167,8 @@ def test_other_files_are_refused(gpt2: Any, tmp_path: Path) -> None:
         al.CompressedContext.load(trained_path)
     with pytest.raises(StoreError, match="holds a PrefixContext, not a LoyaltyRecord"):
         al.LoyaltyRecord.load(trained_path)
+    with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a CompressedContext"):
+        al.CompressedContext.load(record)
     with pytest.raises(StoreError, match="holds a LoyaltyRecord, not a context"):
         al.load_context(record)
     with pytest.raises(StoreError, match=r"holds no record.*al\.load_context"):

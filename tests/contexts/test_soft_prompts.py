@@ -1,15 +1,14 @@
 """Soft prompts: learned embeddings before a query, against tokens and finite differences."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measures import difference
-from tiny_models import questions, tiny_gpt2, tiny_llama
+from tiny_models import questions, tiny_gpt2
 from torch import Tensor
-from trained_contexts import train_hard_prompt, train_soft_prompt
+from trained_contexts import train_soft_prompt
 
 import anchorlens as al
 from anchorlens.contexts.embedded import (
@@ -18,7 +17,7 @@ from anchorlens.contexts.embedded import (
     replaced_embeddings,
 )
 from anchorlens.contexts.protocol import bos_of, queries_after
-from anchorlens.errors import MetricError, ModelError, PromptError, StoreError
+from anchorlens.errors import ModelError
 from anchorlens.models.optimizers import Adafactor
 from anchorlens.passes.descent import mean_loss_with_gradient
 from anchorlens.passes.forward import run_pass
@@ -112,37 +111,10 @@ def test_without_a_step_a_soft_prompt_answers_as_its_tokens(llama: Any) -> None:
     assert prompt.training.held_out_accuracy.tolist() == [pytest.approx(float(right))]
 
 
-def test_training_lowers_the_loss_and_gives_the_same_on_either_padding_side(gemma3: Any) -> None:
-    prompts = [
-        train_soft_prompt(gemma3, *training, held_out=held_out, length=3, steps=8, seed=3, **QUIET)
-        for side in ("left", "right")
-        for *training, held_out in [halves(gemma3, padding_side=side)]
-    ]
-    first, second = (prompt.training for prompt in prompts)
-    assert first.losses[-1] < 0.8 * first.losses[0]
-    assert torch.equal(prompts[0].embeddings, prompts[1].embeddings)
-    assert first.held_out_loss.equal(second.held_out_loss)
-
-
-def test_low_precision_is_trained_in_float32(hooked: Any, sentencepiece_like: Any) -> None:
-    """Steps of an optimizer would round to 0."""
-    weights: Any = tiny_llama(len(sentencepiece_like))
-    model = hooked(weights.to(torch.bfloat16), sentencepiece_like)
-    training, held_out = halves(model)
-    types: list[torch.dtype] = []
-
-    def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        types.extend(parameter.dtype for parameter in parameters)
-        return torch.optim.SGD(parameters, lr=1e-4)
-
-    call: dict[str, Any] = {"held_out": held_out, "length": 2, "start": [300], "steps": 2, **QUIET}
-    prompt = train_soft_prompt(model, training, optimizer=optimizer, **call)
-    method = al.hard_prompts.Descent(optimizer)
-    hard = train_hard_prompt(model, training, method=method, **call)
-    assert set(types) == {torch.float32}
-    for context in (prompt, hard):
-        assert context.prefix.keys[0].dtype == torch.bfloat16
-        assert context.logits(model, held_out[0]).isfinite().all()
+def test_training_lowers_the_loss(gemma3: Any) -> None:
+    (training, held_out), call = halves(gemma3), {"length": 3, "steps": 8, "seed": 3, **QUIET}
+    losses = train_soft_prompt(gemma3, training, held_out=held_out, **call).training.losses
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_the_seed_decides_the_start(gpt2: Any) -> None:
@@ -162,37 +134,6 @@ def test_a_start_is_repeated_to_the_length(gpt2: Any) -> None:
     prompt = train_soft_prompt(gpt2, training, length=3, start=[300, 17], **call)
     expected = gpt2.W_E[torch.tensor([300, 17, 300])]
     assert torch.equal(prompt.embeddings, expected)
-
-
-def test_a_soft_prompt_is_saved_and_loaded(gpt2: Any, tmp_path: Path) -> None:
-    training, held_out = halves(gpt2)
-    prompt = train_soft_prompt(gpt2, training, held_out=held_out, length=2, steps=2, **QUIET)
-    loaded = al.SoftPrompt.load(prompt.save(tmp_path / "soft.safetensors"))
-    assert torch.equal(loaded.embeddings, prompt.embeddings)
-    assert torch.equal(loaded.logits(gpt2, held_out[0]), prompt.logits(gpt2, held_out[0]))
-    assert loaded.info == prompt.info
-    with pytest.raises(StoreError, match="holds a SoftPrompt, not a PrefixContext"):
-        al.PrefixContext.load(tmp_path / "soft.safetensors")
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"length": 0}, PromptError, "length must be a whole number from 1; got 0"),
-        ({"start": []}, PromptError, "got none"),
-        ({"start": [10**6]}, PromptError, r"from 0 to 699; got \[1000000\]"),
-        ({"length": 500}, PromptError, "12 of the model's context of 512 are left"),
-        ({"held_out": []}, PromptError, "no held-out prompts"),
-        ({"steps": -1}, MetricError, "steps must be a whole number from 0"),
-    ],
-    ids=str,
-)
-def test_a_bad_argument_is_an_error_before_training(
-    gpt2: Any, change: Any, error: Any, message: str
-) -> None:
-    training, held_out = halves(gpt2)
-    with pytest.raises(error, match=message):
-        train_soft_prompt(gpt2, training, **({"held_out": held_out, **QUIET} | change))
 
 
 @pytest.mark.changes_model

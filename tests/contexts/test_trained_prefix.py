@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from measures import difference
-from tiny_models import questions, tiny_gpt2, tiny_llama
+from tiny_models import questions, tiny_gpt2
 from trained_contexts import same, split, train_prefix, trained
 
 import anchorlens as al
@@ -88,23 +88,6 @@ def test_a_trained_context_is_the_start_of_another_training(llama: Any) -> None:
     assert same(
         replace(trained(llama, start=first, steps=0), training=None), replace(first, training=None)
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_trained_in_float32(
-    hooked: Any, sentencepiece_like: Any, dtype: torch.dtype
-) -> None:
-    weights: Any = tiny_llama(len(sentencepiece_like))
-    model = hooked(weights.to(dtype), sentencepiece_like)
-    types: list[torch.dtype] = []
-
-    def optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        types.extend(parameter.dtype for parameter in parameters)
-        return torch.optim.Adam(parameters, lr=0.05)
-
-    context = trained(model, optimizer=optimizer)
-    assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
-    assert context.logits(model, questions(model, 2)[0]).isfinite().all()
 
 
 def test_the_inference_mode_of_the_caller_changes_nothing(llama: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import BY_NAME
-from tiny_models import questions, tiny_gpt2
+from tiny_models import questions, tiny_gpt2, tiny_llama
 from torch import Tensor
 from toys import native_bridge
 from trained_contexts import (
@@ -85,6 +85,71 @@ def test_an_interrupted_training_continues_to_the_same_bits(
     assert same(call(folder=tmp_path), expected) and not steps
     with pytest.raises(StoreError, match="another context"):
         call(folder=tmp_path, **change)
+
+
+CONTEXTS = ["prefix", "soft prompt", "hard prompt"]
+
+
+@pytest.mark.every_kind
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_the_padding_side_changes_nothing(llama: Any, kind: str) -> None:
+    left, right = (
+        TRAINERS[kind][0](llama, batches, held_out=held_out, steps=3, check_every=2)
+        for batches, held_out in (split(llama, padding_side=side) for side in ("left", "right"))
+    )
+    assert same(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_low_precision_is_trained_in_float32(
+    hooked: Any, sentencepiece_like: Any, kind: str, dtype: torch.dtype
+) -> None:
+    """Steps of an optimizer would round to 0."""
+    weights: Any = tiny_llama(len(sentencepiece_like))
+    model = hooked(weights.to(dtype), sentencepiece_like)
+    types: list[torch.dtype] = []
+
+    def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        types.extend(parameter.dtype for parameter in parameters)
+        return torch.optim.SGD(parameters, lr=1e-4)
+
+    how: dict[str, Any] = {"optimizer": optimizer}
+    if kind == "hard prompt":
+        how = {"method": al.hard_prompts.Descent(optimizer)}
+    batches, held_out = split(model)
+    context = TRAINERS[kind][0](model, batches, held_out=held_out, steps=2, **how)
+    assert set(types) == {torch.float32} and context.prefix.keys[0].dtype == dtype
+    assert context.logits(model, held_out[0]).isfinite().all()
+
+
+NONE = torch.zeros(700, dtype=torch.bool)
+FLUENT = {"length": 1, "method": al.hard_prompts.FLUENT_PROMPT}
+OPTIMIZER = {"optimizer": torch.optim.SGD}
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *((kind, {"length": 0}, PromptError, "length must be a whole .* got 0") for kind in CONTEXTS),
+    *((kind, {"held_out": []}, PromptError, "no held-out prompts") for kind in CONTEXTS),
+    *((kind, {"steps": -1}, MetricError, "steps must be a whole number") for kind in TRAINERS),
+    *((kind, {"clip": 0}, MetricError, "clip must be a number above 0") for kind in TRAINERS),
+    ("soft prompt", {"start": []}, PromptError, "got none"),
+    ("soft prompt", {"start": [10**6]}, PromptError, r"from 0 to 699; got \[1000000\]"),
+    ("soft prompt", {"length": 500}, PromptError, "12 of the model's context of 512 are left"),
+    ("hard prompt", {"allowed": NONE}, PromptError, "no token is allowed"),
+    ("hard prompt", {"allowed": NONE[:5]}, PromptError, "each of the 700 tokens"),
+    ("hard prompt", {"start": [0]}, PromptError, r"tokens \[0\] of the start are not allowed"),
+    ("hard prompt", {"start": [700]}, PromptError, "from 0 to 699"),
+    ("hard prompt", OPTIMIZER, MetricError, "the optimizer of a search is that of its method"),
+    ("hard prompt", FLUENT, PromptError, "has no fluency"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "error", "message"), BAD)
+def test_a_bad_argument_is_an_error_before_training(
+    gpt2: Any, kind: str, change: Any, error: type[Exception], message: str
+) -> None:
+    batches, held_out = split(gpt2)
+    with pytest.raises(error, match=message):
+        TRAINERS[kind][0](gpt2, batches, **({"held_out": held_out} | change))
 
 
 def test_a_damaged_state_begins_again_with_a_warning(gpt2: Any, tmp_path: Path) -> None:
@@ -292,7 +357,7 @@ def random_hard_prompts(model: Any, batches: Any, **options: Any) -> Any:
     return al.random_hard_prompts(model, length=1, draws=1, **options)
 
 
-EVERY = [TRAINERS[kind][0] for kind in ("prefix", "soft prompt", "hard prompt")]
+EVERY = [TRAINERS[kind][0] for kind in CONTEXTS]
 EVERY += [hard_prompt, random_hard_prompts]
 
 
@@ -356,12 +421,10 @@ def test_bad_settings_are_refused_before_any_pass(gpt2: Any) -> None:
     handle = gpt2.register_forward_pre_hook(lambda *inputs: passes.append(1))
     (first, *rest), held_out = split(gpt2)
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (MetricError, "steps must be a whole number from 0; got -1", {"steps": -1}),
         (MetricError, "check_every must be a whole number from 1", {"check_every": 0}),
         (MetricError, "clip must be a number above 0", {"clip": float("nan")}),
         (MetricError, "whose step needs no arguments", {"optimizer": torch.optim.LBFGS}),
         (PromptError, "there are no training prompts", {"batches": []}),
-        (PromptError, "there are no held-out prompts", {"held_out": []}),
         (PromptError, "4 held-out queries are training queries", {"held_out": [first]}),
         (MetricError, "one number a prompt", {"loss": lambda logits, batch: logits.sum()}),
         (

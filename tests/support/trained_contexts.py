@@ -62,5 +62,7 @@ def bits(made: Any) -> list[torch.Tensor]:
     return tensors + [value for value in own if isinstance(value, torch.Tensor)]
 
 
-def curves(context: al.PrefixContext) -> list[torch.Tensor]:
-    return [] if context.training is None else [*context.training.tensors().values()]
+def curves(context: Any) -> list[torch.Tensor]:
+    return (
+        [] if getattr(context, "training", None) is None else [*context.training.tensors().values()]
+    )
