@@ -37,6 +37,13 @@ def error_of(captured: Any) -> str:
     return line
 
 
+def test_help_shows_options_of_the_task_before_those_of_the_machine() -> None:
+    names = [parameter.name for parameter in COMMANDS["run"].params]
+    assert names[:2] == ["model", "task"] and names.index("gradient_checkpointing") < min(
+        names.index(name) for name in ("device", "out", "fresh", "quiet", "as_json")
+    )
+
+
 @pytest.mark.filterwarnings("ignore:in . of . sets:UserWarning", "ignore:some pairs:UserWarning")
 def test_demo_writes_report_results_and_settings(
     monkeypatch: Any, model_folder: Path, tmp_path: Path, capsys: Any
