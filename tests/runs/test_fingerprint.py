@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import anchorlens as al
-from anchorlens.contexts import context
+from anchorlens.contexts import protocol
 from anchorlens.errors import StoreError
 from anchorlens.models.model_identity import identity, tokenizer_identity
 from anchorlens.runs.fingerprint import fingerprint
@@ -369,7 +369,7 @@ def test_weights_are_summed_once_for_each_set_of_contexts(
         summed.append(1)
         return identity(model)
 
-    monkeypatch.setattr(context, "identity", counted)
+    monkeypatch.setattr(protocol, "identity", counted)
     batches = questions(gpt2, count=4, batch_size=1)
     contexts: dict[str, Any] = {"anchors": al.compress}
     al.compare_contexts(gpt2, batches, contexts, draws=2, progress=False, resamples=0)

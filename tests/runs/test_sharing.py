@@ -11,7 +11,7 @@ from test_run import SelfAttention
 from tiny_models import questions
 
 import anchorlens as al
-from anchorlens.contexts import compression
+from anchorlens.contexts import compressed
 from anchorlens.errors import MetricError, PromptError, RunError
 from anchorlens.metrics.metric import Observation
 from anchorlens.models import kv_cache
@@ -455,7 +455,7 @@ def test_out_of_memory_in_a_trial_is_raised(gpt2: Any, monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     batch = questions(gpt2, 2)[0]
-    monkeypatch.setattr(compression, "run_prefix", full)
+    monkeypatch.setattr(compressed, "run_prefix", full)
     with pytest.raises(torch.OutOfMemoryError):
         al.compress(gpt2, batch)
 
