@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import HookError, ModelError, PromptError
-from ..prompts.batch import PromptBatch
-from .rotary import refuse_rotations_in_a_batch
+from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompts
+from .rotary import refuse_rotations_in_a_batch, rotates_by_length
 
 HookFunction = Callable[..., Tensor | None]
 Hook = tuple[str | Callable[[str], bool], HookFunction]  # by name, or the names selected
@@ -195,14 +195,18 @@ def refuse_longer_than(context: int, longest: int) -> None:
         )
 
 
-def check_fits(model: HookedModel, batch: PromptBatch) -> None:
+def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     """Raise an error for prompts that are too long or hold tokens that the model lacks."""
-    lengths, token = batch.on_cpu.attention_mask.sum(1), int(batch.on_cpu.tokens.max())
-    words = () if batch.verbalizer is None else batch.verbalizer.token_ids
-    label = max(map(max, words), default=-1)
-    refuse_longer_than(model.cfg.n_ctx, int(lengths.max()))
-    if batch.is_whole:  # after a prefix, kv_cache compares the lengths
-        refuse_rotations_in_a_batch(model, int(lengths.min()), batch.tokens.shape[1])
+    numbers = all_on_cpu(batches)
+    refuse_longer_than(model.cfg.n_ctx, max(longest_prompts(batches)))
+    if rotates_by_length(model):
+        for batch in numbers:
+            if batch.is_whole:  # after a prefix, kv_cache compares the lengths
+                shortest = int(batch.attention_mask.sum(1).min())
+                refuse_rotations_in_a_batch(model, shortest, batch.tokens.shape[1])
+    words = [batch.verbalizer.token_ids for batch in batches if batch.verbalizer is not None]
+    label = max((token for rows in words for row in rows for token in row), default=-1)
+    token = max(int(batch.tokens.max()) for batch in numbers)
     refuse_labels_beyond(model, label)
     largest, vocabulary = max(token, label), vocabulary_of(model)
     if largest >= vocabulary:

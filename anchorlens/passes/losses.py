@@ -54,7 +54,9 @@ def label_cross_entropy(
         6.0
     """
     gold = _gold_of(batch)
-    log_probs = batch.label_scores(logits).log_softmax(-1)
+    verbalizer = batch.verbalizer
+    scores = batch.label_scores(logits) if verbalizer is None else verbalizer.scores(logits)
+    log_probs = scores.log_softmax(-1)
     return -log_probs.gather(1, gold[:, None])[:, 0]
 
 
@@ -343,7 +345,10 @@ def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -
             f"al.span_cross_entropy('answer'); got {loss!r}"
         )
     device = device_of(model)
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if number and loss is label_cross_entropy:
+            _gold_of(batch)  # all else is equal in the batches of a run
+            continue
         _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
         # The logits of two prompts, because those of a batch may not fit into memory.
         first = batch.prompts(0, 2).to(device)
@@ -368,7 +373,7 @@ def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: Ho
     The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
     the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
     """
-    several = [batch for batch in batches if len(batch) > 1] or batches
+    several = [batch for batch in batches if len(batch.tokens) > 1] or batches
     batch = several[0].prompts(0, 2).to(device_of(model))
     shape = _shape_of_logits(loss, batch, model)
     generator = torch.Generator().manual_seed(0)

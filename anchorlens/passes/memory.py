@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -49,49 +48,6 @@ def _trim() -> Callable[[int], int]:
     return trim
 
 
-@dataclass
-class PartsThatFit:
-    """Computes contributions of batches in the largest parts that fit into memory.
-
-    What a prompt contributes does not depend on its batch, so that smaller parts give the same
-    contributions, up to the rounding that depends on the shape of a batch.
-
-    Attributes:
-        contributions_of: Function of a batch to its contributions, in the order of its prompts.
-        size: Largest number of prompts in a part; None for whole batches. It becomes smaller when
-            memory runs out.
-    """
-
-    contributions_of: Callable[[PromptBatch], Mapping[str, Tensor]]
-    size: int | None = None
-
-    def contributions(
-        self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
-    ) -> dict[str, Tensor]:
-        """The contributions of all prompts of a batch.
-
-        Args:
-            batch: The batch.
-            after_part: Called with the number of prompts of each part that was run.
-
-        Raises:
-            MemoryLimitError: A prompt does not fit by itself.
-        """
-        parts: list[Mapping[str, Tensor]] = []
-        done, count = 0, len(batch)
-        while done < count:
-            size = count if self.size is None else self.size
-            part = batch if size >= count else batch.prompts(done, done + size)
-            contributions = unless_memory_runs_out(part, self.contributions_of)
-            if contributions is None:
-                self.size = half_of(part)
-            else:
-                parts.append(contributions)
-                done += size
-                after_part(len(part))
-        return joined(parts)
-
-
 def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T | None:
     """What ``compute`` returns; None, after freeing memory, if memory ran out.
 
@@ -101,20 +57,34 @@ def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], 
     try:
         return compute(batch)
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if len(batch) == 1:
-            reason = str(error).partition("\n")[0]
-            raise MemoryLimitError(
-                f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into the "
-                f"memory of {batch.tokens.device.type} by itself ({reason}); use fewer or shorter "
-                "demonstrations, a smaller dtype, or a device with more memory"
-            ) from error
+        check_out_of_memory(error, batch)
     # After the except block, because until its end the error's frames hold their tensors.
+    free_memory()
+    return None
+
+
+def check_out_of_memory(error: Exception, batch: PromptBatch) -> None:
+    """Raise an error again unless fewer prompts at a time may help.
+
+    Raises:
+        MemoryLimitError: The batch is a single prompt, so that nothing smaller can be tried.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    if len(batch) == 1:
+        reason = str(error).partition("\n")[0]
+        raise MemoryLimitError(
+            f"a prompt of {int(batch.attention_mask.sum())} tokens does not fit into the "
+            f"memory of {batch.tokens.device.type} by itself ({reason}); use fewer or shorter "
+            "demonstrations, a smaller dtype, or a device with more memory"
+        ) from error
+
+
+def free_memory() -> None:
+    """Free what tensors that are no longer used hold of a device."""
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
-    return None
 
 
 def of_what_fits(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T:

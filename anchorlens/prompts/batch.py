@@ -246,7 +246,7 @@ class PromptBatch:
         Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
         positions are those of whole prompts; only the rows of patterns begin at ``position``.
         """
-        return on_both(self, lambda batch: replace(batch, first_query=position))
+        return run_from(self, position)
 
     def whole(self) -> "PromptBatch":
         """The same prompts, of which all tokens are run."""
@@ -336,22 +336,10 @@ class PromptBatch:
             values[name] = positions - (start[:, None] if of_rows else start)
         return replace(self, **values)
 
-    @torch.inference_mode(False)
     @checked
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
-        moved: dict[str, Any] = {
-            name: sent(value.clone() if value.is_inference() else value, device)
-            for name, value in self._tensors().items()
-        }
-        batch = replace(self, **moved)
-        if not batch._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
-            # Its own numbers, which later edits of this batch do not change.
-            own: dict[str, Any] = {
-                name: value.clone() for name, value in self.on_cpu._tensors().items()
-            }
-            batch._remember(replace(self, **own))
-        return batch
+        return on_device(self, device)
 
     @classmethod
     @checked
@@ -510,9 +498,58 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     return torch.tensor(ids, device=batch.tokens.device)
 
 
+@torch.inference_mode(False)
+def on_device(batch: PromptBatch, device: torch.device | str) -> PromptBatch:
+    """``batch.to(device)``."""
+    moved: dict[str, Any] = {
+        name: sent(value.clone() if value.is_inference() else value, device)
+        for name, value in batch._tensors().items()
+    }
+    there = replace(batch, **moved)
+    if not there._is_on_cpu and (batch._is_on_cpu or "_known" in vars(batch)):
+        # Its own numbers, which later edits of the batch do not change.
+        own: dict[str, Any] = {
+            name: value.clone() for name, value in batch.on_cpu._tensors().items()
+        }
+        there._remember(replace(batch, **own))
+    return there
+
+
+def run_from(batch: PromptBatch, position: int) -> PromptBatch:
+    """``batch.after(position)``."""
+    return on_both(batch, lambda each: replace(each, first_query=position))
+
+
+def all_on_cpu(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """Every batch on the CPU."""
+    return [batch.on_cpu for batch in batches]
+
+
+def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
+    """Every batch with its padding on the right, without inference tensors."""
+    padded = [batch.padded_right() for batch in batches]
+    return [
+        on_device(batch, batch.tokens.device)
+        if any(value.is_inference() for value in batch._tensors().values())
+        else batch
+        for batch in padded
+    ]
+
+
+def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
+    """The set of demonstrations of each batch; None for a batch with several."""
+    sets = [set(batch.on_cpu.demonstrations_id.tolist()) for batch in batches]
+    return [each.pop() if len(each) == 1 else None for each in sets]
+
+
+def longest_prompts(batches: Sequence[PromptBatch]) -> list[int]:
+    """The number of tokens of the longest prompt of each batch."""
+    return [int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches]
+
+
 def longest_prompt(batches: Sequence[PromptBatch]) -> int:
     """The number of tokens of the longest prompt."""
-    return max(int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches)
+    return max(longest_prompts(batches))
 
 
 def as_batch(
@@ -594,6 +631,12 @@ def check_batch(batch: PromptBatch) -> None:
     """
     check_prompts(batch)
     check_label_words([batch])
+
+
+def check_all_prompts(batches: Sequence[PromptBatch]) -> None:
+    """See ``check_prompts``."""
+    for batch in batches:
+        check_prompts(batch)
 
 
 def check_prompts(batch: PromptBatch) -> None:

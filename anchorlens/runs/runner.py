@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import AnchorlensError, MetricError, NotFiniteError, RunError
-from ..metrics.metric import Metric, Observation, observes_nothing, observes_prefix
+from ..metrics.metric import Metric, Observation, observes_prefix
 from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel
 from ..models.kv_cache import KeyValues
@@ -30,11 +30,10 @@ from ..passes.shared_prefix import (
     SharedPrefixes,
     after_shared,
     no_hooks,
-    only_set,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch
+from ..prompts.batch import PromptBatch, only_sets, run_from
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
@@ -44,7 +43,7 @@ from ..trials.may_start_late import why_not_late
 from .checks import check_observation
 
 # What a metric observed in the shared tokens, and after them.
-_Observed = list[tuple[Metric, Observation, Observation]]
+_Observed = list[tuple[Metric, Observation | None, Observation]]
 
 
 class Runner:
@@ -76,7 +75,7 @@ class Runner:
         self.metrics, self.hooks, self.loss = metrics, hooks, loss
         self.failures: dict[str, AnchorlensError] = {}
         # What metrics observed in the shared tokens of a set, and their keys and values.
-        self._in_set: tuple[int | None, Sequence[Observation], KeyValues] | None = None
+        self._in_set: tuple[int | None, Sequence[Observation | None], KeyValues] | None = None
         # Set when a batch has shown that no metric changes what others observe.
         self._trusted, self._trusted_in_prefix = Event(), Event()
 
@@ -138,7 +137,7 @@ class Runner:
         self, batch: PromptBatch
     ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
         """What a batch contributes, and the logits of the pass that the metrics observed."""
-        hooks = no_hooks if self.hooks is None else self.hooks
+        hooks = self.hooks or no_hooks
         clean = None if self.hooks is None else self.logits(batch)
         by_rows = [metric for metric in self.metrics if metric.needs_gradient]
         if self.how.is_fused and by_rows:
@@ -149,7 +148,8 @@ class Runner:
             passes = [self._observe(batch, hooks, self.metrics)]
         logits = passes[-1][1]
         # By these a resumed run recognises other hooks, which what metrics give may not show.
-        seen = batch.label_scores(logits) if batch.has_label_words else logits.logsumexp(-1)
+        labels = batch.verbalizer
+        seen = logits.logsumexp(-1) if labels is None else labels.scores(logits)
         contributions = {"/label_logits": seen.cpu()}
         for observed, of_pass in passes:
             for metric, before, after in observed:
@@ -179,12 +179,14 @@ class Runner:
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[_Observed, Tensor]:
         """What metrics observe by hooks, and the logits."""
-        batch = after_shared(batch, self.how.lengths)
-        acting = hooks(batch)
-        before: Sequence[Observation] = [observes_nothing() for _ in metrics]
+        (set_id,) = only_sets([batch])
+        length = 0 if set_id is None else self.how.lengths.get(set_id, 0)
+        batch = run_from(batch, length) if length else batch
+        acting = () if hooks is no_hooks else hooks(batch)
+        before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None
-        if not batch.is_whole:
-            before, prefix = self._observed_in_set(batch, hooks, acting, metrics)
+        if length:
+            before, prefix = self._observed_in_set(set_id, batch, hooks, acting, metrics)
         observations = [metric.observe(self.model, batch) for metric in metrics]
         observers, backward_hooks = _read_only(metrics, observations, self._trusted)
         needs_gradient = any(metric.needs_gradient for metric in metrics)
@@ -221,28 +223,29 @@ class Runner:
             loss=self.loss,
             gradient_checkpointing=self.how.is_checkpointed,
         )
-        before = [observes_nothing() for _ in metrics]
-        return list(zip(metrics, before, observations, strict=True)), logits
+        return [
+            (metric, None, each) for metric, each in zip(metrics, observations, strict=True)
+        ], logits
 
     def _observed_in_set(
         self,
+        set_id: int | None,
         batch: PromptBatch,
         hooks: HooksOfBatch,
         acting: Sequence[Hook],
         metrics: Sequence[Metric],
-    ) -> tuple[Sequence[Observation], KeyValues]:
+    ) -> tuple[Sequence[Observation | None], KeyValues]:
         """What metrics observe in shared tokens, and the keys and values there, once for a set."""
-        set_id = only_set(batch)
         if self._in_set is not None and self._in_set[0] == set_id:
             return self._in_set[1:]
         self._in_set = None  # before the next one: their gradients take memory
-        shared, observations = shared_tokens(batch), []
+        shared, observations = shared_tokens(batch), list[Observation | None]()
         for metric in metrics:
-            if not observes_prefix(metric):
-                observations.append(observes_nothing())  # it has no hooks; see may_fuse
-                continue
-            observations.append(metric.observe_prefix(self.model, shared))
-            check_observation(self.model, metric, observations[-1])
+            observation = None  # of a metric without hooks; see may_fuse
+            if observes_prefix(metric):
+                observation = metric.observe_prefix(self.model, shared)
+                check_observation(self.model, metric, observation)
+            observations.append(observation)
         observers, backward_hooks = _read_only(metrics, observations, self._trusted_in_prefix)
         if observers or backward_hooks:
             prefix = run_shared(
@@ -265,11 +268,13 @@ def _run(model: HookedModel, batch: PromptBatch, **options: Any) -> Float[Tensor
 
 
 def _read_only(
-    metrics: Sequence[Metric], observations: Sequence[Observation], trusted: Event
+    metrics: Sequence[Metric], observations: Sequence[Observation | None], trusted: Event
 ) -> tuple[list[Hook], list[Hook]]:
     """Forward and backward hooks of all metrics, which must not change what others observe."""
     forward, backward = [], []
     for metric, observation in zip(metrics, observations, strict=True):
+        if observation is None:
+            continue
         owner = f"metric {metric.name!r}"
         forward += read_only(owner, observation.hooks, trusted)
         backward += read_only(owner, observation.backward_hooks, trusted)
@@ -340,14 +345,15 @@ def results_of(
 
 
 def _contributions_of(
-    before: Observation, after: Observation, logits: Tensor, clean: Tensor | None
+    before: Observation | None, after: Observation, logits: Tensor, clean: Tensor | None
 ) -> dict[str, Tensor]:
     """What a metric observed in the shared tokens and after them, for each prompt of a batch."""
     # Copies, so that a metric that changes its logits does not change those of the next metric.
-    shared = _checked(before.contributions(logits[:0], None), len(logits), alike=True)
-    contributions = _checked(
-        after.contributions(logits.clone(), None if clean is None else clean.clone()), len(logits)
-    )
+    count = logits.shape[0]
+    of_shared = {} if before is None else before.contributions(logits[:0], None)
+    shared = _checked(of_shared, count, alike=True)
+    clean = None if clean is None else clean.clone()
+    contributions = _checked(after.contributions(logits.clone(), clean), count)
     for name in shared.keys() & contributions.keys():
         if shared[name].shape != contributions[name].shape:
             raise MetricError(

@@ -6,7 +6,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
@@ -23,9 +23,9 @@ from ..models.load import ensure_prepared
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
-from ..passes.memory import PartsThatFit, joined
+from ..passes.memory import check_out_of_memory, free_memory, half_of, joined
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
-from ..prompts.batch import PromptBatch, check_prompts
+from ..prompts.batch import PromptBatch, all_padded_right, check_all_prompts, on_device
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.contributions import Contributions
@@ -279,7 +279,9 @@ class Study:
                     continue
                 if not is_single and failed_elsewhere():
                     break
-                contributions = fitting.contributions(self._parts[number].to(device), bar.update)
+                part = self._parts[number]
+                part = part if part.tokens.device == device else on_device(part, device)
+                contributions = fitting.contributions(part, bar.update)
                 if store is not None:
                     store.write(number, contributions)
                 collected[number] = contributions
@@ -400,7 +402,7 @@ class Study:
     def _bar(self, numbers: Iterable[int], stored: Iterable[int]) -> "tqdm[Any]":
         """The bar of prompts. Stored ones are done, and do not count for the remaining time."""
         total, initial = (
-            sum(len(self._parts[number]) for number in each) for each in (numbers, stored)
+            sum(len(self._parts[number].tokens) for number in each) for each in (numbers, stored)
         )
         quiet = not (self.progress and is_main())
         return tqdm(total=total, initial=initial, disable=quiet, desc=self.title, unit=" prompts")
@@ -425,6 +427,54 @@ class Study:
                     "or start over in this one (al.forget_run)"
                 )
             return
+
+
+@dataclass
+class PartsThatFit:
+    """Computes contributions of batches in the largest parts that fit into memory.
+
+    What a prompt contributes does not depend on its batch, so that smaller parts give the same
+    contributions, up to the rounding that depends on the shape of a batch.
+
+    Attributes:
+        contributions_of: Function of a batch to its contributions, in the order of its prompts.
+        size: Largest number of prompts in a part; None for whole batches. It becomes smaller when
+            memory runs out.
+    """
+
+    contributions_of: Callable[[PromptBatch], Mapping[str, Tensor]]
+    size: int | None = None
+
+    def contributions(
+        self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
+    ) -> dict[str, Tensor]:
+        """The contributions of all prompts of a batch.
+
+        Args:
+            batch: The batch.
+            after_part: Called with the number of prompts of each part that was run.
+
+        Raises:
+            MemoryLimitError: A prompt does not fit by itself.
+        """
+        parts: list[Mapping[str, Tensor]] = []
+        done, count = 0, len(batch.tokens)
+        while done < count:
+            size = count if self.size is None else self.size
+            part = batch if size >= count else batch.prompts(done, done + size)
+            contributions = None
+            try:
+                contributions = self.contributions_of(part)
+            except Exception as error:
+                check_out_of_memory(error, part)
+            if contributions is None:  # after the except block, whose error holds tensors
+                free_memory()
+                self.size = half_of(part)
+            else:
+                parts.append(contributions)
+                done += size
+                after_part(len(part.tokens))
+        return dict(parts[0]) if len(parts) == 1 else joined(parts)
 
 
 def describe(model: HookedModel, batches: Sequence[PromptBatch]) -> dict[str, Any]:
@@ -467,7 +517,7 @@ def checked_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> list[
     """
     ensure_prepared(model)
     _check_batches(model, batches)
-    return [batch.padded_right() for batch in batches]
+    return all_padded_right(batches)
 
 
 def require_batches(batches: Sequence[PromptBatch]) -> None:
@@ -483,9 +533,9 @@ def require_batches(batches: Sequence[PromptBatch]) -> None:
 
 def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     require_batches(batches)
+    check_all_prompts(batches)
+    check_fits(model, *batches)
     for batch in batches:
-        check_prompts(batch)
-        check_fits(model, batch)
         if batch.verbalizer != batches[0].verbalizer:
             raise PromptError(
                 "the batches of one run must have the same label words; run each task by itself"

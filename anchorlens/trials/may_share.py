@@ -14,7 +14,7 @@ from ..models.batch_hooks import BatchHook, act_alike, in_leading_tokens
 from ..models.hooked import Hook, HookedModel, device_of, pattern_name
 from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
-from ..models.rotary import rotate_alike
+from ..models.rotary import rotate_alike, rotates_by_length
 from ..passes.forward import run_pass, run_prefix
 from ..passes.losses import Loss, targets_of
 from ..passes.memory import of_what_fits
@@ -23,11 +23,10 @@ from ..passes.shared_prefix import (
     SharedPrefixes,
     after_shared,
     no_hooks,
-    only_set,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompts, only_sets
 from .comparison import (
     HOOKS_OF_USER,
     SALIENCY_TOLERANCE,
@@ -168,11 +167,11 @@ def _why_not_observed(
     uses.
     """
     first: dict[int | None, PromptBatch] = {}
-    for batch in batches:
-        after = after_shared(batch, lengths)
-        shared = first.setdefault(only_set(batch), shared_tokens(after))
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
+        if set_id not in first:
+            first[set_id] = shared_tokens(after_shared(batch, lengths))
         for metric in metrics:
-            if not metric.begins_as(after, shared):
+            if not metric.begins_as(batch, first[set_id]):
                 return f"{metric.name} differs between prompts that share their demonstrations"
     after = after_shared(batches[0].to(device_of(model)), lengths)
     compared = {pattern_name(layer) for layer in range(model.cfg.n_layers)}
@@ -192,8 +191,9 @@ def why_rotated_differently(
     model: HookedModel, batches: Sequence[PromptBatch], lengths: Mapping[int, int]
 ) -> str:
     """Why some prompts cannot continue from the tokens that they share; empty if all can."""
-    for batch in batches:
-        set_id, longest = only_set(batch), longest_prompt([batch])
+    if not rotates_by_length(model):
+        return ""
+    for set_id, longest in zip(only_sets(batches), longest_prompts(batches), strict=True):
         shared = longest if set_id is None else lengths.get(set_id, longest)
         if not rotate_alike(model, shared, longest):
             return (
@@ -208,8 +208,8 @@ def why_not_in_prefix(
 ) -> str:
     """Why hooks cannot act in shared tokens once for all prompts; empty if they can."""
     in_prefix: dict[int | None, Sequence[Hook]] = {}
-    for batch in batches:
-        after, set_id, hooks = after_shared(batch, lengths), only_set(batch), change(batch)
+    for set_id, batch in zip(only_sets(batches), batches, strict=True):
+        after, hooks = after_shared(batch, lengths), change(batch)
         if not all(isinstance(act, BatchHook) for _, act in hooks):
             return "hooks of your own act on positions of whole prompts"
         if after.is_whole:
@@ -234,16 +234,15 @@ def shared_lengths(
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
-    for batch in batches:
-        set_id = only_set(batch)
+    for set_id, batch in zip(only_sets(batches), all_on_cpu(batches), strict=True):
         if set_id is None:
             mixed.update(batch.demonstrations_id.tolist())
         else:
-            of_sets.setdefault(set_id, []).append(batch.on_cpu)
+            of_sets.setdefault(set_id, []).append(batch)
     lengths = {
         set_id: _shared_length(of_sets[set_id], loss)
         for set_id in of_sets.keys() - mixed
-        if sum(map(len, of_sets[set_id])) >= least
+        if sum(len(batch.tokens) for batch in of_sets[set_id]) >= least
     }
     return {set_id: length for set_id, length in lengths.items() if length > 0}
 
@@ -252,10 +251,11 @@ def _shared_length(batches: Sequence[PromptBatch], loss: Loss | None) -> int:
     if any(_has_gaps(batch) for batch in batches):
         return 0
     first = batches[0]
-    if not all(batch.has_label_words for batch in batches):
+    if any(batch.verbalizer is None for batch in batches):
         return 0
     targets = [batch.target_positions for batch in batches]
-    targets += [targets_of(loss, batch).flatten() for batch in batches]
+    if hasattr(loss, "positions"):
+        targets += [targets_of(loss, batch).flatten() for batch in batches]
     shared = int(torch.cat(targets).min())
     for batch in batches:
         for name in ("label_positions", "label_ends", "label_classes"):
