@@ -542,6 +542,13 @@ def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
     return [each.pop() if len(each) == 1 else None for each in sets]
 
 
+def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
+    """True at one token of each label word."""
+    check_label_words([batch])
+    check_inside(batch, "label_positions")
+    return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
+
+
 def longest_prompts(batches: Sequence[PromptBatch]) -> list[int]:
     """The number of tokens of the longest prompt of each batch."""
     return [int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches]

@@ -11,7 +11,9 @@ Examples:
     False
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ..system.arguments import checked
 from ..system.devices import sent
 from ..system.row_pieces import row_slices
 from ..system.texts import described
-from .batch import PromptBatch, check_inside, check_label_words, holds_integers
+from .batch import PromptBatch, anchors_of, check_inside, holds_integers
 from .edge_set import Edges, EdgeSet, EdgesOfBatch
 from .segment_names import SEGMENTS
 
@@ -47,14 +49,18 @@ def between(queries: Positions, keys: Positions) -> EdgeSet:
         [[[False, False], [True, False]]]
     """
     # Copies, so that later edits of the positions do not change the edges.
-    readers, read = queries.detach().clone(), keys.detach().clone()
-    i, j = (torch.arange(each.shape[1], device=each.device) for each in (readers, read))
+    return _between(queries.detach().clone(), keys.detach().clone())
 
-    def rows_of(rows: slice) -> Edges:
-        return readers[:, rows, None] & read[:, None] & (j < i[rows, None])
 
-    prompts, _ = torch.broadcast_shapes(readers[:, :1].shape, read[:, :1].shape)
-    return EdgeSet(rows_of, (prompts, len(i), len(j)), readers.device)
+def _between(queries: Positions, keys: Positions) -> EdgeSet:
+    prompts, _ = torch.broadcast_shapes(queries[:, :1].shape, keys[:, :1].shape)
+    shape = prompts, queries.shape[1], keys.shape[1]
+    return EdgeSet(partial(_rows_between, queries, keys), shape, queries.device)
+
+
+def _rows_between(queries: Positions, keys: Positions, rows: slice) -> Edges:
+    i, j = (torch.arange(each.shape[1], device=each.device) for each in (queries, keys))
+    return queries[:, rows, None] & keys[:, None] & (j < i[rows, None])
 
 
 @checked
@@ -106,9 +112,7 @@ def anchors(batch: PromptBatch) -> Positions:
     Raises:
         PromptError: A label position lies outside its prompt, or there are no label words.
     """
-    check_label_words([batch])
-    check_inside(batch, "label_positions")
-    return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
+    return anchors_of(batch)
 
 
 @checked
@@ -125,7 +129,7 @@ def forerunners(batch: PromptBatch) -> Positions:
 @checked
 def target(batch: PromptBatch) -> Positions:
     """The target position (the paper's q); all False in a batch that ends before it."""
-    return batch.positions == batch.target_positions[:, None]
+    return _target(batch)
 
 
 @checked
@@ -152,32 +156,57 @@ def query(batch: PromptBatch) -> Positions:
 @checked
 def every(batch: PromptBatch) -> EdgeSet:
     """All edges up to the target position; later tokens cannot influence it."""
-    return between(batch.up_to_target, batch.up_to_target)
+    return _between(batch.up_to_target, batch.up_to_target)
 
 
 @checked
 def wp(batch: PromptBatch) -> EdgeSet:
     """Word to label: ``{(p_k, j): j < p_k}``, what label words gather (section 2.1)."""
-    return between(anchors(batch), batch.attention_mask)
+    return _between(anchors_of(batch), batch.attention_mask.clone())
 
 
 @checked
 def pq(batch: PromptBatch) -> EdgeSet:
     """Label to target: ``{(q, p_k)}``, what the target reads from the label words."""
-    return between(target(batch), anchors(batch))
+    return _between(_target(batch), anchors_of(batch))
 
 
 @checked
 def ww(batch: PromptBatch) -> EdgeSet:
     """Word to word: every edge that is neither in ``wp`` nor in ``pq``."""
-    edges: EdgeSet = every(batch) & ~(wp(batch) | pq(batch))
-    return edges
+    mask, labels, target = batch.attention_mask.clone(), anchors_of(batch), _target(batch)
+    inside = batch.up_to_target
+
+    def rows_of(rows: slice) -> Edges:
+        in_wp, in_pq = _rows_between(labels, mask, rows), _rows_between(target, labels, rows)
+        return _rows_between(inside, inside, rows) & ~(in_wp | in_pq)
+
+    return EdgeSet(rows_of, (*mask.shape, mask.shape[1]), mask.device)
 
 
 @checked
 def tq(batch: PromptBatch) -> EdgeSet:
     """Every other word to target: ``{(q, j): j is no anchor}``, the baseline of S_pq."""
-    return between(target(batch), batch.attention_mask & ~anchors(batch))
+    return _between(_target(batch), batch.attention_mask & ~anchors_of(batch))
+
+
+# Edges of the paper, without the comparison of the argument, by the identity of the functions. They
+# follow from the positions of label words and target alone.
+_OF_PAPER = {id(each): inspect.unwrap(each) for each in (wp, pq, ww, tq)}
+
+
+def is_of_paper(edges: EdgesOfBatch) -> bool:
+    """Whether edges are ``wp``, ``pq``, ``ww`` or ``tq``.
+
+    These go from a token to an earlier one in all prompts that were checked, and in tokens that
+    prompts share they are the same in all of these.
+    """
+    return id(edges) in _OF_PAPER
+
+
+def edge_sets(batch: PromptBatch, functions: Sequence[EdgesOfBatch]) -> list[EdgeSet]:
+    """The edges of each function in a batch, without a look at their values."""
+    return [as_edge_set(batch, _OF_PAPER.get(id(each), each)) for each in functions]
 
 
 @checked
@@ -341,6 +370,10 @@ def diagonal(batch: PromptBatch) -> EdgeSet:
         return mask[:, rows, None] & (numbers[rows, None] == numbers)
 
     return EdgeSet(rows_of, (*mask.shape, len(numbers)), mask.device)
+
+
+def _target(batch: PromptBatch) -> Positions:
+    return batch.positions == batch.target_positions[:, None]
 
 
 def _first(batch: PromptBatch) -> Positions:
