@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import MetricError
 from ..models.head_values import require_transformed_values
-from ..models.hooked import HookedModel, check_fits
+from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from .edge_sums import Edges, EdgeSums, Segments, product_hooks, try_weight, value_product_hooks
@@ -37,14 +37,12 @@ class EdgeFlows(Metric):
         """Raise an error where sets do not fit the prompts, or the model hides what is needed."""
         if isinstance(self.weight, WithValues):
             require_transformed_values(model)
+        try_weight(self.weight, model.cfg.n_heads, batches[0])
         for batch in batches:
-            check_fits(model, batch)  # before the edges of many tokens
             self.sets_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe A and dL/dA of every layer; store only sums over edges."""
-        check_fits(model, batch)
-        try_weight(self.weight, model.cfg.n_heads, batch)
         sets = self.sets_of(batch)
         sums, counts = EdgeSums(sets, self.weight, batch.first_query), sets.counts()
 
@@ -65,7 +63,6 @@ class EdgeFlows(Metric):
         """
         if isinstance(self.weight, WithValues):
             raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
-        check_fits(model, batch)
         sums = EdgeSums(self.sets_of(batch), self.weight, 0)
         return Observation(sums.contributions, *product_hooks(model, sums.add, keep=True))
 

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ from torch import Tensor
 
 from ..errors import MetricError, NotFiniteError
 from ..models.head_values import transformed_values
-from ..models.hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name
+from ..models.hooked import PATTERN, Hook, HookedModel, hooks_by_layer, values_name
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet
+from ..system import row_pieces as pieces
 from ..system.arguments import checked
-from ..system.devices import on_one_device
-from ..system.row_pieces import row_slices
 from ..system.texts import described, name_of
 from .weights import (
     Edges as EdgeWeights,
@@ -37,6 +37,8 @@ from .weights import (
     saliency_of_heads,
 )
 
+_SMALL = 2**26  # bytes of tables of edges
+
 
 def product_hooks(
     model: HookedModel, use: Callable[[int, Pattern, Pattern], None], *, keep: bool = False
@@ -47,13 +49,15 @@ def product_hooks(
     """
     patterns: dict[int, Tensor] = {}
 
-    def store(layer: int, pattern: Tensor) -> None:
+    def store(layer: int, pattern: Tensor, hook: Any) -> None:
         patterns[layer] = pattern.detach()
 
-    def multiply(layer: int, gradient: Tensor) -> None:
+    def multiply(layer: int, gradient: Tensor, hook: Any) -> None:
         use(layer, patterns[layer] if keep else patterns.pop(layer), gradient)
 
-    return hooks_by_layer(model, pattern_name, store), hooks_by_layer(model, pattern_name, multiply)
+    points = [(layer, PATTERN.format(layer)) for layer in range(model.cfg.n_layers)]
+    hooks: list[Hook] = [(point, partial(store, layer)) for layer, point in points]
+    return hooks, [(point, partial(multiply, layer)) for layer, point in points]
 
 
 def value_product_hooks(
@@ -132,10 +136,15 @@ class Edges:
 
     def __init__(self, sets: Sequence[EdgeSet]) -> None:
         self.sets = sets
-        self._stored = [edges.stored() for edges in sets]  # every layer asks for the same rows
+        # Every layer asks for the same rows. Tables of many tokens would not fit into memory.
+        is_small = sum(edges.numel() for edges in sets) <= _SMALL
+        self._table = EdgeSet.stacked(sets) if is_small else None
+        self._stored = [] if is_small else [edges.stored() for edges in sets]
 
     def counts(self) -> Int[Tensor, "batch set"]:
         """The number of edges of each set."""
+        if self._table is not None:
+            return self._table.sum((2, 3))
         return torch.stack([edges.counts() for edges in self.sets], dim=1)
 
     def begins_as(self, shared: "Edges") -> bool:
@@ -147,7 +156,10 @@ class Edges:
         self, queries: slice, keys: slice, *weights: Float[Tensor, "batch _ query key"]
     ) -> list[Float[Tensor, "batch _ set"]]:
         """The sums of weights between these positions, one for each set."""
-        of_rows = torch.stack([edges.rows(queries)[..., keys] for edges in self._stored], dim=1)
+        if self._table is not None:
+            of_rows = self._table[:, :, queries, keys]
+        else:
+            of_rows = torch.stack([edges.rows(queries)[..., keys] for edges in self._stored], dim=1)
         edges = of_rows.expand(len(weights[0]), -1, -1, -1)
         inside = rearrange(edges, "batch set query key -> batch (query key) set").to(weights[0])
         return [each.flatten(2) @ inside.to(each.dtype) for each in weights]
@@ -202,6 +214,7 @@ class EdgeSums:
 
     def __init__(self, sets: Edges | Segments, weight: Weight | WithValues, first_query: int):
         self.sets, self.weight, self.first_query = sets, weight, first_query
+        self._is_product = is_product(weight)
         self._of_layers: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
 
     def add(
@@ -234,7 +247,7 @@ class EdgeSums:
         merged, of_heads = merged_and_of_heads(self.weight, pattern, gradient, *values)
         sums = torch.cat(self.sets.sums(queries, keys, merged[:, None], of_heads), dim=1)
         # The reason of sums that are not finite. Of a product it can only be the gradient.
-        known = None if is_product(self.weight) else gradient.isfinite().all()
+        known = None if self._is_product else gradient.isfinite().all()
         self._of_layers.setdefault(layer, []).append((sums, known))
 
     def contributions(self, *logits: Tensor | None) -> dict[str, Tensor]:
@@ -247,7 +260,8 @@ class EdgeSums:
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
         layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
         # One copy to the CPU, because a GPU waits at each.
-        together = torch.stack(on_one_device(layers), dim=1).cpu()
+        device = layers[0].device  # layers may lie on several
+        together = torch.stack([each.to(device) for each in layers], dim=1).cpu()
         sums, of_heads = together[:, :, 0].clone(), together[:, :, 1:].clone()
         if not sums.isfinite().all():
             known = [finite is not None and bool(finite) for each in pieces for _, finite in each]
@@ -339,7 +353,9 @@ def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pat
         The rows, their pattern and their gradient.
     """
     batch, heads, queries, keys = pattern.shape
-    for rows in row_slices(queries, batch * heads * keys):
+    size = batch * heads * keys
+    is_one_piece = queries * size <= pieces.PIECE
+    for rows in [slice(0, queries)] if is_one_piece else pieces.row_slices(queries, size):
         a, slope = pattern[:, :, rows], gradient[:, :, rows]
         if slope.dtype.itemsize < 4:
             a, slope = a.float(), slope.float()

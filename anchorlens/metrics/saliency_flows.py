@@ -1,8 +1,8 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
@@ -12,8 +12,8 @@ from ..errors import MetricError, PromptError
 from ..models.hooked import HookedModel
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.edge_set import EdgeSet, EdgesOfBatch
-from ..prompts.edges import as_edge_set, check_edges
+from ..prompts.edge_set import EdgesOfBatch
+from ..prompts.edges import OF_PAPER, check_edges, edge_sets
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
@@ -154,9 +154,22 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        super().check(model, batches, changed=changed)
+        super().check(model, batches[:1], changed=changed)
+        own = self._own()
         for batch in batches:
-            self.sets_of(batch, check_edges)
+            for name, function in own:
+                try:
+                    check_edges(batch, function)
+                except PromptError as error:
+                    raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
+
+    def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
+        """Whether the first tokens of every prompt have the edges that these have alone."""
+        functions = [function for _, function in self._own()]
+        if not functions:
+            return True
+        pairs = zip(edge_sets(batch, functions), edge_sets(shared, functions), strict=True)
+        return all(edges.begins_as(leading) for edges, leading in pairs)
 
     def result(self, contributions: Contributions) -> SaliencyFlowsRecord:
         """Mean over prompts, then each layer's share, then the mean over sets of demonstrations.
@@ -193,18 +206,16 @@ class SaliencyFlows(EdgeFlows):
         return asked + [function for function in _READ_BY_TARGET if function not in asked]
 
     @checked
-    def sets_of(
-        self, batch: PromptBatch, convert: Callable[[PromptBatch, Any], EdgeSet] = as_edge_set
-    ) -> Edges:
+    def _own(self) -> list[tuple[str, EdgesOfBatch]]:
+        """The flows that are not the paper's, whose edges are to be looked at in each batch."""
+        return [(name, of) for name, of in self.edges.items() if id(of) not in OF_PAPER]
+
+    def sets_of(self, batch: PromptBatch) -> Edges:
         """The edges of each set, those of ``edges`` first."""
-        sets = []
-        for number, function in enumerate(self._functions()):
-            try:
-                sets.append(convert(batch, function(batch)))
-            except PromptError as error:
-                names = list(self.edges)[number : number + 1]
-                raise MetricError(f"the edges {names} of {self.name}: {error}") from error
-        return Edges(sets)
+        try:
+            return Edges(edge_sets(batch, self._functions()))
+        except PromptError as error:
+            raise MetricError(f"the edges of {self.name}: {error}") from error
 
 
 def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prompt flow"]) -> None:

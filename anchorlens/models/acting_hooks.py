@@ -5,14 +5,14 @@ before it returns the handle, so that Ctrl-C in between leaves a hook that nothi
 tables of hooks are stored before the first change, and put back whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..errors import HookError
-from ..system.put_back import put_back, safe_context
+from ..system.put_back import SafeContext, put_back
 from .hooked import Hook
 from .model_state import is_of_library
 
@@ -28,13 +28,12 @@ _VALUES = ("_is_full_backward_hook", "_pattern")
 ModuleHook = tuple[nn.Module, Callable[[Any, Any, Any], Any]]
 
 
-@safe_context
 def acting_hooks(
     model: Any,
     forward: Sequence[Hook] = (),
     backward: Sequence[Hook] = (),
     of_modules: Sequence[ModuleHook] = (),
-) -> Iterator[None]:
+) -> SafeContext[None]:
     """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
 
     Args:
@@ -60,12 +59,13 @@ def acting_hooks(
         for of_module in found:
             of_module.restore()
 
-    with put_back(restore):
+    def add() -> None:
         for point, act, direction in added:
             point.add_hook(act, dir=direction)
         for module, observe in of_modules:
             module.register_forward_hook(observe)
-        yield
+
+    return put_back(restore, add)
 
 
 def _points_of(points: Any, name: Any) -> list[Any]:

@@ -101,9 +101,12 @@ def dtype_of(model: Any) -> torch.dtype:
     return dtype
 
 
+PATTERN = "blocks.{}.attn.hook_pattern"  # to be formatted with a layer
+
+
 def pattern_name(layer: int) -> str:
     """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
-    return f"blocks.{layer}.attn.hook_pattern"
+    return PATTERN.format(layer)
 
 
 SCORES = "blocks.{}.attn.hook_attn_scores"  # to be formatted with a layer

@@ -5,7 +5,7 @@ of query rows, and joins with other sets as such a function. It depends on nothi
 made of: not on who reads it, when, or how often.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import and_, or_
 from typing import Any
 
@@ -68,6 +68,11 @@ class EdgeSet(Tensor):
     def table(self) -> Edges:
         """All edges as a plain tensor, one byte for each pair of positions of each prompt."""
         return self.rows(slice(0, self.shape[1]))
+
+    @staticmethod
+    def stacked(sets: "Sequence[EdgeSet]") -> Bool[Tensor, "batch set query key"]:
+        """The tables of several sets of one batch."""
+        return torch.stack([edges.table() for edges in sets], dim=1)
 
     def pieces(self) -> Iterator[tuple[slice, Edges]]:
         """All rows, a few at a time, so that no whole table is made."""

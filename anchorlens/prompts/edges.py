@@ -192,21 +192,14 @@ def tq(batch: PromptBatch) -> EdgeSet:
 
 # Edges of the paper, without the comparison of the argument, by the identity of the functions. They
 # follow from the positions of label words and target alone.
-_OF_PAPER = {id(each): inspect.unwrap(each) for each in (wp, pq, ww, tq)}
-
-
-def is_of_paper(edges: EdgesOfBatch) -> bool:
-    """Whether edges are ``wp``, ``pq``, ``ww`` or ``tq``.
-
-    These go from a token to an earlier one in all prompts that were checked, and in tokens that
-    prompts share they are the same in all of these.
-    """
-    return id(edges) in _OF_PAPER
+# So they go from a token to an earlier one in all prompts that were checked, and in tokens that
+# prompts share they are the same for all of these.
+OF_PAPER = {id(each): inspect.unwrap(each) for each in (wp, pq, ww, tq)}
 
 
 def edge_sets(batch: PromptBatch, functions: Sequence[EdgesOfBatch]) -> list[EdgeSet]:
     """The edges of each function in a batch, without a look at their values."""
-    return [as_edge_set(batch, _OF_PAPER.get(id(each), each)) for each in functions]
+    return [as_edge_set(batch, OF_PAPER.get(id(each), each)) for each in functions]
 
 
 @checked
@@ -355,7 +348,7 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
             "edges must be a tensor of True and False with the shape (batch, query, key) = "
             f"{shape}, as al.edges gives; got {described(given)}"
         )
-    chosen = EdgeSet.of(given)
+    chosen = given if isinstance(given, EdgeSet) else EdgeSet.of(given)
     if given.device == device:
         return chosen
     return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
@@ -373,7 +366,8 @@ def diagonal(batch: PromptBatch) -> EdgeSet:
 
 
 def _target(batch: PromptBatch) -> Positions:
-    return batch.positions == batch.target_positions[:, None]
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return positions == batch.target_positions[:, None]
 
 
 def _first(batch: PromptBatch) -> Positions:

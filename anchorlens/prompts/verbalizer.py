@@ -95,4 +95,5 @@ def label_scores(
     """Score of each class: the logit of its label word, or what a verbalizer gives."""
     if isinstance(labels, Verbalizer):
         return labels.scores(logits)
-    return logits[:, sent(labels, logits.device)]
+    at = labels if labels.device == logits.device else sent(labels, logits.device)
+    return logits[:, at]

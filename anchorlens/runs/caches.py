@@ -139,6 +139,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
         'blocks.0.attn.hook_pattern'
     """
     require_metrics(metrics)
+    check_fits(model, batch)
     names: dict[str, None] = {}
     for metric in metrics:
         observed = metric.observe(model, batch)

@@ -48,17 +48,21 @@ def safe_context(steps_of: Callable[P, Iterator[T]]) -> Callable[P, SafeContext[
 
 
 @safe_context
-def put_back(restore: Callable[[], object]) -> Iterator[None]:
+def put_back(
+    restore: Callable[[], object], change: Callable[[], object] | None = None
+) -> Iterator[None]:
     """Call ``restore`` at the end, and again where an interrupt ended that call.
 
     One call is enough if no interrupt comes; two interrupts while it is put back are survived,
     wherever they come. It is also called where nothing or only a part was changed, and where it was
-    put back already. Enter this before the first change.
+    put back already. Enter this before the first change, or give ``change``, which makes it.
     """
     is_done = False
     try:
         try:
             try:
+                if change is not None:
+                    change()
                 yield
             finally:
                 restore()
