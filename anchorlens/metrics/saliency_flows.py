@@ -154,7 +154,6 @@ class SaliencyFlows(EdgeFlows):
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where edges do not go from tokens to earlier tokens of the prompts."""
-        super().check(model, batches[:1], changed=changed)
         own = self._own()
         for batch in batches:
             for name, function in own:
@@ -162,6 +161,7 @@ class SaliencyFlows(EdgeFlows):
                     check_edges(batch, function)
                 except PromptError as error:
                     raise MetricError(f"the edges {[name]} of {self.name}: {error}") from error
+        super().check(model, batches[:1], changed=changed)
 
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that these have alone."""

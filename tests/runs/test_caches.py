@@ -11,7 +11,14 @@ from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, MetricError, NotFiniteError, PromptError, RunError
+from anchorlens.errors import (
+    AnchorlensError,
+    ArgumentError,
+    MetricError,
+    NotFiniteError,
+    PromptError,
+    RunError,
+)
 from anchorlens.models.hooked import pattern_name
 
 pytestmark = [
@@ -216,7 +223,7 @@ def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
         al.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
     with pytest.raises(MetricError, match="loyalty"):
         al.from_caches([al.Loyalty()], batches, passes)
-    with pytest.raises(MetricError, match="an instance is needed"):
+    with pytest.raises(ArgumentError, match="an instance is needed"):
         al.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
     with pytest.raises(MetricError, match="no pattern in layers"):
         al.cache_of_attentions([None, None])
