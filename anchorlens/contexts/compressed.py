@@ -112,15 +112,11 @@ class CompressedContext(StoredContext):
         prefix = self.prefix.beside(model)
         if not self.is_cut:
             return QueryPass(after_prefix, prefix, _block_dropped(model, after_prefix, self.kept))
-        compact = self._compact(after_prefix)
+        rest = after_prefix.tokens.shape[1] - len(self.kept)
+        selected = torch.cat([self.kept, self.kept.new_ones(rest)]).to(after_prefix.tokens.device)
+        compact = selected_columns(after_prefix, selected).after(int(self.kept.sum()))
         hooks = [] if self.has_no_gap else self._window_hooks(model, compact, after_prefix)
         return QueryPass(compact, prefix, hooks)
-
-    def _compact(self, batch: PromptBatch) -> PromptBatch:
-        """The prompts without the dropped tokens, to be run after the cut cache."""
-        rest = batch.tokens.shape[1] - len(self.kept)
-        selected = torch.cat([self.kept, self.kept.new_ones(rest)]).to(batch.tokens.device)
-        return selected_columns(batch, selected).after(int(self.kept.sum()))
 
     def _check_lengths(self, model: HookedModel, batch: PromptBatch) -> None:
         left = model.cfg.n_ctx - max(self.query_position, len(self.prefix))
@@ -263,18 +259,15 @@ def checked_selections(
         )
     prompt = demonstrations.prompt(0)
     length = int(prompt.query_start[0])
-    shared = prompt.before(length)
-    return [_checked(select(shared), length) for select in selections]
-
-
-def _checked(selected: Bool[Tensor, " position"], length: int) -> Bool[Tensor, " position"]:
-    if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
-        raise PromptError(
-            f"keep must give Bool['position'] with some of the {length} positions of the "
-            f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
-            f"{int(selected.sum())} selected"
-        )
-    return selected
+    masks = [select(prompt.before(length)) for select in selections]
+    for selected in masks:
+        if selected.shape != (length,) or selected.dtype != torch.bool or not selected.any():
+            raise PromptError(
+                f"keep must give Bool['position'] with some of the {length} positions of the "
+                f"demonstrations; got the shape {tuple(selected.shape)}, {selected.dtype}, and "
+                f"{int(selected.sum())} selected"
+            )
+    return masks
 
 
 def cache_of_tokens(
@@ -359,7 +352,8 @@ def _context_maker(
     device = selected.device
     if torch.equal(keys, selected.nonzero().flatten()):
         # Without a gap between the keys wrong positions would not change the logits.
-        trial = selected if _has_gap(selected) else torch.arange(length, device=device) % 2 == 0
+        has_gap = not selected[int(selected.long().argmax()) :].all()
+        trial = selected if has_gap else torch.arange(length, device=device) % 2 == 0
         shortened = context(whole.columns(trial), trial, as_in_prompt)
         difference = _off(model, prompt, lambda: shortened, masked(whole, trial))
         follows = difference <= TOLERANCE or _follows_positions(model, prompt, whole)
@@ -385,11 +379,6 @@ def _context_maker(
         "HookedTransformer) or enter the keys where there is no hook point; use "
         "positions=al.placement.as_in_prompt"
     )
-
-
-def _has_gap(selected: Bool[Tensor, " position"]) -> bool:
-    """Whether a position after the first selected one is dropped."""
-    return not bool(selected[int(selected.long().argmax()) :].all())
 
 
 def _follows_positions(model: HookedModel, prompt: PromptBatch, whole: KeyValues) -> bool:

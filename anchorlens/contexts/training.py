@@ -356,7 +356,9 @@ class TrainingRun:
             done = len(state.losses)
             with tqdm(total=self.steps, initial=done, disable=quiet, desc="training steps") as bar:
                 while (step := len(state.losses)) < self.steps and not state.diverges(window):
-                    batch = self.batches[trainable.order(step // count, count, seed)[step % count]]
+                    if step == done or step % count == 0:
+                        order = trainable.order(step // count, count, seed)
+                    batch = self.batches[order[step % count]]
                     optimizer.zero_grad()
                     loss = trainable.backward(self.study.model, batch, self.training.loss)
                     state.losses.append(loss)
