@@ -128,6 +128,7 @@ class ContextsRecord(Record):
         "the label words in particular carry what is needed. In the paper (GPT2-XL) 79 % of the "
         "labels stay with label words and format alone, and 49 % with random words."
     )
+    names_in_info: ClassVar[Mapping[str, str]] = {"context": "contexts"}
     differences: ClassVar[Collection[str]] = (
         *("gain_over_first", "gain_over_demonstrations"),
         "label_gap",
@@ -145,11 +146,6 @@ class ContextsRecord(Record):
         """Shares of queries."""
         names = ("accuracy", "whole_accuracy", "label_loyalty")
         return dict.fromkeys((*names, "random_accuracy", "random_label_loyalty"), 1)
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The contexts by name."""
-        return self.info["contexts"] if axis == "context" else super().axis_names(axis)
 
     def table(self) -> pd.DataFrame:
         """The main numbers as text, with intervals: a row for each context.

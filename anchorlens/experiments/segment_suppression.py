@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ..errors import MetricError
 from ..hooks import Site, hooks_on_edges
-from ..metrics.segment_flows import SegmentFlows, segment_names
+from ..metrics.segment_flows import SegmentFlows
 from ..models.hooked import HookedModel
 from ..passes.forward import logits_at
 from ..prompts import edges
@@ -53,13 +53,6 @@ class SegmentSuppressionRecord(Record):
         "(column) can read that one, in any layer: KL divergence from the clean run, in nats. "
         "There is none where the row does not come after the column."
     )
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The segments by name."""
-        if axis == "segment":
-            return segment_names(self.info)
-        return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """The divergence of each predicted segment under the suppression of each segment."""

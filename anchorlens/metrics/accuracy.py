@@ -78,16 +78,12 @@ class AccuracyComparisonRecord(Record):
         "class on all four tasks."
     )
 
+    names_in_info: ClassVar[Mapping[str, str]] = {"method": "methods"}
     differences: ClassVar[Collection[str]] = ("gain",)
 
     def proportions(self) -> Mapping[str, int]:
         """Shares of prompts."""
         return {"accuracy": 1}
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The methods by name."""
-        return self.info["methods"] if axis == "method" else super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """Accuracies as bars with their intervals (the paper's Table 1)."""

@@ -110,11 +110,6 @@ class PrefixEffectRecord(Record):
         "invariance",
     )
 
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The segments by name."""
-        return self.info.get("segments") if axis == "segment" else super().axis_names(axis)
-
     def plot(self) -> go.Figure:
         """Stolen attention by layer and head, above direct and indirect changes by layer."""
         return figures.stacked(self.plot_stolen(), self.plot_changes())
@@ -345,7 +340,7 @@ def effect_record(
         effective_rank=torch.stack(ranks).mean(0),
         spread=torch.stack([_spread(each["within"]) for each in prefixes]).nanmean(0),
         invariance=_largest(contributions["deviation"], 0),
-        info={"segments": tuple(segments)},
+        info={"segment_names": tuple(segments)},
     )
 
 

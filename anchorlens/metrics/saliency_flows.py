@@ -83,14 +83,9 @@ class SaliencyFlowsRecord(Record):
     caption: ClassVar[str] = (
         f"Each flow's share of the sum of the three mean saliencies in a layer. {FLOWS}"
     )
+    names: ClassVar[Mapping[str, Sequence[str]]] = {"flow": tuple(PAPER_FLOWS)}
+    names_in_info: ClassVar[Mapping[str, str]] = {"flow": "flows"}
     stored_by_set: ClassVar[Collection[str]] = ("share_change", "deep_pq_over_tq")
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The flows by name."""
-        if axis == "flow":
-            return tuple(self.info.get("flows", PAPER_FLOWS))
-        return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """Each flow's share by layer, with its interval (the paper's Figure 3)."""

@@ -19,7 +19,7 @@ from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import on_one_device, wide
 from .metric import Metric, Observation
-from .segment_flows import SegmentFlows, segment_names
+from .segment_flows import SegmentFlows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,13 +45,6 @@ class SegmentAttentionRecord(Record):
         "Kurtosis over segments of the attention that each gets from the segments far after it: "
         "high where a head gathers on few segments."
     )
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The segments by name."""
-        if axis == "segment":
-            return segment_names(self.info)
-        return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """The kurtosis of every head, by layer."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..errors import MetricError
 from ..prompts import edges
 from ..prompts.batch import PromptBatch
-from ..prompts.segment_names import SEGMENTS
 from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
@@ -51,13 +50,6 @@ class SegmentFlowsRecord(Record):
         "Mean weight of the edges between two segments: a row is what the segment at the left of "
         "the arrow reads from the one at its right, in each layer."
     )
-
-    @checked
-    def axis_names(self, axis: str) -> Sequence[str] | None:
-        """The segments by name."""
-        if axis == "segment":
-            return segment_names(self.info)
-        return super().axis_names(axis)
 
     def plot(self) -> go.Figure:
         """The flow of every pair of segments that have edges, by layer."""
@@ -186,8 +178,3 @@ class SegmentFlows(EdgeFlows):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.segment, name=name) for name in names}
-
-
-def segment_names(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of segments in a record's ``info``: those asked for, or those of the prompts."""
-    return tuple(info.get("segment_names") or info.get("segments") or SEGMENTS)

@@ -25,7 +25,7 @@ from ..system.arguments import check_from_1, checked
 from ..system.devices import beside, in_float64, on_one_device
 from ..system.texts import name_of
 from .edge_sums import edge_weights, not_finite, row_pieces, try_weight
-from .segment_flows import SegmentFlows, segment_names
+from .segment_flows import SegmentFlows
 from .weights import Weight, refuse_values, saliency
 
 
@@ -67,8 +67,6 @@ class StepFlowsRecord(Record):
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
         """The segments by name, and the texts of the steps."""
-        if axis == "segment":
-            return segment_names(self.info)
         if axis == "step":
             texts = self.info.get("tokens")
             return texts and [texts[position] for position in self.positions.tolist()]

@@ -13,6 +13,7 @@ from jaxtyping import jaxtyped
 from torch import Tensor
 
 from ..errors import MetricError, StoreError
+from ..prompts.segment_names import SEGMENTS
 from ..system.arguments import checked
 from ..system.digest_file import read_with_digest, to_bytes_with_digest
 from ..system.files import write_atomically
@@ -46,6 +47,8 @@ class Record:
     caption: ClassVar[str] = ""
     # Names of the entries along an axis ("flow": ("wp", "pq", "ww")).
     names: ClassVar[Mapping[str, Sequence[str]]] = {}
+    # The key in ``info`` of the names along an axis ("flow": "flows"), which come before ``names``.
+    names_in_info: ClassVar[Mapping[str, str]] = {}
     # Fields such as "gain": the mean over prompts of the difference of two numbers 0 or 1.
     differences: ClassVar[Collection[str]] = ()
     # Fields such as "word_loyalty": means over prompts of numbers that lie in a range.
@@ -171,10 +174,14 @@ class Record:
 
     @checked
     def axis_names(self, axis: str) -> Sequence[str] | None:
-        """Names along an axis: those in ``names``, or the class names in ``info``."""
-        if axis in self.names:
-            return self.names[axis]
-        return self.info.get("labels") if axis.startswith("class") else None
+        """Names along an axis: those of classes, segments or others in ``info``, or ``names``."""
+        if axis.startswith("class"):
+            return self.info.get("labels")
+        if axis == "segment":  # those asked for, or those of the prompts
+            names = self.info.get("segment_names") or self.info.get("segments") or SEGMENTS
+        else:
+            names = self.info.get(self.names_in_info.get(axis, "")) or self.names.get(axis)
+        return names and tuple(names)
 
     def to_frame(self) -> pd.DataFrame:
         """All numbers as one long table.
