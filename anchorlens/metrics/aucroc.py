@@ -18,10 +18,10 @@ from ..results.contributions import Contributions
 from ..results.depth import shallow_and_deep
 from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
-from ..system.devices import beside, on_one_device
+from ..system.devices import beside
 from ..system.warn import warn_user
 from .auc import aucroc
-from .metric import Metric, Observation, observes_nothing
+from .metric import Metric, Observation, by_layer, observes_nothing
 from .predictions import predicted_class
 
 # Attention that is mathematically equal differs by this share in float32, and between batches.
@@ -123,9 +123,7 @@ class AttentionAUCROC(Metric):
             at_anchors[layer] = attention  # [batch, anchor, head]
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            of_layers = [at_anchors[layer] for layer in range(model.cfg.n_layers)]
-            # One copy for all layers, because a GPU waits at each.
-            attention = torch.stack(on_one_device(of_layers), dim=1).cpu().double()
+            attention = by_layer(at_anchors).cpu().double()
             return {
                 "attention": torch.einsum("blah,bac->blhc", attention, of_class),
                 "predicted": predicted_class(batch.label_scores(logits)).cpu(),

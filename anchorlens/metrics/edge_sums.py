@@ -128,11 +128,7 @@ def flows(
 
 
 class Edges:
-    """Sets of edges over which weights are summed.
-
-    Args:
-        sets: The sets, of the same batch.
-    """
+    """Sets of edges of a batch, over which weights are summed."""
 
     def __init__(self, sets: Sequence[EdgeSet]) -> None:
         self.sets = sets
@@ -166,11 +162,7 @@ class Edges:
 
 
 class Segments:
-    """Segments between which weights are summed: from each to each, over the edges j < i.
-
-    Args:
-        positions: The positions of each segment; no position is in two of them.
-    """
+    """Segments between which weights are summed: from each to each, over the edges j < i."""
 
     def __init__(self, positions: Bool[Tensor, "batch segment position"]) -> None:
         self.positions = positions
@@ -204,13 +196,7 @@ class Segments:
 
 
 class EdgeSums:
-    """Sums of a weight over edges, layer by layer, merged over heads and of each head.
-
-    Args:
-        sets: Over which edges.
-        weight: Function of pattern and gradient, or of values too, to a number for each edge.
-        first_query: Position of the first query row.
-    """
+    """Sums of a weight over sets of edges, layer by layer, merged over heads and of each head."""
 
     def __init__(self, sets: Edges | Segments, weight: Weight | WithValues, first_query: int):
         self.sets, self.weight, self.first_query = sets, weight, first_query
@@ -328,12 +314,7 @@ def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> N
 
 
 def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | MetricError:
-    """The error for sums of weights that are NaN, which stands for "no edge", or infinite.
-
-    Args:
-        weight: The weight.
-        is_finite: Whether the gradient is finite.
-    """
+    """The error for sums that are NaN, which stands for "no edge", or infinite."""
     if not is_finite:
         return NotFiniteError(
             "the gradient of the attention is NaN or infinite, though the logits are finite; try "
@@ -347,11 +328,7 @@ def not_finite(weight: Callable[..., Any], is_finite: bool) -> NotFiniteError | 
 
 
 def row_pieces(pattern: Pattern, gradient: Pattern) -> Iterator[tuple[slice, Pattern, Pattern]]:
-    """Pattern and gradient, a few query rows at a time, in float32 or wider.
-
-    Yields:
-        The rows, their pattern and their gradient.
-    """
+    """Rows, their pattern and their gradient, a few query rows at a time, in float32 or wider."""
     batch, heads, queries, keys = pattern.shape
     size = batch * heads * keys
     is_one_piece = queries * size <= pieces.PIECE

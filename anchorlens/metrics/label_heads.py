@@ -19,8 +19,8 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import beside, on_one_device, sent
-from .metric import Metric, Observation
+from ..system.devices import beside, sent, wide
+from .metric import Metric, Observation, by_layer
 from .predictions import predicted_class, require_gold
 
 SCORES = ("read", "correct", "predicted", "copy")
@@ -187,7 +187,6 @@ class LabelHeads(Metric):
         """Observe the target's row, and for whole prompts also the rows of label words."""
         gold, positions = self._gold_of(batch), self._positions_of(batch)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
-        tokens = _tokens_up_to_target(batch)
         attention: dict[int, Tensor] = {}
 
         def store_read(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
@@ -200,13 +199,13 @@ class LabelHeads(Metric):
         copied = self.observe_prefix(model, batch) if batch.is_whole else None
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            by_anchor = _by_layer(attention)  # [batch, choice, layer, head, anchor]
+            by_anchor = by_layer(attention, dim=2)  # [batch, choice, layer, head, anchor]
             predicted = predicted_class(batch.label_scores(logits))
             values = {
                 **_first_and_rest("read", by_anchor.sum(-1)),
                 **_first_and_rest("correct", (by_anchor * _signs(batch, gold)).sum(-1)),
                 **_first_and_rest("predicted", (by_anchor * _signs(batch, predicted)).sum(-1)),
-                "tokens": tokens.cpu(),
+                "tokens": batch.up_to_target.sum(1).cpu(),  # that the target can read, and itself
                 "classes": torch.full((len(batch),), len(batch.label_token_ids), device="cpu"),
             }
             return values if copied is None else values | copied.contributions(logits, clean_logits)
@@ -226,7 +225,7 @@ class LabelHeads(Metric):
             attention[layer] = _by_choice(of_queries, len(positions[0]))
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            return _first_and_rest("copy", _by_layer(attention).mean(-1))
+            return _first_and_rest("copy", by_layer(attention, dim=2).mean(-1))
 
         return Observation(contributions, hooks_by_layer(model, pattern_name, store_copy))
 
@@ -284,24 +283,12 @@ class LabelHeads(Metric):
         return sent(torch.stack([batch.label_positions, *draws], dim=1), device)
 
 
-def _tokens_up_to_target(batch: PromptBatch) -> Int[Tensor, " batch"]:
-    """The number n of tokens of each prompt that its target can read, and the target itself."""
-    return batch.up_to_target.sum(1)
-
-
 def _by_choice(
     attention: Float[Tensor, "batch position head"], choices: int
 ) -> Float[Tensor, "batch choice head anchor"]:
     """The attention of each choice of positions, on the CPU in float32 or a wider type."""
-    wide = torch.promote_types(attention.dtype, torch.float32)
-    by_choice = rearrange(
-        attention, "batch (choice anchor) head -> batch choice head anchor", choice=choices
-    )
-    return by_choice.to("cpu", wide)
-
-
-def _by_layer(attention: Mapping[int, Tensor]) -> Float[Tensor, "batch choice layer head anchor"]:
-    return torch.stack(on_one_device([attention[k] for k in sorted(attention)]), dim=2)
+    to_choices = "batch (choice anchor) head -> batch choice head anchor"
+    return wide(rearrange(attention.cpu(), to_choices, choice=choices))
 
 
 def _signs(batch: PromptBatch, classes: Int[Tensor, " batch"]) -> Int[Tensor, "batch 1 1 1 anchor"]:

@@ -1,10 +1,11 @@
 """What a metric is: what each prompt contributes, and a pure function of all contributions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
+from ..system.devices import on_one_device
 
 ContributionsOfBatch = Callable[
     [Float[Tensor, "batch vocab"], Float[Tensor, "batch vocab"] | None], dict[str, Tensor]
@@ -59,6 +61,11 @@ class Observation:
     def __repr__(self) -> str:
         """One line: the numbers of hooks."""
         return f"Observation(hooks {len(self.hooks)}, backward_hooks {len(self.backward_hooks)})"
+
+
+def by_layer(of_layers: Mapping[int, Tensor], dim: int = 1) -> Tensor:
+    """The numbers of all layers in one tensor, so that a GPU waits for one copy."""
+    return torch.stack(on_one_device([of_layers[layer] for layer in sorted(of_layers)]), dim)
 
 
 def observes_nothing() -> Observation:

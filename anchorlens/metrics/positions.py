@@ -16,14 +16,7 @@ def checked_positions(
 ) -> Positions:
     """The positions that a function gives for a batch, without padding.
 
-    Args:
-        batch: The prompts.
-        owner: Name of the metric, for the error.
-        name: What the metric calls these positions, for the error.
-        function: Function of the batch to positions.
-
-    Raises:
-        MetricError: It gives something else than True and False for each position.
+    A MetricError names them as ``name`` of ``owner`` if they are not True and False for each token.
     """
     positions: Any = function(batch)
     is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool

@@ -281,16 +281,8 @@ def effect_contributions(
 ) -> dict[str, Tensor]:
     """What each prompt contributes to a ``PrefixEffectRecord``, on the CPU.
 
-    Args:
-        model: A prepared model that is frozen.
-        batch: Prompts on the model's device.
-        segments: The keys of each segment of the prefix, before the query.
-        rows: The positions of the query that count.
-        prefix: Keys and values of the tokens before ``batch.query_rows``.
-        hooks: Interventions that belong to the prefix.
-
-    Raises:
-        ModelError: The model takes no key-value cache, from which values are read.
+    ``rows`` are the positions of the query that count. ``prefix`` has the keys and values of the
+    tokens before ``batch.query_rows``. ``hooks`` belong to the prefix.
     """
     runs = prefix_runs(
         model, batch, segments.any(1), edges.query(batch), prefix=prefix, hooks=hooks
@@ -314,13 +306,7 @@ def effect_contributions(
 def effect_record(
     contributions: Contributions, segments: Sequence[str], *, same_prefix: bool = False
 ) -> PrefixEffectRecord:
-    """The record of the contributions of all prompts.
-
-    Args:
-        contributions: From ``effect_contributions``.
-        segments: The names of the segments of the prefix.
-        same_prefix: Whether all prompts have one prefix, whatever their demonstrations are.
-    """
+    """The record of all prompts, which have one prefix or that of their demonstrations."""
     # Of sets with fewer prompts than d_head there are as many directions as prompts.
     directions = [_shares_of_directions(each["taken"].double()) for each in contributions.of_sets()]
     ranks = [torch.special.entr(shares).sum(-1).exp() for shares in directions]

@@ -34,17 +34,11 @@ Outputs = Float[Tensor, "batch head query d_head"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionRun:
-    """Patterns of some query rows, and the values that they weight, in every layer.
-
-    Attributes:
-        patterns: The rows of every head.
-        values: The cached values, which several heads may share.
-        heads: For each head the number of its values.
-    """
+    """Patterns of some query rows, and the values that they weight, in every layer."""
 
     patterns: Sequence[Pattern]
-    values: Sequence[Values]
-    heads: Sequence[Int[Tensor, " head"]]
+    values: Sequence[Values]  # as cached; several heads may share them
+    heads: Sequence[Int[Tensor, " head"]]  # the number of the values of each head
 
     def layer(self, number: int) -> tuple[Pattern, Values]:
         """Pattern and values of each head of a layer, in float64 on the CPU."""
@@ -84,27 +78,16 @@ class PrefixRuns:
 
 @dataclass(frozen=True, eq=False)
 class LayerTerms:
-    """The terms of one layer, in float64 on the CPU.
+    """The terms of one layer, in float64 on the CPU; NaN where m = 1."""
 
-    Attributes:
-        pattern: A+, the pattern with the prefix.
-        stolen: m, the attention to the prefix.
-        taken: m b, what the head takes from the prefix.
-        output: z+, the output with the prefix.
-        rescaled: z~, the output if this layer alone lacks the prefix; NaN where m = 1.
-        without: z0, the output of the pass without the prefix.
-        expected: A+ / (1 - m) at the content's keys, 0 at those of the prefix; NaN where m = 1.
-        alone: The pattern if this layer alone lacks the edges to the prefix.
-    """
-
-    pattern: Pattern
-    stolen: Float[Tensor, "batch head query"]
-    taken: Outputs
-    output: Outputs
-    rescaled: Outputs
-    without: Outputs
-    expected: Pattern
-    alone: Pattern
+    pattern: Pattern  # A+, with the prefix
+    stolen: Float[Tensor, "batch head query"]  # m
+    taken: Outputs  # m b
+    output: Outputs  # z+
+    rescaled: Outputs  # z~
+    without: Outputs  # z0
+    expected: Pattern  # A+ / (1 - m) at the content's keys, 0 at those of the prefix
+    alone: Pattern  # A, if this layer alone lacks the edges to the prefix
 
     @property
     def direct(self) -> Outputs:

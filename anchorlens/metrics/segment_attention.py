@@ -17,8 +17,8 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.devices import on_one_device, wide
-from .metric import Metric, Observation
+from ..system.devices import wide
+from .metric import Metric, Observation, by_layer
 from .segment_flows import SegmentFlows
 
 
@@ -166,8 +166,7 @@ class SegmentAttention(Metric):
             (of_layers[layer],) = segments.sums(queries, slice(0, pattern.shape[3]), values)
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            by_layer = on_one_device([of_layers[layer] for layer in sorted(of_layers)])
-            return {"sums": torch.stack(by_layer, dim=1).cpu()}
+            return {"sums": by_layer(of_layers).cpu()}
 
         return Observation(contributions, hooks_by_layer(model, pattern_name, add))
 
