@@ -79,6 +79,13 @@ def instances(model: Any) -> Iterator[Any]:
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
     yield al.Verbalizer([[1, 2], [5]])
+    yield al.PaperNumber("Entropy", "next token", "nats", 2.5)
+    examples = [al.Example("What is it? " * 9, 1)] * 200
+    demos = al.sample_demonstrations(al.load_examples("questions"))
+    of_paper = al.PaperSetting(
+        model, al.TASKS["trec"], demos, examples, examples, examples, depth=1, draws=1, seed=0
+    )
+    yield of_paper
     yield from (al.Results(), al.Contributions({f"number {k}": torch.ones(3) for k in range(40)}))
 
 

@@ -100,6 +100,11 @@ class PaperSetting:
     draws: int
     seed: int
 
+    def __repr__(self) -> str:
+        """One line: the numbers of examples, and the seed."""
+        count, queries = len(self.demonstrations), len(self.queries)
+        return f"PaperSetting({count} demonstrations, {queries} queries, seed {self.seed})"
+
     @property
     def tokenizer(self) -> Any:
         return self.model.tokenizer  # type: ignore[attr-defined]
