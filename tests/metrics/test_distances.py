@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
-from anchorlens.metrics.distances import key_distances, pair_auc, rank_correlation
+from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
 from anchorlens.passes.forward import run_pass
 
 MAKE: dict[str, Callable[[int], Any]] = {
@@ -318,3 +319,13 @@ def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:
         record = al.AnchorDistances(directions=2).result(rows)
     assert record.pair_auc[2].isnan().all() and not record.pair_auc[0, 1].isnan()
     assert record.correlation.isnan().all()  # only one pair is left
+
+
+def test_the_figure_of_confusions_has_no_diagonals() -> None:
+    predicted = torch.tensor([[1.0, 0.5], [0.25, 1.0]])
+    copy = predicted.clone()
+    figure = confusions(predicted, predicted / 2, ["a", "b"], "title")
+    for heat, scale in zip(figure.data, (1, 2), strict=True):
+        (first, second), (third, fourth) = heat.z
+        assert isnan(first) and isnan(fourth) and (second, third) == (0.5 / scale, 0.25 / scale)
+    assert torch.equal(predicted, copy)
