@@ -277,6 +277,8 @@ def test_sets_of_demonstrations_are_compared_with_themselves() -> None:
     assert float(record.concentration) == 1 and float(record.spread) == 0
     pooled = effect_record(al.Contributions(rows, torch.zeros(5), rows.sets), ["all"])
     assert float(pooled.concentration) == pytest.approx(8 / 11) and float(pooled.spread) == 0
+    same = effect_record(rows, ["all"], same_prefix=True)  # its first position varies by 0.25
+    assert float(same.spread) == pytest.approx(0.25 / 3)
     longer = torch.eye(4)[[0, 0, 0, 1, 1]].double()  # fewer prompts than directions: 3 and 2 of 4
     unlike = effect_record(rows_by_hand(longer, within, [0, 0, 0, 1, 1]), ["all"])
     assert float(unlike.concentration) == 1 and float(unlike.effective_rank) == 1
