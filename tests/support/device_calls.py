@@ -5,7 +5,7 @@ be compared: a tensor, a record, or lists and dictionaries of these.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,36 @@ WITHOUT_RESULT_ON_A_DEVICE = {
 # What the calls return, or hold while they run.
 RETURNED = {
     *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
-    *("LossAtPositions", "Observation", "PrefixContext", "PromptFlows", "QueryPass", "Results"),
+    *("KeyValues", "LossAtPositions", "Observation", "PrefixContext", "PromptFlows"),
+    *("QueryPass", "Results"),
     *("ReweightedContext", "SoftPrompt", "SweepResults", "Verdict"),
 }
+
+
+@dataclass(frozen=True)
+class Added(al.Context, al.Trainable):
+    """A context of a user's own: a vector that is added to the embeddings at the targets."""
+
+    vector: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.vector.nbytes
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.vector]
+
+    def query_pass(self, model: Any, batch: al.PromptBatch) -> al.QueryPass:
+        alone = al.NoContext().query_pass(model, batch)
+        prompts = torch.arange(len(batch), device="cpu")
+
+        def add(embedded: Tensor, hook: Any) -> Tensor:
+            changed = embedded.clone()
+            changed[prompts, alone.batch.target_rows.cpu()] += self.vector.to(embedded)
+            return changed
+
+        return replace(alone, hooks=[("hook_embed", add)])
 
 
 def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
@@ -119,6 +146,12 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         loaded = al.Beta.load(beta.save(folder / "beta.safetensors"))
         context = al.reweight_demonstrations(model, batch, loaded)
         return [beta.beta, context.logits(model, batch)]
+
+    def of_ones_own() -> list[Tensor]:
+        start = Added(torch.zeros(model.cfg.d_model, device=device, requires_grad=True))
+        two = replace(two_steps, folder=folder / "own")
+        (vector,), _ = al.train_context(model, start, batches, two, held_out=held_out)
+        return [vector, Added(vector).logits(model, batch)]
 
     def records() -> Any:
         record = run(al.Accuracy())["accuracy"]
@@ -223,6 +256,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             model, batches, contexts, draws=1, repeats=1, **QUIET
         ),
         "reweighting": reweighted,
+        "own context": of_ones_own,
         "prefix": lambda: saved(twice(train_prefix, "prefix")[1], "prefix"),
         "soft prompt": lambda: saved(twice(train_soft, "soft")[1], "soft"),
         "hard prompt": lambda: twice(train_hard, "hard"),
