@@ -37,7 +37,7 @@ from .weights import (
     saliency_of_heads,
 )
 
-_SMALL = 2**26  # bytes of tables of edges
+_SMALL = 16  # pieces, in bytes of tables of edges
 
 
 def product_hooks(
@@ -133,7 +133,7 @@ class Edges:
     def __init__(self, sets: Sequence[EdgeSet]) -> None:
         self.sets = sets
         # Every layer asks for the same rows. Tables of many tokens would not fit into memory.
-        is_small = sum(edges.numel() for edges in sets) <= _SMALL
+        is_small = sum(edges.numel() for edges in sets) <= _SMALL * pieces.PIECE
         self._table = EdgeSet.stacked(sets) if is_small else None
         self._stored = [] if is_small else [edges.stored() for edges in sets]
 

@@ -162,17 +162,19 @@ def inputs_after(
     cache: Any,
     prefix: KeyValues | None = None,
 ) -> dict[str, Any]:
-    """Arguments of the model's forward for tokens after what ``cache`` holds, the prefix.
-
-    Raises:
-        PromptError: The keys of the prefix would be rotated differently in texts of this length.
-    """
+    """Arguments of the model's forward for tokens after what ``cache`` holds, the prefix."""
     if prefix is None:
         return inputs_with_cache(model, cache, mask, mask[:, :0], 0)
-    if rotates_by_length(model):  # to read the length, Python waits
-        refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
     before, start = prefix.attention_mask, prefix.next_position[:, None]
     return inputs_with_cache(model, cache, mask, before.to(mask.device), start.to(mask.device))
+
+
+def check_rotation(
+    model: HookedModel, mask: Bool[Tensor, "batch query"], prefix: KeyValues
+) -> None:
+    """Raise an error if keys of a prefix are rotated differently in texts of this length."""
+    if rotates_by_length(model):  # to read the length, Python waits
+        refuse_another_rotation(model, prefix.text_length, _text_length(mask, prefix))
 
 
 def prefix_of(

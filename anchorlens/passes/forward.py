@@ -28,6 +28,7 @@ from ..models.hooked import (
 from ..models.kv_cache import (
     KeyValues,
     cache_of,
+    check_rotation,
     inputs_after,
     inputs_without_cache,
     prefix_of,
@@ -118,6 +119,8 @@ class Pass:
                 f"the prompts are to be run from position {self.batch.first_query}, but keys of "
                 f"{cached} tokens are cached; a batch of whole prompts has first_query=0"
             )
+        if self.prefix is not None:
+            check_rotation(self.model, self.batch.attention_mask[:, cached:], self.prefix)
 
     def run(self) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, " batch"] | None]:
         """Logits at the targets in float32 or wider, and the losses, if the pass has a loss.
@@ -260,6 +263,8 @@ def run_prefix(
         acting_hooks(model, [*needed, *changes, *observed, *last]),
     ):
         tokens, mask = (each[:, batch.query_rows] for each in (batch.tokens, batch.attention_mask))
+        if prefix is not None:
+            check_rotation(model, mask, prefix)
         cache = cache_of(model, len(batch), prefix)
         model(tokens, **inputs_after(model, mask, cache, prefix))
         _check_calls(CHANGES, changes)

@@ -24,6 +24,7 @@ from anchorlens.errors import PromptError
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.rotary import rotate_alike
 from anchorlens.passes.forward import run_pass
+from anchorlens.passes.losses import WordCrossEntropy
 from anchorlens.trials import may_fuse
 from anchorlens.trials.may_share import all_but_target
 
@@ -203,10 +204,12 @@ def test_everything_before_the_target_is_cached_on_one_side_alone(models: Any, n
 WORDS = torch.tensor([[300, 310, 320], [301, 311, 321]])
 
 
-@dataclass
-class WordLogProbs:
+@dataclass(frozen=True)
+class WordLogProbs(WordCrossEntropy):
     """A loss of two words of three tokens, which notes their log probabilities."""
 
+    words: Any = None
+    per_token: bool = False
     seen: list[Tensor] = field(default_factory=list)
 
     def continuations(self, batch: al.PromptBatch) -> Tensor:
