@@ -278,7 +278,7 @@ def tensors_of(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_of(value, f"{name}.{key}")
     elif is_dataclass(result):
         for field in fields(result):
-            if field.name not in ("info", "seconds"):
+            if field.name not in ("info", "seconds", "whole_seconds"):
                 yield from tensors_of(getattr(result, field.name), f"{name}.{field.name}")
     elif isinstance(result, list) and result and all(isinstance(each, float) for each in result):
         yield name, torch.tensor(result, device="cpu")
