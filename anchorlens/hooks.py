@@ -419,7 +419,9 @@ def _checked_edges(
         without_diagonal: What would happen to an edge of a position to itself, if this is wrong.
     """
     chosen = edge_sets.check_edges(batch, edges, to_itself=True)
-    if without_diagonal and (chosen & edge_sets.diagonal(batch)).has_edges():
+    if without_diagonal and any(
+        of_rows.diagonal(rows.start, 1, 2).any() for rows, of_rows in chosen.pieces()
+    ):
         raise HookError(
             f"edges from a position to itself cannot be {without_diagonal} before the softmax: the "
             "row may be left with nothing to attend to. Leave the diagonal out "

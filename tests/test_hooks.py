@@ -16,6 +16,7 @@ import anchorlens as al
 from anchorlens.errors import HookError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.prompts import edges
+from anchorlens.system import row_pieces
 
 pytestmark = pytest.mark.every_kind
 
@@ -188,10 +189,6 @@ INVALID_CALLS: list[tuple[Callable[[Any, al.PromptBatch], Any], str]] = [
     (lambda m, b: al.detach_heads(m, al.Site(0, keep_bos=True)), "detach_heads cuts no edges"),
     (lambda m, b: al.detach_heads(m, al.Site(0, renormalize=False)), "detach_heads cuts no edges"),
     (
-        lambda m, b: al.block_edges(m, b, edges.every(b) | edges.diagonal(b)),
-        r"itself cannot be cut .*Leave the diagonal out .*renormalize=False",
-    ),
-    (
         lambda m, b: logits_of(m, b, al.block_edges(m, questions(m, 2)[0].prompt(0), edges.wp)),
         r"for \d+ query and \d+ key positions, but the model runs \d+ queries over \d+ keys",
     ),
@@ -220,15 +217,37 @@ BLOCK: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.parametrize("piece", [row_pieces.PIECE, 5000])
 @pytest.mark.parametrize("hooks", BLOCK)
 def test_edges_to_later_tokens_and_padding_are_refused(
-    gpt2: Any, batch: al.PromptBatch, hooks: Callable[..., Any]
+    gpt2: Any,
+    batch: al.PromptBatch,
+    hooks: Callable[..., Any],
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(row_pieces, "PIECE", piece)
+    assert hooks(gpt2, batch, edges.every)
     everywhere = torch.ones_like(edges.wp(batch))
     transposed, padding = edges.pq(batch).transpose(1, 2), everywhere.tril(-1)
-    for wrong in (transposed, ~edges.wp(batch), everywhere.triu(1), padding):
+    of_padding = padding & batch.attention_mask[:, :, None]  # keys alone
+    for wrong in (transposed, ~edges.wp(batch), everywhere.triu(1), padding, of_padding):
         with pytest.raises(PromptError, match="from a token to an earlier token"):
             hooks(gpt2, batch, wrong)
+
+
+def test_edges_to_themselves_are_cut_only_after_the_softmax(
+    gpt2: Any, batch: al.PromptBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = torch.zeros_like(edges.wp(batch))
+    last[:, -1, -1] = True
+    for piece in (row_pieces.PIECE, 5000):
+        monkeypatch.setattr(row_pieces, "PIECE", piece)
+        with pytest.raises(HookError, match=r"itself cannot be cut .*diagonal out .*=False"):
+            al.block_edges(gpt2, batch, last)
+        after = al.block_edges(gpt2, batch, last, al.Site(0, renormalize=False))
+        diagonal = patterns_of(gpt2, batch, after)[:, 0].diagonal(dim1=-2, dim2=-1)
+        assert (diagonal[..., -1] == 0).all() and (diagonal[..., -2] > 0).all()
 
 
 @pytest.mark.parametrize("hooks", BLOCK)

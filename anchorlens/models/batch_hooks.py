@@ -22,14 +22,23 @@ Attention = Float[Tensor, "batch head query key"]
 
 
 class BatchHook:
-    """A hook of this package, not a function of the user."""
+    """A hook of this package, not a function of the user.
+
+    Attributes:
+        tokens: The tokens of the prompts for which it was made; None if it acts in all alike.
+    """
+
+    tokens: Int[Tensor, "batch position"] | None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         raise NotImplementedError
 
     def is_for(self, batch: PromptBatch) -> bool:
-        """Whether it can be for these prompts, as far as it is known."""
-        return True
+        """Whether it acts in these prompts as it should."""
+        made_for = self.tokens
+        if made_for is None or made_for is batch.tokens:
+            return True
+        return torch.equal(made_for.to(batch.tokens.device), batch.tokens)
 
 
 # TransformerLens takes the repr of every hook that it adds, and that of tensors takes long.
@@ -39,7 +48,6 @@ class TargetHook(BatchHook):
 
     Attributes:
         act: The hook.
-        tokens: The tokens of the prompts for which it was made.
     """
 
     act: HookFunction
@@ -47,10 +55,6 @@ class TargetHook(BatchHook):
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         return self.act(tensor, hook)
-
-    def is_for(self, batch: PromptBatch) -> bool:
-        """Whether these are the prompts for which it was made."""
-        return _are_of(self.tokens, batch)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,6 +68,7 @@ class DetachedHeads(BatchHook):
 
     n_heads: int
     heads: tuple[int, ...]
+    tokens = None
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
         return detached(tensor, self.n_heads, self.heads)
@@ -76,7 +81,6 @@ class EdgeHook(BatchHook):
     Attributes:
         edges: The edges between all positions of the prompts. The last query of the attention is
             the last position, also where the keys of the first tokens are cached.
-        tokens: The tokens of the prompts for which it was made.
         renormalize: Whether it acts on the scores before the softmax, or on the pattern after it.
         heads: The heads in which it acts; None for all heads.
         factors: The factor of each head of the model; None cuts.
@@ -104,10 +108,6 @@ class EdgeHook(BatchHook):
     def cuts_scores(self) -> bool:
         """Whether it cuts before the softmax, which a mask can do as well."""
         return self.renormalize and self.factors is None
-
-    def is_for(self, batch: PromptBatch) -> bool:
-        """Whether these are the prompts for which it was made."""
-        return _are_of(self.tokens, batch)
 
     def in_heads(self, rows: slice, n_heads: int) -> Bool[Tensor, "batch _ query key"]:
         """The edges of some query rows, in each head or of one axis for all heads."""
@@ -169,7 +169,3 @@ def _do_the_same(act: HookFunction, expected: HookFunction) -> bool:
     if isinstance(act, DetachedHeads) and isinstance(expected, DetachedHeads):
         return act.heads == expected.heads
     return False
-
-
-def _are_of(tokens: Tensor, batch: PromptBatch) -> bool:
-    return tokens is batch.tokens or torch.equal(tokens.to(batch.tokens.device), batch.tokens)

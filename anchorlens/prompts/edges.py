@@ -321,14 +321,17 @@ def check_edges(batch: PromptBatch, edges: Any, *, to_itself: bool = False) -> E
         PromptError: They are no edges of these prompts.
     """
     chosen = as_edge_set(batch, edges)
-    allowed = between(batch.attention_mask, batch.attention_mask)
-    forbidden = chosen & ~(allowed | diagonal(batch) if to_itself else allowed)
-    if forbidden.has_edges():
-        raise PromptError(
-            "edges must go from a token to an earlier token of its prompt, but some belong to "
-            "padding, go to a later token or from a token to itself; make them of this batch, or "
-            "leave these out (edges & al.edges.between(batch.attention_mask, batch.attention_mask))"
-        )
+    padding = ~batch.attention_mask
+    for rows, of_rows in chosen.pieces():
+        forbidden = of_rows.triu(rows.start + int(to_itself)).any()
+        forbidden |= (of_rows.any(2) & padding[:, rows]).any() | (of_rows.any(1) & padding).any()
+        if forbidden:
+            raise PromptError(
+                "edges must go from a token to an earlier token of its prompt, but some belong to "
+                "padding, go to a later token or from a token to itself; make them of this batch, "
+                "or leave these out "
+                "(edges & al.edges.between(batch.attention_mask, batch.attention_mask))"
+            )
     return chosen
 
 
@@ -352,17 +355,6 @@ def as_edge_set(batch: PromptBatch, edges: Any) -> EdgeSet:
     if given.device == device:
         return chosen
     return EdgeSet(lambda rows: sent(chosen.rows(rows), device), shape, device)
-
-
-@checked
-def diagonal(batch: PromptBatch) -> EdgeSet:
-    """The edges of each token to itself, which no other set holds."""
-    mask, numbers = batch.attention_mask, batch.positions
-
-    def rows_of(rows: slice) -> Edges:
-        return mask[:, rows, None] & (numbers[rows, None] == numbers)
-
-    return EdgeSet(rows_of, (*mask.shape, len(numbers)), mask.device)
 
 
 def _target(batch: PromptBatch) -> Positions:
