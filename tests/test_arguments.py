@@ -39,8 +39,7 @@ MADE_BY_THE_PACKAGE = (
 INTERNAL = {
     "edges.check_edges",
     "edges.as_edge_set",
-    "edges.edge_set_of",
-    "edges.draw_generator",
+    "edges.edge_sets",
     "weights.refuse_values",
     "Task.score",
     "ChatTask.score",
