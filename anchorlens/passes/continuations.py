@@ -21,22 +21,7 @@ def log_probs_after(
     cache: Any,
     prefix: KeyValues | None,
 ) -> Float[Tensor, "batch class token"]:
-    """``log p(token | prompt, earlier tokens)`` of each text after the target of each prompt.
-
-    Args:
-        model: A prepared model.
-        batch: The prompts.
-        texts: The tokens of each text, -1 after its end.
-        logits: Next-token logits at the targets.
-        cache: The cache that the pass over the prompts filled, with its graph.
-        prefix: Keys and values from which that pass continued.
-
-    Returns:
-        Log probabilities with the graph of the pass; 0 after the end of a text.
-
-    Raises:
-        ModelError: The cache does not hold all positions.
-    """
+    """``log p(token | prompt, earlier tokens)`` of each text after the target of each prompt."""
     is_token, tokens = texts >= 0, texts.clamp(min=0)
     log_probs = logits.log_softmax(-1)[:, tokens[:, 0]][..., None]
     if texts.shape[1] > 1:

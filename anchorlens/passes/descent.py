@@ -24,14 +24,6 @@ def mean_loss_with_gradient(
 ) -> float:
     """The mean loss over a batch; its gradient is added to ``grad`` of the tensors in ``into``.
 
-    Args:
-        model: A prepared model that is frozen.
-        batch: Prompts on the model's device.
-        loss: Function of (logits, batch) to one number a prompt.
-        into: Leaves of which hooks or prefix are made.
-        hooks: Interventions.
-        prefix: Keys and values before the batch.
-
     Returns:
         The mean loss; NaN where the logits are not finite, because a step was too large.
     """

@@ -88,15 +88,7 @@ class Pass:
     runs_backward: bool = True
 
     def check(self) -> None:
-        """Raise an error if the batch, the loss or the prefix do not fit the model.
-
-        Raises:
-            ModelError: The model was not prepared, or its value biases are folded and a loss is
-                given or the model has attention sinks.
-            PromptError: The prompts do not fit the model, or do not begin where the prefix ends.
-            MetricError: Gradient checkpointing is used without a loss, with one of texts after the
-                prompts, or with a prefix.
-        """
+        """Raise an error if the batch, the loss or the prefix do not fit the model."""
         require_prepared(self.model)
         if self.gradient_checkpointing and (self.loss is None or self.prefix is not None):
             raise MetricError(
@@ -179,20 +171,9 @@ def logits_at(
 ) -> list[Float[Tensor, "_ vocab"]]:
     """Run the model over whole prompts, and compute the logits at some positions of each.
 
-    Args:
-        model: A prepared model.
-        batch: Prompts on the model's device.
-        positions: Where logits are needed; at least one. Only these rows are unembedded.
-        hooks: Interventions in the blocks.
-
     Returns:
         The rows of each prompt in the order of its positions, in the type of the model: a wider
         copy of many rows may not fit into memory.
-
-    Raises:
-        ModelError: The model was not prepared, its logits are not finite, or it has attention
-            sinks and its value biases are folded.
-        PromptError: The prompts do not fit the model.
     """
     described = Pass(model, batch, hooks)
     described.check()

@@ -49,11 +49,7 @@ def _trim() -> Callable[[int], int]:
 
 
 def unless_memory_runs_out(batch: PromptBatch, compute: Callable[[PromptBatch], T]) -> T | None:
-    """What ``compute`` returns; None, after freeing memory, if memory ran out.
-
-    Raises:
-        MemoryLimitError: The batch is a single prompt, so that nothing smaller can be tried.
-    """
+    """What ``compute`` returns; None, after freeing memory, if memory ran out."""
     try:
         return compute(batch)
     except Exception as error:

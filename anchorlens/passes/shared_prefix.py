@@ -29,12 +29,7 @@ def only_set(batch: PromptBatch) -> int | None:
 
 
 def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> PromptBatch:
-    """A batch after the tokens that its prompts share; itself if they share none.
-
-    Args:
-        batch: Whole prompts.
-        lengths: For each set of demonstrations, how many tokens its prompts share.
-    """
+    """A batch after the tokens that its prompts share; itself if they share none."""
     set_id = only_set(batch)
     return batch if set_id is None or set_id not in lengths else batch.after(lengths[set_id])
 
@@ -78,14 +73,7 @@ class SharedPrefixes:
         acting: Sequence[Hook],
         is_fused: bool = False,
     ) -> tuple[Sequence[Hook], KeyValues]:
-        """The hooks that act in the tokens before a batch, and the keys and values there.
-
-        Args:
-            batch: Prompts after the tokens that they share.
-            hooks: Function of the batch to hooks.
-            acting: What it gives for this batch.
-            is_fused: See ``run_shared``.
-        """
+        """The hooks that act in the tokens before a batch, and the keys and values there."""
         set_id = only_set(batch)
         # An entry is deleted with its function; otherwise a new function for each batch would fill
         # the memory.

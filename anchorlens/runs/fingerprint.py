@@ -46,16 +46,7 @@ def versions() -> dict[str, str]:
 def fingerprint(
     model: Any, batches: Sequence[PromptBatch], settings: Mapping[str, Any]
 ) -> Fingerprint:
-    """The fingerprint of a run.
-
-    Args:
-        model: A hooked model.
-        batches: All prompts of the run.
-        settings: Everything else that decides its numbers, by name: values, functions, objects.
-
-    Raises:
-        StoreError: A setting has a name of a fact about the model or the prompts.
-    """
+    """The fingerprint of a run."""
     parameters = list(model.parameters())
     devices = {weights.device.type for weights in parameters}
     known, on_model = {id(model): "the model"}, user_hooks(model)

@@ -68,13 +68,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(value: Any, known: Mapping[int, str] | None = None) -> Identity:
-    """The identity of a value: a function, an object, tensors, or containers of these.
-
-    Args:
-        value: Anything. Fields of a dataclass with ``compare=False`` are left out.
-        known: Texts that stand for some objects, by ``id``: the model of a run is compared
-            separately.
-    """
+    """The identity of a value: a function, an object, tensors, or containers of these."""
     walk = _Walk(known or {})
     try:
         walk.add(value)

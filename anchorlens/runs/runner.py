@@ -304,18 +304,7 @@ def results_of(
     known: Mapping[str, Record],
     failures: Mapping[str, str],
 ) -> Results:
-    """The record of every metric after the known records.
-
-    Args:
-        metrics: The metrics.
-        contributions: The contributions of all prompts, with the metric's name before a slash.
-        record: Makes a record with its intervals from a result function and contributions.
-        known: Records that come before those of the metrics.
-        failures: Reasons why metrics have no contributions.
-
-    Raises:
-        RunError: A metric has no result; all others are in its ``results``.
-    """
+    """The record of every metric after the known records."""
     reasons, results = dict(failures), Results(known)
     cause: Exception | None = None
     for metric in metrics:

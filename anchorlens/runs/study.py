@@ -448,15 +448,7 @@ class PartsThatFit:
     def contributions(
         self, batch: PromptBatch, after_part: Callable[[int], object] = lambda count: None
     ) -> dict[str, Tensor]:
-        """The contributions of all prompts of a batch.
-
-        Args:
-            batch: The batch.
-            after_part: Called with the number of prompts of each part that was run.
-
-        Raises:
-            MemoryLimitError: A prompt does not fit by itself.
-        """
+        """The contributions of all prompts of a batch."""
         parts: list[Mapping[str, Tensor]] = []
         done, count = 0, len(batch.tokens)
         while done < count:

@@ -43,6 +43,19 @@ def two_of(batch: PromptBatch) -> PromptBatch:
     return batch.prompts(0, len(batch), max(1, len(batch) - 1))
 
 
+def beginnings(batch: PromptBatch, count: int) -> PromptBatch:
+    """The first tokens of each prompt of a batch, as texts without label words."""
+    right = batch.padded_right()
+    tokens, mask = (each[:, :count] for each in (right.tokens, right.attention_mask))
+    segments = mask.long() - 1
+    return PromptBatch.from_segments(tokens, segments, ["text"], attention_mask=mask)
+
+
+def any_loss(logits: Tensor, batch: PromptBatch) -> Tensor:
+    """Cross entropy of the first token of the vocabulary, where any loss serves."""
+    return logits.logsumexp(-1) - logits[:, 0]
+
+
 def difference_of(got: Tensor, expected: Tensor) -> float:
     """Largest difference, as a share of the largest number; infinite where it is no number."""
     return largest_difference([(got, expected, expected)])

@@ -60,14 +60,7 @@ def how_to_run(
 ) -> HowToRun:
     """How batches run; the same in all processes.
 
-    Args:
-        prefixes: Of a prepared model; those of the trial are stored for the run.
-        batches: All prompts of the run.
-        changes: The interventions of the run. Metrics observe the run with the last of them.
-        metrics: What observes the passes.
-        loss: The loss that is differentiated if a metric needs a gradient.
-        gradient_checkpointing: Whether the user asks for checkpoints.
-        share_prefix: False runs whole prompts without a trial.
+    Metrics observe the run with the last of ``changes``, the interventions of the run.
     """
     model, attention = prefixes.model, ""
     if patterns_are_large(model, batches):

@@ -27,11 +27,12 @@ from ..passes.shared_prefix import (
     run_shared,
     shared_tokens,
 )
-from ..passes.short_pass import any_loss, beginnings
 from ..prompts import edges
 from ..prompts.batch import PromptBatch, longest_prompt
 from .comparison import (
     SALIENCY_TOLERANCE,
+    any_loss,
+    beginnings,
     difference_of,
     largest_difference,
     reason_of,
@@ -65,14 +66,7 @@ def why_not_fused(
     changes: Sequence[HooksOfBatch],
     loss: Loss | None,
 ) -> str:
-    """Why whole prompts cannot run with a fused attention; empty if they can.
-
-    Args:
-        model: A prepared model.
-        batches: All prompts of the run.
-        changes: The interventions of the run.
-        loss: The loss that is differentiated if a metric needs a gradient.
-    """
+    """Why whole prompts cannot run with a fused attention; empty if they can."""
     if has_user_hooks(model):
         return "hooks may act on them"
     if isinstance(loss, WordCrossEntropy):

@@ -47,17 +47,7 @@ def why_not_shared(
     metrics: Sequence[Metric] = (),
     loss: Loss | None = None,
 ) -> str:
-    """Why shared tokens cannot run once; empty if that gives the same logits and gradients.
-
-    Args:
-        prefixes: Of a prepared model; those of the trial are stored for the run.
-        batches: All prompts of the run.
-        lengths: How many tokens the prompts of each set share.
-        changes: The interventions of the run, tried on two prompts like the clean run. Metrics
-            observe the run with the last of them.
-        metrics: What observes the passes.
-        loss: The loss that is differentiated if a metric needs a gradient.
-    """
+    """Why shared tokens cannot run once; empty if that gives the same logits and gradients."""
     model = prefixes.model
     if without := [metric.name for metric in metrics if not observes_prefix(metric)]:
         return f"{', '.join(without)} without observe_prefix"

@@ -27,13 +27,6 @@ def why_not_late(
 ) -> dict[int, str]:
     """Why changes cannot start at the first layer where they act, as tried on two prompts.
 
-    Args:
-        model: A prepared model.
-        batches: All prompts of the run.
-        changes: For each first layer, a change that acts only there and in later layers.
-        logits: Runs a batch as those of the run are.
-        is_fused: Whether its attention is fused.
-
     Returns:
         By layer, the reason why a pass cannot start there; empty if all can.
     """

@@ -16,9 +16,10 @@ from anchorlens.passes.forward import run_pass
 from anchorlens.passes.fused_attention import fused_attention
 from anchorlens.passes.recompute import Checkpoints
 from anchorlens.passes.shared_prefix import SharedPrefixes, no_hooks
-from anchorlens.passes.short_pass import bytes_stored, first_tokens
 from anchorlens.trials import comparison, may_fuse, must_checkpoint
+from anchorlens.trials.comparison import beginnings
 from anchorlens.trials.how_to_run import how_to_run
+from anchorlens.trials.must_checkpoint import bytes_stored
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -121,7 +122,7 @@ def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.Mon
 
 def test_the_first_tokens_of_a_prompt_are_a_text(gpt2: Any) -> None:
     batch = questions(gpt2, 3)[0]
-    text = first_tokens(batch, 7)
+    text = beginnings(batch.prompt(0), 7)
     assert text.tokens.tolist() == batch.prompt(0).tokens[:, :7].tolist()
     assert text.attention_mask.all() and text.target_positions.tolist() == [6]
 
