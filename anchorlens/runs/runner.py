@@ -137,7 +137,7 @@ class Runner:
         self, batch: PromptBatch
     ) -> tuple[dict[str, Tensor], Float[Tensor, "batch vocab"]]:
         """What a batch contributes, and the logits of the pass that the metrics observed."""
-        hooks = self.hooks or no_hooks
+        hooks = no_hooks if self.hooks is None else self.hooks
         clean = None if self.hooks is None else self.logits(batch)
         by_rows = [metric for metric in self.metrics if metric.needs_gradient]
         if self.how.is_fused and by_rows:
