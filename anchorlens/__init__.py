@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from .prompts.batch import PromptBatch as PromptBatch
     from .prompts.build import build_prompts as build_prompts
     from .prompts.build import build_segments as build_segments
+    from .prompts.build import text_anchor_prompts as text_anchor_prompts
     from .prompts.chat import ChatTask as ChatTask
     from .prompts.edge_set import EdgeSet as EdgeSet
     from .prompts.examples import Example as Example
@@ -122,7 +123,6 @@ if TYPE_CHECKING:
     from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
-    from .prompts.text_anchor import text_anchor_prompts as text_anchor_prompts
     from .prompts.verbalizer import Verbalizer as Verbalizer
     from .replication.paper import paper as paper
     from .replication.paper_figures import paper_figures as paper_figures

@@ -36,7 +36,7 @@ def checked_tokenizer(
     batches = list(build_prompts(tokenizer))
     if context is not None:
         for batch in batches:
-            refuse_longer_than(context, longest_prompt([batch]))
+            refuse_longer_than(context, longest_prompt(batch))
         check_length(length, context, batches)
     return tokenizer
 

@@ -416,8 +416,8 @@ def continuations_of(
             f"{count}; give the tokens of this model's tokenizer"
         )
     after = texts.shape[1] - 1  # the last token is not run
-    refuse_longer_than(model.cfg.n_ctx - after, longest_prompt([batch]))
-    longest = longest_prompt([batch])
+    refuse_longer_than(model.cfg.n_ctx - after, longest_prompt(batch))
+    longest = longest_prompt(batch)
     refuse_another_rotation(model, longest, longest + after)
     return texts
 

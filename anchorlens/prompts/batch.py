@@ -246,7 +246,7 @@ class PromptBatch:
         Keys and values of the tokens before it are cached. All tokens stay in the batch, so that
         positions are those of whole prompts; only the rows of patterns begin at ``position``.
         """
-        return run_from(self, position)
+        return on_both(self, lambda batch: replace(batch, first_query=position))
 
     def whole(self) -> "PromptBatch":
         """The same prompts, of which all tokens are run."""
@@ -337,9 +337,21 @@ class PromptBatch:
         return replace(self, **values)
 
     @checked
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> "PromptBatch":
         """The same batch on ``device``, without inference tensors, which autograd rejects."""
-        return on_device(self, device)
+        moved: dict[str, Any] = {
+            name: sent(value.clone() if value.is_inference() else value, device)
+            for name, value in self._tensors().items()
+        }
+        there = replace(self, **moved)
+        if not there._is_on_cpu and (self._is_on_cpu or "_known" in vars(self)):
+            # Its own numbers, which later edits of this batch do not change.
+            own: dict[str, Any] = {
+                name: value.clone() for name, value in self.on_cpu._tensors().items()
+            }
+            there._remember(replace(self, **own))
+        return there
 
     @classmethod
     @checked
@@ -498,38 +510,11 @@ def demonstrations_ids(batch: PromptBatch) -> Int[Tensor, " batch"]:
     return torch.tensor(ids, device=batch.tokens.device)
 
 
-@torch.inference_mode(False)
-def on_device(batch: PromptBatch, device: torch.device | str) -> PromptBatch:
-    """``batch.to(device)``."""
-    moved: dict[str, Any] = {
-        name: sent(value.clone() if value.is_inference() else value, device)
-        for name, value in batch._tensors().items()
-    }
-    there = replace(batch, **moved)
-    if not there._is_on_cpu and (batch._is_on_cpu or "_known" in vars(batch)):
-        # Its own numbers, which later edits of the batch do not change.
-        own: dict[str, Any] = {
-            name: value.clone() for name, value in batch.on_cpu._tensors().items()
-        }
-        there._remember(replace(batch, **own))
-    return there
-
-
-def run_from(batch: PromptBatch, position: int) -> PromptBatch:
-    """``batch.after(position)``."""
-    return on_both(batch, lambda each: replace(each, first_query=position))
-
-
-def all_on_cpu(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
-    """Every batch on the CPU."""
-    return [batch.on_cpu for batch in batches]
-
-
 def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
     """Every batch with its padding on the right, without inference tensors."""
     padded = [batch.padded_right() for batch in batches]
     return [
-        on_device(batch, batch.tokens.device)
+        batch.to(batch.tokens.device)
         if any(value.is_inference() for value in batch._tensors().values())
         else batch
         for batch in padded
@@ -549,29 +534,17 @@ def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:
     return torch.zeros_like(batch.attention_mask).scatter(1, batch.label_positions, True)
 
 
-def longest_prompts(batches: Sequence[PromptBatch]) -> list[int]:
-    """The number of tokens of the longest prompt of each batch."""
-    return [int(batch.on_cpu.attention_mask.sum(1).max()) for batch in batches]
-
-
-def longest_prompt(batches: Sequence[PromptBatch]) -> int:
+def longest_prompt(batch: PromptBatch) -> int:
     """The number of tokens of the longest prompt."""
-    return max(longest_prompts(batches))
+    return int(batch.on_cpu.attention_mask.sum(1).max())
 
 
 def as_batch(
     tokens: Int[Tensor, "batch position"], attention_mask: Tensor | None = None, **given: Any
 ) -> PromptBatch:
-    """Tokens and what is known of them as a checked batch on the CPU.
+    """Tokens and what is known of them (None is unknown) as a batch that ``check_prompts`` accepts.
 
-    Args:
-        tokens: Token ids, padded on either side.
-        attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
-        given: Other fields, whose positions and classes may be lists; None is as not given. By
-            default there are no label words, no segments, and targets are the last tokens.
-
-    Raises:
-        PromptError: A field is wrong; see ``check_prompts``.
+    By default there are no label words and no segments, and targets are the last tokens.
     """
     _check_axes({"tokens": tokens})
     tokens, axes = tokens.cpu(), _axes_of_fields()
@@ -631,28 +604,13 @@ def check_label_words(batches: Sequence[PromptBatch]) -> None:
 
 
 def check_batch(batch: PromptBatch) -> None:
-    """Check prompts with label words; see ``check_prompts``.
-
-    Raises:
-        PromptError: There are no label words, or ``check_prompts`` raises it.
-    """
+    """Check prompts with label words; see ``check_prompts``."""
     check_prompts(batch)
     check_label_words([batch])
 
 
-def check_all_prompts(batches: Sequence[PromptBatch]) -> None:
-    """See ``check_prompts``."""
-    for batch in batches:
-        check_prompts(batch)
-
-
 def check_prompts(batch: PromptBatch) -> None:
-    """Check that the fields of a batch agree: ``dataclasses.replace`` can make one that is wrong.
-
-    Raises:
-        PromptError: A tensor has a wrong type or shape, a position lies outside its prompt or not
-            before the target, or a class or segment is out of range.
-    """
+    """Check that the fields of a batch agree: ``replace`` can make one in which they do not."""
     if batch.first_query:
         raise PromptError(
             f"the prompts are to be run from position {batch.first_query}, but keys of 0 tokens "
@@ -712,13 +670,7 @@ def _check_axes(values: Mapping[str, Any]) -> None:
 def check_inside(
     batch: PromptBatch, name: str, positions: Int[Tensor, "batch _"] | None = None
 ) -> None:
-    """Raise an error if a position is outside its prompt or on padding.
-
-    Args:
-        batch: The prompts.
-        name: The name of the positions, for the error.
-        positions: The positions; by default the batch's own of this name.
-    """
+    """Raise an error if a position (by default of the field ``name``) is not that of a token."""
     batch = batch.on_cpu
     positions = getattr(batch, name) if positions is None else positions.cpu()
     positions = positions[:, None] if positions.ndim == 1 else positions

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -74,10 +75,23 @@ def build_prompts(
     check_from_1(PromptError, max_length=max_length)
     sets = demonstrations_by_query(task, demonstrations, queries)
     examples = [Example(query) if isinstance(query, str) else query for query in queries]
-    pairs = enumerate(zip(sets, examples, strict=True))
-    written = [
-        _written_query(tokenizer, task, demos, query, index) for index, (demos, query) in pairs
-    ]
+    written: list[WrittenPrompt] = []
+    for index, (demos, query) in enumerate(zip(sets, examples, strict=True)):
+        pieces = task.write(tokenizer, demos, query.text)
+        text = write_prompt(tokenizer, pieces, task.adds_special_tokens)
+        if not text.end:
+            raise PromptError(
+                f"query {index} is empty, and so is the template before {{label}}, so that there "
+                "is no token at which the label is predicted; put a word before {label} or drop "
+                "the query"
+            )
+        if text.query_start() is None:
+            raise PromptError(
+                f"the tokenizer gives no tokens for the query {text.end!r}; leave query {index} "
+                "out, or, if it gives none for any text, add its files (such as tokenizer.json) "
+                "to the folder of the model"
+            )
+        written.append(text)
     words = first_tokens(tokenizer, task, written, sets, examples)
     limit = getattr(tokenizer, "model_max_length", None) if max_length is None else max_length
     prompts: list[_Prompt] = []
@@ -148,10 +162,49 @@ def build_segments(
         ...                  resamples=0)
     """
     check_tokenizer(tokenizer, batch_size)
-    _check_pieces(prompts)
+    if not prompts:
+        raise PromptError(
+            "prompts is a list of prompts, each a list of (name, text), "
+            f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
+        )
     names = tuple(dict.fromkeys(name for pieces in prompts for name, _ in pieces if name))
     written = [_prompt_of_pieces(tokenizer, pieces, names, k) for k, pieces in enumerate(prompts)]
     return _batches(tokenizer, written, batch_size, padding_side, segment_names=names)
+
+
+@checked
+def text_anchor_prompts(
+    tokenizer: Any,
+    task: Task,
+    demonstrations: Sequence[Example],
+    queries: Sequence[Example],
+    *,
+    batch_size: int = 8,
+) -> list[PromptBatch]:
+    r"""Prompts whose demonstrations have empty texts (Text_anchor): labels have nothing to gather.
+
+    "Review:\nSentiment: Negative\n...": the space before a text is left out too, as in the
+    published code; queries do not change. Compare with ``target_logits`` and ``loyalty``.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer.
+        task: Template, label words and separator.
+        demonstrations: Their labels count, their texts do not.
+        queries: As in ``build_prompts``.
+        batch_size: Prompts in a batch, at most.
+
+    Examples:
+        >>> bare = al.text_anchor_prompts(model.tokenizer, task, demos, [al.Example("Who?", 3)])
+        >>> len(bare[0].label_positions[0]) == len(demos)
+        True
+    """
+    before, _, after = task.template.partition("{text}")
+    stripped = before.rstrip(" ")
+    space = before[len(stripped) :]
+    bare = replace(task, template=stripped + "{text}" + after)
+    empty = [replace(demonstration, text="") for demonstration in demonstrations]
+    spaced = [replace(query, text=space + query.text) for query in queries]
+    return build_prompts(tokenizer, bare, empty, spaced, batch_size=batch_size)
 
 
 class _Prompt(NamedTuple):
@@ -167,25 +220,6 @@ class _Prompt(NamedTuple):
     def demonstrations(self) -> tuple[int, ...]:
         """The tokens up to the last label word; none in prompts of segments."""
         return tuple(self.tokens[: max((last for _, last, _ in self.words), default=-1) + 1])
-
-
-def _written_query(
-    tokenizer: Any, task: Task, demos: Sequence[Example], query: Example, index: int
-) -> WrittenPrompt:
-    pieces = task.write(tokenizer, demos, query.text)
-    written = write_prompt(tokenizer, pieces, task.adds_special_tokens)
-    if not written.end:
-        raise PromptError(
-            f"query {index} is empty, and so is the template before {{label}}, so that there is no "
-            "token at which the label is predicted; put a word before {label} or drop the query"
-        )
-    if written.query_start() is None:
-        raise PromptError(
-            f"the tokenizer gives no tokens for the query {written.end!r}; leave query {index} "
-            "out, or, if it gives none for any text, add its files (such as tokenizer.json) to the "
-            "folder of the model"
-        )
-    return written
 
 
 def _prompt_of_query(
@@ -217,27 +251,18 @@ def _prompt_of_query(
     return _Prompt(tokens, segments, index, begins_with_bos, start, words, query.label)
 
 
-def _check_pieces(prompts: Sequence[Sequence[TextPiece]]) -> None:
-    if not prompts:
-        raise PromptError(
-            "prompts is a list of prompts, each a list of (name, text), "
-            f"[[('question', 'Who?'), ('answer', ' Me.')]]; got {prompts!r}"
-        )
-    for number, pieces in enumerate(prompts):
-        if not pieces or any(name == "" for name, _ in pieces):
-            raise PromptError(
-                f"prompt {number} must be a list of (name, text), where the name may be None; got "
-                f"{pieces!r}"
-            )
-        if not any(text for _, text in pieces):
-            raise PromptError(f"prompt {number} has no text; got {pieces!r}")
-        if not any(name for name, _ in pieces):
-            raise PromptError(f"prompt {number} has no piece with a name; name at least one")
-
-
 def _prompt_of_pieces(
     tokenizer: Any, pieces: Sequence[TextPiece], names: Sequence[str], number: int
 ) -> _Prompt:
+    if not pieces or any(name == "" for name, _ in pieces):
+        raise PromptError(
+            f"prompt {number} must be a list of (name, text), where the name may be None; got "
+            f"{pieces!r}"
+        )
+    if not any(text for _, text in pieces):
+        raise PromptError(f"prompt {number} has no text; got {pieces!r}")
+    if not any(name for name, _ in pieces):
+        raise PromptError(f"prompt {number} has no piece with a name; name at least one")
     of_names = [PADDING if name is None else names.index(name) for name, _ in pieces]
     texts = [text for _, text in pieces]
     written = write_prompt(tokenizer, [*map(Piece, texts, of_names)])

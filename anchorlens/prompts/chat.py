@@ -111,9 +111,17 @@ class ChatTask(Task):
     def write(self, tokenizer: Any, demonstrations: Sequence[Example], query: str) -> list[Piece]:
         """The pieces of a prompt; joined they are the text that the chat template gives."""
         turns = self._turns(demonstrations, query)
-        frame = _Frame.of(self._render, tokenizer, [turn.role for turn in turns])
-        text = self._render(tokenizer, turns, True)
-        return [piece for piece in frame.pieces(text, turns) if piece.text]
+        # Marks of a private area of Unicode, which no template writes.
+        marks = [f"\ue000{number}\ue001" for number in range(len(turns))]
+        marked = [
+            _Turn(turn.role, [Piece(mark, OTHER)]) for turn, mark in zip(turns, marks, strict=True)
+        ]
+        around, end = _around(self._render(tokenizer, marked, True), marks), ""
+        if demonstrations:
+            answered = self._render(tokenizer, marked[:-1], False)
+            end = _common_start(around[-2], _around(answered, marks[:-1])[-1])
+        written = _turns_in(self._render(tokenizer, turns, True), turns, around)
+        return [piece for piece in _pieces(written, around, end) if piece.text]
 
     @checked
     def written_word(
@@ -198,96 +206,60 @@ class _Turn(NamedTuple):
         return "".join(piece.text for piece in self.pieces)
 
 
-class _Frame(NamedTuple):
-    """What a chat template writes around the turns of a conversation.
+def _pieces(turns: Sequence[_Turn], around: Sequence[str], end: str) -> list[Piece]:
+    """The pieces of turns and of the text around them; ``end`` is what ends an answer."""
+    asking, header = around[-1], around[-2][len(end) :] if len(turns) > 2 else ""
+    roles = [turn.role for turn in turns]
+    first_answer = roles.index("assistant") if "assistant" in roles else len(turns)
+    result: list[Piece] = []
+    for k, (before, turn) in enumerate(zip(around, turns, strict=False)):
+        if turn.role == "assistant":
+            # White space that the template writes before an answer, and not where it asks for
+            # one, is a part of the label word, as it is for the model.
+            space = before[len(asking) :] if before.startswith(asking) else ""
+            # Some templates leave out of earlier answers what they write before the last one.
+            if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
+                raise _misplaced_answer(asking, before + turn.text, turn.text)
+            first, *rest = turn.pieces
+            word = first._replace(text=space + first.text)
+            result += [Piece(before.removesuffix(space), FORMAT), word, *rest]
+            continue
+        if k < first_answer:
+            of_turn = header if before.endswith(header) else ""
+            result += [Piece(before.removesuffix(of_turn), OTHER), Piece(of_turn, FORMAT)]
+        else:
+            is_query = k == len(turns) - 1
+            result.append(Piece(before[: len(end)], FORMAT))
+            result.append(Piece(before[len(end) :], QUERY if is_query else FORMAT))
+        result += turn.pieces
+    return [*result, Piece(asking, QUERY)]
 
-    Attributes:
-        around: The text before each turn, and after the last one.
-        end: What ends an answer of the assistant.
-        header: What begins a turn of the user after an answer; empty where there is none.
-    """
 
-    around: list[str]
-    end: str
-    header: str
-
-    @classmethod
-    def of(cls, render: Any, tokenizer: Any, roles: Sequence[str]) -> "_Frame":
-        """The frame of turns with these roles, the last of which is the query."""
-        # Marks of a private area of Unicode, which no template writes.
-        marks = [f"\ue000{number}\ue001" for number in range(len(roles))]
-        turns = [_Turn(role, [Piece(mark, OTHER)]) for role, mark in zip(roles, marks, strict=True)]
-        around = _around(render(tokenizer, turns, True), marks)
-        if "assistant" not in roles:
-            return cls(around, end="", header="")
-        after_answer = _around(render(tokenizer, turns[:-1], False), marks[:-1])[-1]
-        end = _common_start(around[-2], after_answer)
-        return cls(around, end, header=around[-2][len(end) :])
-
-    def pieces(self, text: str, turns: Sequence[_Turn]) -> list[Piece]:
-        """The pieces of a text that the template wrote for these turns."""
-        written = self._turns_in(text, turns)
-        answered = [k for k, turn in enumerate(turns) if turn.role == "assistant"]
-        asking = self.around[-1]
-        result: list[Piece] = []
-        for k, (before, turn) in enumerate(zip(self.around, written, strict=False)):
-            is_first = not answered or k < answered[0]
-            if turn.role == "assistant":
-                # White space that the template writes before an answer, and not where it asks for
-                # one, is a part of the label word, as it is for the model.
-                space = before[len(asking) :] if before.startswith(asking) else ""
-                # Some templates leave out of earlier answers what they write before the last one.
-                if space.strip() or not (before.startswith(asking) or asking.startswith(before)):
-                    raise _misplaced_answer(asking, before + turn.text, turn.text)
-                result.append(Piece(before.removesuffix(space), FORMAT))
-                first, *rest = turn.pieces
-                result += [first._replace(text=space + first.text), *rest]
-                continue
-            if is_first:
-                header = self.header if before.endswith(self.header) else ""
-                result.append(Piece(before.removesuffix(header), OTHER))
-                result.append(Piece(header, FORMAT if answered else OTHER))
-            else:
-                is_query = k == len(written) - 1
-                result.append(Piece(before[: len(self.end)], FORMAT))
-                result.append(Piece(before[len(self.end) :], QUERY if is_query else FORMAT))
-            result += turn.pieces
-        return [*result, Piece(asking, QUERY)]
-
-    def _turns_in(self, text: str, turns: Sequence[_Turn]) -> list[_Turn]:
-        """The turns as they stand in the text: a template may remove white space around them."""
-        found = []
-        position = len(self.around[0])
-        is_same = text.startswith(self.around[0])
-        for turn, after in zip(turns, self.around[1:], strict=True):
-            content = turn.text
-            span = next(
-                (
-                    (content.index(variant) if variant else 0, len(variant))
-                    for variant in dict.fromkeys(
-                        [content, content.strip(), content.rstrip(), content.lstrip()]
-                    )
-                    if is_same and text.startswith(variant + after, position)
-                ),
-                None,
-            )
-            if span is None:
-                raise PromptError(
-                    f"the chat template changes the text of the {turn.role}'s turn {content!r}, or "
-                    "what stands around it, by more than white space at its ends, so that "
-                    "positions in it are not certain; change the text, or give another template "
-                    "(options={'chat_template': '...'})"
-                )
-            start, length = span
-            found.append(_Turn(turn.role, _cut(turn.pieces, start, start + length)))
-            position += length + len(after)
-        if position != len(text):
+def _turns_in(text: str, turns: Sequence[_Turn], around: Sequence[str]) -> list[_Turn]:
+    """The turns as they stand in the text: a template may remove white space around them."""
+    found, position = [], len(around[0])
+    is_same = text.startswith(around[0])
+    for turn, after in zip(turns, around[1:], strict=True):
+        whole = turn.text
+        variants = [whole, whole.strip(), whole.rstrip(), whole.lstrip()]
+        fits = [each for each in variants if is_same and text.startswith(each + after, position)]
+        if not fits:
             raise PromptError(
-                f"the chat template writes {text[position:]!r} after the turns of these "
-                "demonstrations, which it does not after others; give another template "
+                f"the chat template changes the text of the {turn.role}'s turn {whole!r}, or what "
+                "stands around it, by more than white space at its ends, so that positions in it "
+                "are not certain; change the text, or give another template "
                 "(options={'chat_template': '...'})"
             )
-        return found
+        start = whole.index(fits[0])
+        found.append(_Turn(turn.role, _cut(turn.pieces, start, start + len(fits[0]))))
+        position += len(fits[0]) + len(after)
+    if position != len(text):
+        raise PromptError(
+            f"the chat template writes {text[position:]!r} after the turns of these "
+            "demonstrations, which it does not after others; give another template "
+            "(options={'chat_template': '...'})"
+        )
+    return found
 
 
 def _misplaced_answer(asked: str, answered: str, answer: str) -> PromptError:

@@ -4,7 +4,6 @@ Files are read as bytes here and not by a library that gets the path: such a lib
 paths for a pattern, an address or a compressed file, and may return a cached copy.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,6 @@ from ..errors import DataError
 
 Columns = Mapping[str, Sequence[Any]]
 
-# Bytes with which some programs begin a file to name its encoding; those of UTF-16 begin UTF-32.
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 _EXAMPLE = '{"text": "...", "label": 0}'
 # At most 18 digits, so that a number fits 64 bits: Python raises an error for very long ones.
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
@@ -33,14 +24,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 def read_columns(path: Path, label: str) -> Columns:
     """The columns of a file by name, each a sequence of Python values.
 
-    Files are UTF-8, or in the encoding that a byte order mark names. The first line of a csv file
-    tells whether commas, semicolons or tabs are between its columns. Its cells are text, because
-    csv does not distinguish numbers from text. Only whole numbers in the column ``label`` become
-    integers.
-
-    Raises:
-        DataError: The file does not exist or cannot be read, or its suffix or content is not
-            supported. The message names the line or row that is wrong.
+    The cells of csv are text; only whole numbers in the column ``label`` become integers.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -63,7 +47,11 @@ def read_columns(path: Path, label: str) -> Columns:
     if not any(columns.values()):
         raise DataError(f"{path} has no rows; expected a text and its class in each row")
     if suffix == ".csv" and label in columns:
-        columns = {**columns, label: [_integer_or_text(cell) for cell in columns[label]]}
+        cells = columns[label]
+        columns = {
+            **columns,
+            label: [int(cell) if cell and _INTEGER.fullmatch(cell) else cell for cell in cells],
+        }
     return columns
 
 
@@ -85,7 +73,7 @@ def _json(data: bytes, path: Path) -> Columns:
 
 
 def _parsed(text: str, path: Path, first_line: int) -> Any:
-    """The json value of a text; ``first_line`` is the line of the file in which it begins."""
+    """The json value of a text that begins in this line of the file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -103,11 +91,13 @@ def _csv(data: bytes, path: Path) -> Columns:
     import pandas as pd
 
     text = _text(data, path)
+    # A comma between the names of the columns, or else a semicolon or a tab.
+    separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
     try:
         # header=None: else pandas may take the first column for an index. dtype and
         # keep_default_na: else it changes texts such as "NA", "null" or "007".
         cells = pd.read_csv(
-            StringIO(text), sep=_separator(text), header=None, dtype=str, keep_default_na=False
+            StringIO(text), sep=separator, header=None, dtype=str, keep_default_na=False
         )
     except pd.errors.EmptyDataError:
         return {}
@@ -128,12 +118,6 @@ def _csv(data: bytes, path: Path) -> Columns:
     }
 
 
-def _separator(text: str) -> str:
-    """What is between the names of the columns: a comma, or else a semicolon or a tab."""
-    names = text.partition("\n")[0]
-    return next((separator for separator in ",;\t" if separator in names), ",")
-
-
 def _parquet(data: bytes, path: Path) -> Columns:
     import pyarrow.parquet
 
@@ -145,8 +129,8 @@ def _parquet(data: bytes, path: Path) -> Columns:
 
 
 def _text(data: bytes, path: Path) -> str:
-    """The bytes as text: UTF-8, or the encoding that a byte order mark names."""
-    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    """The bytes as text: UTF-8, or UTF-16 or UTF-32, which their first bytes show."""
+    encoding = json.detect_encoding(data)
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
@@ -160,10 +144,6 @@ def _text(data: bytes, path: Path) -> str:
             f"{path} is not UTF-8 text: line {number} has the byte 0x{data[error.start]:02x}; "
             "save it as UTF-8 (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
         ) from error
-
-
-def _integer_or_text(cell: str | None) -> int | str | None:
-    return int(cell) if cell is not None and _INTEGER.fullmatch(cell) else cell
 
 
 def _short(value: Any) -> str:

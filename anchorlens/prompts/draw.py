@@ -24,11 +24,7 @@ class Draw(NamedTuple):
 
 
 def task_of_name(name: str) -> Task:
-    """The task of the package that has this name.
-
-    Raises:
-        DataError: There is none.
-    """
+    """The task of the package that has this name."""
     if name not in TASKS:
         raise DataError(f"there is no task {name!r}; choose one of {', '.join(TASKS)}")
     return TASKS[name]
@@ -45,12 +41,7 @@ def examples_of_task(name: str) -> Examples:
 def draws_of(
     task: Task, examples: Examples, shots: int, queries: int, seeds: Sequence[int]
 ) -> list[Draw]:
-    """The draw of each seed.
-
-    Raises:
-        DataError: There are too few examples, too few queries are asked for, or seeds are equal.
-        PromptError: The examples have other labels than the task.
-    """
+    """The draw of each seed."""
     if not seeds or len(set(seeds)) < len(seeds):
         raise DataError(f"seeds are different whole numbers, at least one; got {list(seeds)}")
     draws = []
@@ -67,14 +58,18 @@ def demonstrations_by_query(
     demonstrations: Sequence[Example] | Sequence[Sequence[Example]],
     queries: Sequence[Example | str],
 ) -> list[Sequence[Example]]:
-    """The demonstrations of each query; they and the queries are checked against the task.
-
-    Raises:
-        PromptError: There is no query, a label is out of range, a class has no demonstration, some
-            queries have a label and others have none, the number of sets is neither one nor that of
-            the queries, or sets have different sizes.
-    """
-    _check_queries(task, queries)
+    """The demonstrations of each query; they and the queries are checked against the task."""
+    if not queries:
+        raise PromptError("there are no queries to build prompts for")
+    labels = [None if isinstance(query, str) else query.label for query in queries]
+    for index, label in enumerate(labels):
+        if label is not None and not 0 <= label < len(task.labels):
+            raise PromptError(
+                f"query {index} has the label {label}, but the task has the classes 0 to "
+                f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
+            )
+    if len({label is None for label in labels}) > 1:
+        raise PromptError("either all queries must have a label or none; here only some have one")
     shared = not demonstrations or isinstance(demonstrations[0], Example)
     sets: list[Any] = [demonstrations] * len(queries) if shared else list(demonstrations)
     if len(sets) != len(queries):
@@ -112,18 +107,3 @@ def missing_labels(task: Task, demonstrations: Sequence[Example]) -> list[str]:
     """The label words of the classes without a demonstration."""
     labels = {demo.label for demo in demonstrations}
     return [word for k, word in enumerate(task.first_words) if k not in labels]
-
-
-def _check_queries(task: Task, queries: Sequence[Example | str]) -> None:
-    if not queries:
-        raise PromptError("there are no queries to build prompts for")
-    for index, query in enumerate(queries):
-        label = None if isinstance(query, str) else query.label
-        if label is not None and not 0 <= label < len(task.labels):
-            raise PromptError(
-                f"query {index} has the label {label}, but the task has the classes 0 to "
-                f"{len(task.labels) - 1} ({', '.join(task.first_words)})"
-            )
-    known = {isinstance(query, str) or query.label is None for query in queries}
-    if len(known) > 1:
-        raise PromptError("either all queries must have a label or none; here only some have one")

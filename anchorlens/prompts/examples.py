@@ -2,9 +2,11 @@
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -112,7 +114,15 @@ def load_examples(
         [0, 1]
     """
     name = str(source)
-    _check_columns(text, label, classes)
+    if text == label:
+        raise DataError(
+            f"the texts and the classes are two columns; got {text!r} for both (text= and label=)"
+        )
+    if classes and any(value in classes[:k] for k, value in enumerate(classes)):
+        raise DataError(
+            "classes is a list of the different values of the label column, in the order of the "
+            f"classes, such as ['bad', 'good']; got {classes!r}"
+        )
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
             examples = _examples(read_columns(path, label), name, text, label, classes)
@@ -124,17 +134,15 @@ def load_examples(
                 "pass the file of the split that you want, and no split"
             )
         return _examples(read_columns(Path(source), label), name, text, label, classes)
-    if name in HUB_SOURCES:
-        hub = HUB_SOURCES[name]
-        if (text, label) != ("text", "label"):
-            raise DataError(
-                f"the columns of {name!r}, a task of the paper, are known, but the columns "
-                f"{text!r} and {label!r} came with it; leave them out, or name the data set on the "
-                f"hub ({hub.path!r})"
-            )
-        split = hub.test if split == "test" else split or "train"
-        return _read_hub(hub.path, split, hub.revision, hub.text, hub.label, classes)
-    return _read_hub(name, split or "train", None, text, label, classes)
+    hub = HUB_SOURCES.get(name) or HubSource(name, text, label)
+    if name in HUB_SOURCES and (text, label) != ("text", "label"):
+        raise DataError(
+            f"the columns of {name!r}, a task of the paper, are known, but the columns {text!r} "
+            f"and {label!r} came with it; leave them out, or name the data set on the hub "
+            f"({hub.path!r})"
+        )
+    split = hub.test if split == "test" else split or "train"
+    return _examples(_read_hub(hub, split), hub.path, hub.text, hub.label, classes)
 
 
 @checked
@@ -216,34 +224,14 @@ def sample_queries(
     return random.Random(seed).sample(pool, count)
 
 
-def _check_columns(text: str, label: str, classes: Sequence[str | int] | None) -> None:
-    if text == label:
-        raise DataError(
-            f"the texts and the classes are two columns; got {text!r} for both (text= and label=)"
-        )
-    if classes is None:
-        return
-    if any(value in classes[:k] for k, value in enumerate(classes)):
-        raise DataError(
-            "classes is a list of the different values of the label column, in the order of the "
-            f"classes, such as ['bad', 'good']; got {classes!r}"
-        )
-
-
 def _half(examples: list[Example], name: str, split: str | None) -> list[Example]:
     if split is None:
         return examples
     if split not in ("train", "test"):
         raise DataError(f"bundled {name!r} has the splits 'train' and 'test'; got {split!r}")
     # Every second example of each class, so that both halves have all classes.
-    seen: dict[int | None, int] = {}
-    half = []
-    for example in examples:
-        count = seen.get(example.label, 0)
-        seen[example.label] = count + 1
-        if (count % 2 == 0) == (split == "train"):
-            half.append(example)
-    return half
+    in_train: dict[int | None, Iterator[bool]] = defaultdict(lambda: cycle([True, False]))
+    return [each for each in examples if next(in_train[each.label]) == (split == "train")]
 
 
 def _is_file(source: str | Path) -> bool:
@@ -256,25 +244,17 @@ def _is_file(source: str | Path) -> bool:
     return not is_on_hub or Path(source).exists()
 
 
-def _read_hub(
-    path: str,
-    split: str,
-    revision: str | None,
-    text: str,
-    label: str,
-    classes: Sequence[str | int] | None,
-) -> list[Example]:
+def _read_hub(hub: HubSource, split: str) -> Columns:
     import datasets
 
     try:
-        rows = datasets.load_dataset(path, split=split, revision=revision)
+        rows = datasets.load_dataset(hub.path, split=split, revision=hub.revision)
     except Exception as error:  # datasets has no common base class of its errors
         raise DataError(
-            f"examples {path!r} (split {split!r}) cannot be loaded: {error}. Give a jsonl, csv or "
-            f"parquet file, one of the bundled sets ({', '.join(BUNDLED)}), or check the name"
+            f"examples {hub.path!r} (split {split!r}) cannot be loaded: {error}. Give a jsonl, csv "
+            f"or parquet file, one of the bundled sets ({', '.join(BUNDLED)}), or check the name"
         ) from error
-    columns = {name: rows[name] for name in rows.column_names}
-    return _examples(columns, path, text, label, classes)
+    return {name: rows[name] for name in rows.column_names}
 
 
 def _examples(
@@ -287,9 +267,8 @@ def _examples(
             "(text= and label=) or rename them"
         )
     known = None if classes is None else list(classes)  # a list, because labels can be unhashable
-    expected = "an integer from 0; list others with classes="
-    if known is not None:
-        expected = f"one of classes={known}"
+    others = "an integer from 0; list others with classes="
+    expected = others if known is None else f"one of classes={known}"
     examples = []
     for row, (words, value) in enumerate(zip(columns[text], columns[label], strict=True)):
         fits = value in known if known is not None else type(value) is int and value >= 0

@@ -23,23 +23,19 @@ def first_tokens(
     sets: Sequence[Sequence[Example]],
     queries: Sequence[Example],
 ) -> list[list[int]]:
-    """The first token of each label word of each class, which must be the same after all queries.
-
-    Args:
-        tokenizer: The tokenizer of the prompts.
-        task: The task of the prompts.
-        prompts: The written prompts.
-        sets: The demonstrations of each prompt.
-        queries: The query of each prompt.
-
-    Raises:
-        PromptError: A label word changes the tokens of a prompt, begins with another token than
-            after the first query, or with that of another word.
-    """
+    """The first token of each label word, by class; it must be the same after all queries."""
     words = [*chain.from_iterable(task.words)]
     written = _written_words(tokenizer, task, words, sets, queries)
     after = _after_all_queries(tokenizer, task, words, written, prompts)
-    _check_different(tokenizer, written, after[0])
+    word_of: dict[int, str] = {}
+    for word, token in zip(written, after[0], strict=True):
+        if token in word_of:
+            name = tokenizer.convert_ids_to_tokens(token)
+            raise PromptError(
+                f"labels {word_of[token]!r} and {word!r} have the same first token {name!r}, "
+                "so they cannot be told apart at the target position; choose other label words"
+            )
+        word_of[token] = word
     for index, tokens in enumerate(after):
         for word, expected, got in zip(words, after[0], tokens, strict=True):
             if expected != got:
@@ -115,15 +111,3 @@ def _after_all_queries(
                 )
         after.append([ids[len(alone)] for ids in longer])
     return after
-
-
-def _check_different(tokenizer: Any, written: Sequence[str], tokens: Sequence[int]) -> None:
-    word_of: dict[int, str] = {}
-    for word, token in zip(written, tokens, strict=True):
-        if token in word_of:
-            name = tokenizer.convert_ids_to_tokens(token)
-            raise PromptError(
-                f"labels {word_of[token]!r} and {word!r} have the same first token {name!r}, "
-                "so they cannot be told apart at the target position; choose other label words"
-            )
-        word_of[token] = word

@@ -19,21 +19,9 @@ _known: WeakKeyDictionary[Any, tuple[int, Bool[Tensor, " vocab"]]] = WeakKeyDict
 def plain_tokens(tokenizer: Any, count: int) -> Bool[Tensor, " vocab"]:
     """Which tokens may stand in a text: True for those that are plain text.
 
-    Left out are special and other added tokens, tokens for single bytes, unused ones, and each
-    token whose text, encoded alone, gives other tokens.
-
-    Args:
-        tokenizer: A fast Hugging Face tokenizer.
-        count: The number of tokens that the model embeds. Those that the tokenizer does not know
-            are left out.
-
-    Raises:
-        PromptError: The tokenizer is not a fast one.
-
-    Examples:
-        >>> plain = plain_tokens(model.tokenizer, 700)
-        >>> bool(plain[model.tokenizer.eos_token_id])
-        False
+    Left out are special and other added tokens, tokens for single bytes, unused ones, each token
+    whose text, encoded alone, gives other tokens, and those of the model's ``count`` tokens that
+    the tokenizer does not know.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise PromptError(

@@ -61,18 +61,8 @@ def token_spans(
 ) -> str:
     """Tokens as HTML elements that show their segment; ``PROMPT_CSS`` has their style.
 
-    Each element has the position of its token as ``data-token``. Tokens without a text of their
-    own (bytes of one character) are joined with the next token if it has the same segment: their
-    element has the position of the first. Padding is left out.
-
-    Args:
-        tokens: Text of each token; all texts are escaped. A line break is shown by a mark and
-            breaks the line, other control characters are shown by their symbols.
-        segments: Segment of each token, as in ``PromptBatch.segments``.
-        names: Names of the segments.
-
-    Raises:
-        PromptError: The numbers of tokens and segments differ, or a segment does not exist.
+    Tokens without a text of their own (bytes of one character) are joined with the next token of
+    their segment, and padding is left out. All texts are escaped.
 
     Examples:
         >>> token_spans(["dull", " Bad", "\\n"], [1, 2, 3])[:55]
@@ -105,14 +95,7 @@ def prompt_legend(segments: Iterable[int], names: Sequence[str] = SEGMENTS) -> s
 
 @dataclass(frozen=True)
 class PromptView:
-    """A prompt that a notebook shows in the colours of its segments, and a terminal as plain text.
-
-    Attributes:
-        tokens: Text of each token.
-        segments: Segment of each token, as in ``PromptBatch.segments``.
-        heading: What is above the prompt.
-        names: Names of the segments.
-    """
+    """A prompt: in the colours of its segments in a notebook, and as plain text in a terminal."""
 
     tokens: Sequence[str]
     segments: Sequence[int]

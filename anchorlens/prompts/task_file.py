@@ -79,11 +79,7 @@ def read_task(path: str | Path) -> tuple[Task, Examples]:
 
 
 def read_entries(path: Path) -> dict[str, Any]:
-    """The entries of a task file; a relative path of ``data`` begins at the folder of the file.
-
-    Raises:
-        DataError: There is no such file, or it is not toml, or has entries that no task has.
-    """
+    """The entries of a task file; a relative path of ``data`` begins at the folder of the file."""
     try:
         data = path.read_bytes()  # perhaps of a pipe
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
@@ -110,18 +106,14 @@ def read_entries(path: Path) -> dict[str, Any]:
 
 
 def task_of(entries: Mapping[str, Any], source: str) -> Task:
-    """The task of some entries.
-
-    Args:
-        entries: As ``read_entries`` gives them.
-        source: Where they come from, which an error names.
-
-    Raises:
-        DataError: An entry is missing, or two contradict each other.
-        PromptError: Template and labels are no task.
-    """
-    is_chat = bool(entries.get("chat"))
-    parts = _parts_of_task(entries["task"], is_chat) if "task" in entries else {}
+    """The task of some entries; errors name their source."""
+    is_chat, parts = bool(entries.get("chat")), dict[str, Any]()
+    if "task" in entries:
+        known = task_of_name(entries["task"])
+        parts = {part: getattr(known, part) for part in _PARTS}
+        if is_chat:  # an answer begins with the word, and the template separates demonstrations
+            parts["labels"] = [word.strip() for word in known.first_words]
+            del parts["separator"]
     parts |= {name: entries[name] for name in _PARTS if name in entries}
     if missing := [name for name in ("template", "labels") if name not in parts]:
         raise DataError(
@@ -142,27 +134,23 @@ def task_of(entries: Mapping[str, Any], source: str) -> Task:
         raise PromptError(f"{source}: {error}") from error
 
 
-def _parts_of_task(name: str, is_chat: bool) -> dict[str, Any]:
-    """The parts of a task of the package, as they are written in plain prompts or in a chat."""
-    task = task_of_name(name)
-    parts = {part: getattr(task, part) for part in _PARTS}
-    if is_chat:  # an answer begins with the word, and the chat template separates demonstrations
-        parts["labels"] = [word.strip() for word in task.first_words]
-        del parts["separator"]
-    return parts
-
-
 def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
-    """Examples of a file, of a data set of the hub, or of a task of the package.
-
-    Raises:
-        DataError: There are none, they cannot be read, or an entry has no meaning for them.
-    """
+    """Examples of a file, of a data set of the hub, or of a task of the package."""
     splits = [name for name in _SPLITS if name in entries]
     if splits and "dataset" not in entries:
         raise DataError(f"{splits[0]} came without dataset; only a data set of the hub has splits")
     if "data" not in entries and "dataset" not in entries:
-        return _examples_of_package(entries)
+        if "task" not in entries:
+            raise DataError(
+                "a task of your own needs examples: give data, a jsonl, csv or parquet file, or "
+                "dataset, a data set of the hub"
+            )
+        if unused := [name for name in _COLUMNS if name in entries]:
+            raise DataError(
+                f"{', '.join(unused)} came without data or dataset, but the examples of the task "
+                f"{entries['task']} are read as they are"
+            )
+        return examples_of_task(entries["task"])
     classes = entries.get("classes")
     if classes is not None and len(classes) != len(task.labels):
         raise DataError(
@@ -185,20 +173,6 @@ def examples_of(entries: Mapping[str, Any], task: Task) -> Examples:
     query_split = entries.get("query_split", split)
     tests = pool if query_split == split else load_examples(name, query_split, **columns)
     return Examples(pool, tests)
-
-
-def _examples_of_package(entries: Mapping[str, Any]) -> Examples:
-    if "task" not in entries:
-        raise DataError(
-            "a task of your own needs examples: give data, a jsonl, csv or parquet file, or "
-            "dataset, a data set of the hub"
-        )
-    if unused := [name for name in _COLUMNS if name in entries]:
-        raise DataError(
-            f"{', '.join(unused)} came without data or dataset, but the examples of the task "
-            f"{entries['task']} are read as they are"
-        )
-    return examples_of_task(entries["task"])
 
 
 def entries_of(task: Task) -> dict[str, Any]:

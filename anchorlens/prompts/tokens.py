@@ -79,17 +79,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
     A token that is only a part of a character adds nothing; the last token of the character adds
     all of it.
-
-    Args:
-        tokenizer: The tokenizer with which the prompt was built.
-        ids: Token ids without padding.
-
-    Raises:
-        PromptError: ``tokenizer`` cannot decode, or it has no such token.
-
-    Examples:
-        >>> token_texts(model.tokenizer, model.tokenizer("Who? Me.")["input_ids"])[0]
-        'Who'
     """
     check_is_tokenizer(tokenizer)
     if ids and max(ids) >= len(tokenizer):

@@ -47,11 +47,7 @@ class WrittenPrompt(NamedTuple):
         return int(inside[0]) if len(inside) else None
 
     def words(self, tokenizer: Any) -> list[tuple[int, int, int]]:
-        """First token, last token and class of each label word.
-
-        Raises:
-            PromptError: A label word does not begin where a token begins, or end where one ends.
-        """
+        """First token, last token and class of each label word."""
         words, start = [], 0
         for piece in self.pieces:
             stop = start + len(piece.text)
@@ -84,11 +80,7 @@ class WrittenPrompt(NamedTuple):
 def write_prompt(
     tokenizer: Any, pieces: Sequence[Piece], adds_special_tokens: bool = True
 ) -> WrittenPrompt:
-    """The tokens of joined pieces.
-
-    Raises:
-        PromptError: The tokenizer adds a token after them.
-    """
+    """The tokens of joined pieces."""
     text = "".join(piece.text for piece in pieces)
     tokens, spans, special = encode(tokenizer, text, adds_special_tokens=adds_special_tokens)
     if special and special[-1]:

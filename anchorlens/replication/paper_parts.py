@@ -30,10 +30,9 @@ from ..metrics.predictions import predicted_class
 from ..models.hooked import HookedModel
 from ..passes.shared_prefix import HooksOfBatch, no_hooks
 from ..prompts.batch import PromptBatch
-from ..prompts.build import build_prompts
+from ..prompts.build import build_prompts, text_anchor_prompts
 from ..prompts.examples import Example, sample_demonstrations
 from ..prompts.tasks import Task
-from ..prompts.text_anchor import text_anchor_prompts
 from ..runs.run import run, target_logits
 from ..runs.study import checked_batches
 from ..system.arguments import checked

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ..prompts.batch import PromptBatch, all_on_cpu
+from ..prompts.batch import PromptBatch
 
 
 def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
@@ -37,5 +37,5 @@ def order_of_queries(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
 
 def sets_of(batches: Sequence[PromptBatch]) -> Int[Tensor, " prompt"]:
     """The set of demonstrations of each prompt, in the order of the contributions."""
-    ids = torch.cat([batch.demonstrations_id for batch in all_on_cpu(batches)])
+    ids = torch.cat([batch.on_cpu.demonstrations_id for batch in batches])
     return ids[order_of_queries(batches)]

@@ -33,7 +33,7 @@ from ..passes.shared_prefix import (
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, only_sets, run_from
+from ..prompts.batch import PromptBatch, only_sets
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
@@ -181,7 +181,7 @@ class Runner:
         """What metrics observe by hooks, and the logits."""
         (set_id,) = only_sets([batch])
         length = 0 if set_id is None else self.how.lengths.get(set_id, 0)
-        batch = run_from(batch, length) if length else batch
+        batch = batch.after(length) if length else batch
         acting = () if hooks is no_hooks else hooks(batch)
         before: Sequence[Observation | None] = [None] * len(metrics)
         prefix = None

@@ -25,7 +25,7 @@ from ..passes.forward import Pass
 from ..passes.losses import Loss, label_cross_entropy
 from ..passes.memory import check_out_of_memory, free_memory, half_of, joined
 from ..passes.shared_prefix import HooksOfBatch, SharedPrefixes, no_hooks
-from ..prompts.batch import PromptBatch, all_padded_right, check_all_prompts, on_device
+from ..prompts.batch import PromptBatch, all_padded_right, check_prompts
 from ..prompts.segment_names import SEGMENTS
 from ..results.bootstrap import check_resamples, warn_if_few_units, with_intervals
 from ..results.contributions import Contributions
@@ -280,7 +280,7 @@ class Study:
                 if not is_single and failed_elsewhere():
                     break
                 part = self._parts[number]
-                part = part if part.tokens.device == device else on_device(part, device)
+                part = part if part.tokens.device == device else part.to(device)
                 contributions = fitting.contributions(part, bar.update)
                 if store is not None:
                     store.write(number, contributions)
@@ -525,7 +525,8 @@ def require_batches(batches: Sequence[PromptBatch]) -> None:
 
 def _check_batches(model: HookedModel, batches: Sequence[PromptBatch]) -> None:
     require_batches(batches)
-    check_all_prompts(batches)
+    for batch in batches:
+        check_prompts(batch)
     check_fits(model, *batches)
     for batch in batches:
         if batch.verbalizer != batches[0].verbalizer:

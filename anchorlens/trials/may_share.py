@@ -26,7 +26,7 @@ from ..passes.shared_prefix import (
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, all_on_cpu, longest_prompts, only_sets
+from ..prompts.batch import PromptBatch, longest_prompt, only_sets
 from .comparison import (
     HOOKS_OF_USER,
     SALIENCY_TOLERANCE,
@@ -183,7 +183,7 @@ def why_rotated_differently(
     """Why some prompts cannot continue from the tokens that they share; empty if all can."""
     if not rotates_by_length(model):
         return ""
-    for set_id, longest in zip(only_sets(batches), longest_prompts(batches), strict=True):
+    for set_id, longest in zip(only_sets(batches), map(longest_prompt, batches), strict=True):
         shared = longest if set_id is None else lengths.get(set_id, longest)
         if not rotate_alike(model, shared, longest):
             return (
@@ -224,7 +224,8 @@ def shared_lengths(
     """
     of_sets: dict[int, list[PromptBatch]] = {}
     mixed: set[int] = set()
-    for set_id, batch in zip(only_sets(batches), all_on_cpu(batches), strict=True):
+    numbers = [batch.on_cpu for batch in batches]
+    for set_id, batch in zip(only_sets(numbers), numbers, strict=True):
         if set_id is None:
             mixed.update(batch.demonstrations_id.tolist())
         else:

@@ -21,7 +21,7 @@ _SHORT = 64  # tokens; twice as many run too
 
 def why_checkpointed(model: HookedModel, batches: Sequence[PromptBatch]) -> str:
     """Why blocks must be checkpointed in a pass with a fused attention and a gradient."""
-    batch = max(batches, key=lambda batch: longest_prompt([batch]))
+    batch = max(batches, key=longest_prompt)
     longest = batch.prompt(int(batch.attention_mask.sum(1).argmax()))
     needed, free = bytes_stored(model, longest), free_for_layers(devices_of_layers(model))
     if needed <= _SHARE * free:
