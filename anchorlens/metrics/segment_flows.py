@@ -133,7 +133,6 @@ class SegmentFlows(EdgeFlows):
             return {name: name_of(of) for name, of in given.items()}
         return given
 
-    @checked
     def sets_of(self, batch: PromptBatch) -> Segments:
         """The segments of a batch, from each of which weights are summed to each."""
         return Segments(self.segments_of(batch))

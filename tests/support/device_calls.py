@@ -22,6 +22,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
     *("Metric", "NoContext", "PAPER_APPENDIX", "PAPER_PARTS", "Site"),
     *("TASKS", "Task", "Verbalizer", "figures", "hard_prompts", "relabeling", "relabel"),
     *("load_examples", "paper_tables", "sample_demonstrations", "sample_queries", "forget_run"),
+    *("PaperNumber", "PaperSetting", "read_task"),
     # they compute by the other calls, for whole papers and tables of numbers
     *("paper", "paper_figures"),
 }
@@ -29,7 +30,7 @@ WITHOUT_RESULT_ON_A_DEVICE = {
 RETURNED = {
     *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
     *("KeyValues", "LossAtPositions", "Observation", "PrefixContext", "PromptFlows"),
-    *("QueryPass", "Results"),
+    *("Contributions", "QueryPass", "Results"),
     *("ReweightedContext", "SoftPrompt", "SweepResults", "Verdict"),
 }
 
@@ -190,7 +191,10 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             )
         ],
         "stored rows": stored_rows,
-        "maps": lambda: [al.saliency(model, batch, per_head=each) for each in (False, True)],
+        "maps": lambda: [
+            al.saliency(model, batch),
+            al.saliency(model, batch, weight=al.weights.signed, per_head=True),
+        ],
         "rollout": lambda: al.rollout(al.saliency(model, batch, per_head=True).to(device)),
         "of tensors": lambda: al.flows(
             numbers[0], numbers[1], torch.ones(3, 9, 9).tril(-1).bool().to(device)
