@@ -75,22 +75,13 @@ def analyse(
     batches = checked_batches(model, batches)
     sites = both_ends(model, batches, depth)
 
-    def part(name: str) -> Path | None:
-        return None if folder is None else Path(folder) / name
-
+    folders = [None if folder is None else Path(folder) / name for name in ("metrics", "isolation")]
     options: dict[str, Any] = {"resamples": resamples, "progress": progress}
-    results = run_possible(
-        model,
-        batches,
-        gradient_checkpointing=gradient_checkpointing,
-        folder=part("metrics"),
-        **options,
-    )
+    memory = {"gradient_checkpointing": gradient_checkpointing}
+    results = run_possible(model, batches, folder=folders[0], **memory, **options)
     for name, record in results.items():
         keep(name, record)
-    isolations = isolation_sweep(
-        model, batches, sites, draws=draws, folder=part("isolation"), **options
-    )
+    isolations = isolation_sweep(model, batches, sites, draws=draws, folder=folders[1], **options)
     for name, record in isolations.items():
         keep(name, record)
     return Results({**results, **isolations})
@@ -112,8 +103,6 @@ def run_possible(model: HookedModel, batches: Sequence[PromptBatch], **options: 
         warn_user(f"no result for {name}: {reason}")
     try:
         return run(model, batches, metrics, **options)
-    except (
-        RunError
-    ) as error:  # some metrics have no result for these contributions; the others have
+    except RunError as error:  # some metrics have no result; the others have
         warn_user(str(error))
         return Results(error.results)

@@ -1,8 +1,7 @@
 """Contexts compared: what stands before a query, what it gives, and what it costs."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ..contexts.compressed import checked_selections
@@ -30,7 +29,7 @@ from ..contexts.protocol import (
 from ..contexts.selection import Keep, random_and_format
 from ..contexts.training import query_digests
 from ..errors import MetricError, ModelError, PromptError
-from ..metrics.loyalty import NextTokens, loyalty_contributions, next_tokens
+from ..metrics.loyalty import loyalty_contributions, next_tokens
 from ..metrics.predictions import predicted_class, require_gold
 from ..models.hooked import HookedModel, device_of, hooks_by_layer, pattern_name
 from ..passes.forward import run_pass
@@ -289,10 +288,10 @@ def compare_contexts(
     settings |= {"controls": controls, "positions": positions} if draws else {}
     study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
-        _check_prompts(model, study.batches, contexts)
+        digests = set(query_digests(study.batches))
+        _check_prompts(model, study.batches, contexts, digests)
         for batch in study.batches if draws else ():
             checked_selections(controls, batch)
-        digests = set(query_digests(study.batches))
         plan = study.plan()
         contexts_of_set: dict[int | None, tuple[list[Context], Sequence[Context]]] = {}
 
@@ -301,7 +300,7 @@ def compare_contexts(
             name = only_set(batch)
             if name not in contexts_of_set:
                 contexts_of_set.clear()  # memory holds the contexts of a single set
-                made = _made(model, batch, contexts, digests)
+                made = [_made(model, batch, *named, digests) for named in contexts.items()]
                 options = {"positions": positions}
                 drawn = compressed_contexts(model, batch, controls, **options) if draws else []
                 contexts_of_set[name] = made, drawn
@@ -314,7 +313,8 @@ def compare_contexts(
         seconds = torch.full((1 + len(contexts),), torch.nan, dtype=torch.double, device="cpu")
         info: dict[str, Any] = {"contexts": list(contexts)}
         if repeats:
-            timed = _of_middle_length(study.batches).to(device_of(model))
+            by_length = sorted(study.batches, key=lambda batch: batch.tokens.shape[1])
+            timed = by_length[len(by_length) // 2].to(device_of(model))
             passes = [context.query_pass(model, timed) for context in contexts_for(timed)[0]]
             passes.insert(0, QueryPass(timed, None))  # the whole prompts
             seconds = gather_from_processes("times", _seconds_a_query(model, passes, repeats))[0]
@@ -349,9 +349,9 @@ def _check_prompts(
     model: HookedModel,
     batches: Sequence[PromptBatch],
     contexts: Mapping[str, Context | MakeContext],
+    digests: Collection[int],
 ) -> None:
     """Raise an error for prompts that a context cannot answer, before the model runs."""
-    digests = set(query_digests(batches))
     for batch in batches:
         require_gold(batch.gold, "accuracy")
     for name, context in contexts.items():
@@ -362,11 +362,13 @@ def _check_prompts(
                     "several; call build_prompts for each set and join the lists"
                 )
             continue
-        with _named(name):
+        try:
             refuse_another_model(model, context)
             _refuse_training_queries(context, digests)
             for batch in batches:
                 context.query_pass(model, batch)
+        except (ModelError, PromptError) as error:
+            raise type(error)(f"the context {name!r}: {error}") from error
 
 
 def _refuse_training_queries(context: Context, digests: Collection[int]) -> None:
@@ -378,34 +380,27 @@ def _refuse_training_queries(context: Context, digests: Collection[int]) -> None
         )
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Puts the name of a context before an error that it raises."""
-    try:
-        yield
-    except (ModelError, PromptError) as error:
-        raise type(error)(f"the context {name!r}: {error}") from error
-
-
 def _made(
     model: HookedModel,
     batch: PromptBatch,
-    contexts: Mapping[str, Context | MakeContext],
+    name: str,
+    given: Context | MakeContext,
     digests: Collection[int],
-) -> list[Context]:
-    """All contexts for the demonstrations of a batch."""
-    made: list[Context] = []
-    for name, given in contexts.items():
-        context: Any = given if is_context(given) else given(model, batch)  # type: ignore[operator]
-        if not is_context(context):
-            raise PromptError(
-                f"the function of {name!r} must return a context, which has size, query_pass and "
-                f"logits; it returned a {type(context).__name__}"
-            )
-        with _named(name):
-            _refuse_training_queries(context, digests)
-        made.append(context)
-    return made
+) -> Context:
+    """A context for the demonstrations of a batch."""
+    if is_context(given):
+        return given
+    context: Any = given(model, batch)  # type: ignore[operator]
+    if not is_context(context):
+        raise PromptError(
+            f"the function of {name!r} must return a context, which has size, query_pass and "
+            f"logits; it returned a {type(context).__name__}"
+        )
+    try:
+        _refuse_training_queries(context, digests)
+    except PromptError as error:
+        raise PromptError(f"the context {name!r}: {error}") from error
+    return context
 
 
 def _contributions(
@@ -416,37 +411,49 @@ def _contributions(
     controls: Sequence[Context],
 ) -> dict[str, Tensor]:
     """What each query contributes: contexts and controls, compared with the whole prompt."""
+    gold = require_gold(batch.gold, "accuracy")
     whole = next_tokens(whole_logits, batch.label_scores(whole_logits))
-    of_contexts = [_of_context(model, batch, whole, context) for context in contexts]
-    of_controls = [
-        _of_logits(batch, whole, control.query_pass(model, batch).logits(model))
-        for control in controls
-    ]
+
+    def correct(scores: Tensor) -> Float[Tensor, " batch"]:
+        return (predicted_class(scores) == gold).cpu().double()
+
+    def of_logits(logits: Tensor) -> dict[str, Tensor]:
+        scores = batch.label_scores(logits)
+        loyalties = loyalty_contributions(whole, next_tokens(logits, scores))
+        return loyalties | {"correct": correct(scores)}
+
+    collected: dict[str, list[Tensor]] = {f"random_{name}": [] for name in _MEANS.values()}
+    for context in contexts:
+        logits, stolen = _logits_and_stolen(model, batch, context.query_pass(model, batch))
+        size = torch.full((len(batch),), float(context.size), dtype=torch.double, device="cpu")
+        numbers = of_logits(logits) | {"bytes_stored": size, "stolen": stolen}
+        for name, values in numbers.items():
+            collected.setdefault(name, []).append(values)
+    for control in controls:
+        numbers = of_logits(control.query_pass(model, batch).logits(model))
+        for name in _MEANS.values():
+            collected[f"random_{name}"].append(numbers[name])
     none = torch.zeros(len(batch), 0, dtype=torch.double, device="cpu")
-    return {
-        **{name: torch.stack([each[name] for each in of_contexts], 1) for name in of_contexts[0]},
-        **{
-            f"random_{name}": torch.stack([each[name] for each in of_controls], 1)
-            if controls
-            else none
-            for name in _MEANS.values()
-        },
-        "whole_correct": _correct(whole_logits, batch),
-    }
+    stacked = {name: torch.stack(all_, 1) if all_ else none for name, all_ in collected.items()}
+    return stacked | {"whole_correct": correct(batch.label_scores(whole_logits))}
 
 
-def _of_context(
-    model: HookedModel, batch: PromptBatch, whole: NextTokens, context: Context
-) -> dict[str, Tensor]:
-    query_pass = context.query_pass(model, batch)
+def _logits_and_stolen(
+    model: HookedModel, batch: PromptBatch, query_pass: QueryPass
+) -> tuple[Float[Tensor, "batch vocab"], Float[Tensor, "batch layer"]]:
+    """The logits after a context, and the part of the targets' attention that goes to it."""
     queries = query_pass.batch
-    in_context = _keys_of_context(queries, batch)
-    prompts = torch.arange(len(batch), device="cpu")
+    in_context = queries.attention_mask & ~queries.from_query
+    bos = bos_of(batch).to(in_context.device)
+    if len(bos):  # no context needs a BOS
+        in_context &= (queries.positions > 0) | (queries.tokens != bos)
+    keys = in_context.cpu()[:, None]
+    prompts, targets = torch.arange(len(batch), device="cpu"), queries.target_rows.cpu()
     stolen: list[Tensor] = []
 
     def observe(layer: int, pattern: Float[Tensor, "batch head query key"]) -> None:
-        at_target = pattern[prompts, :, queries.target_rows.cpu()].detach().cpu().double()
-        stolen.append((at_target * in_context[:, None]).sum(-1).mean(1))
+        at_target = pattern[prompts, :, targets].detach().cpu().double()
+        stolen.append((at_target * keys).sum(-1).mean(1))
 
     logits = run_pass(
         model,
@@ -455,38 +462,7 @@ def _of_context(
         observers=hooks_by_layer(model, pattern_name, observe),
         prefix=query_pass.prefix,
     )
-    size = torch.full((len(batch),), float(context.size), dtype=torch.double, device="cpu")
-    return {
-        **_of_logits(batch, whole, logits),
-        "bytes_stored": size,
-        "stolen": torch.stack(stolen, dim=1),
-    }
-
-
-def _of_logits(
-    batch: PromptBatch, whole: NextTokens, logits: Float[Tensor, "batch vocab"]
-) -> dict[str, Tensor]:
-    """Loyalty to the whole prompt, and whether the answer is right."""
-    loyalties = loyalty_contributions(whole, next_tokens(logits, batch.label_scores(logits)))
-    return {**loyalties, "correct": _correct(logits, batch)}
-
-
-def _keys_of_context(queries: PromptBatch, batch: PromptBatch) -> Bool[Tensor, "batch key"]:
-    """The keys of the context before each query, without a BOS, which no context needs."""
-    before = queries.attention_mask & ~queries.from_query
-    bos = bos_of(batch).to(before.device)
-    if len(bos):
-        before &= (queries.positions > 0) | (queries.tokens != bos)
-    return before.cpu()
-
-
-def _correct(logits: Float[Tensor, "batch vocab"], batch: PromptBatch) -> Float[Tensor, " batch"]:
-    gold = require_gold(batch.gold, "accuracy")
-    return (predicted_class(batch.label_scores(logits)) == gold).cpu().double()
-
-
-def _of_middle_length(batches: Sequence[PromptBatch]) -> PromptBatch:
-    return sorted(batches, key=lambda batch: batch.tokens.shape[1])[len(batches) // 2]
+    return logits, torch.stack(stolen, dim=1)
 
 
 def _seconds_a_query(

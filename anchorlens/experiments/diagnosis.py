@@ -103,9 +103,10 @@ class DiagnosisRecord(Record):
             self._class_names(),
             f"Which classes are confused (layer {layer}, {agreement})",
         )
-        bounds = [self.intervals.get(name) for name in ("correlation", "position_correlation")]
-        known = bounds[0] is not None and bounds[1] is not None
-        low, high = torch.stack(bounds, dim=1) if known else (None, None)  # type: ignore[arg-type]
+        names = ("correlation", "position_correlation")
+        known = all(name in self.intervals for name in names)
+        bounds = torch.stack([self.intervals[name] for name in names], dim=1) if known else None
+        low, high = (None, None) if bounds is None else bounds
         curves = figures.lines_by_layer(
             torch.stack([self.correlation, self.position_correlation]),
             ["distance with confusion", "distance with position"],

@@ -1,6 +1,6 @@
 """Loyalty with edges cut, and with as many random edges cut, at many sites."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -119,9 +119,7 @@ class CutEdgesRecord(Record):
     )
     differences: ClassVar[Collection[str]] = ("label_gap",)
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        **dict.fromkeys(
-            ("word_loyalty", "random_word_loyalty", "control_word_loyalty"), (0.0, 1.0)
-        ),
+        **{f"{start}word_loyalty": (0.0, 1.0) for start in ("", "random_", "control_")},
         "word_gap": (-1.0, 1.0),
         **dict.fromkeys(("kl", "random_kl"), (0.0, inf)),
     }
@@ -275,18 +273,32 @@ def edge_sweep(
                 f"{type(function).__name__}"
             )
 
+    if not sites:
+        raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
+    if draws < 1:
+        raise HookError(f"the random control needs at least one draw; got {draws!r}")
+    names = [getattr(metric, "name", None) for metric in metrics]
+    if both := [name for name in sites if name in names]:
+        raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
     ensure_prepared(model)  # before its layers and heads are counted
-    _check_sites(sites, metrics, draws)
     seeds = range(seed, seed + draws)
-    cuts = [_cut_at(model, site, edges, control, seeds) for site in sites.values()]
+    cuts = [_Cut(model, site, edges, control) for site in sites.values()]
     options = {"edges": name_of(edges), "control": name_of(control)}
-    acts_in = "; ".join(str(each.acts_in) for each in cuts)
+    acts_in = "; ".join(str(each.acts_in()) for each in cuts)
     isolation = (edges, control) in ISOLATIONS
     settings: dict[str, Any] = {"experiment": "isolation" if isolation else "cut edges"}
     settings |= {"cut": f"{draws} draws from {seed}, {options}, in {acts_in}", "metrics": metrics}
     study = Study(model, batches, settings, folder=folder, resamples=resamples, progress=progress)
     with study.entered():
-        _check_cuts(study.batches, cuts)  # raises errors before the model runs
+        for each in cuts:  # raises errors before the model runs
+            acts = [act for batch in study.batches for _, act in each.cut(batch)[:1]]
+            if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
+                raise HookError(
+                    "there is nothing to cut: edges(batch) has no edge in any prompt"
+                    + " but those to BOS" * each.site.keep_bos
+                )
+            for batch in study.batches:
+                each.random_cut(seed, batch)
         plan = study.plan(metrics, interventions=[cuts[0].cut], loss=None)
         first_changes = {each.first_layer: each.cut for each in cuts}
         reasons = plan.why_not_late(study.batches, first_changes)
@@ -297,8 +309,17 @@ def edge_sweep(
             clean = next_tokens(clean_logits, batch.label_scores(clean_logits))
             for number, each in enumerate(cuts):
                 start = starts.get(each.first_layer)
-                of_site = _contributions(plan, batch, clean, each, start)
-                contributions |= {f"/{number}/{name}": values for name, values in of_site.items()}
+                of_cut = _loyalty_with(plan, batch, clean, each.cut, start)
+                drawn = [
+                    _loyalty_with(plan, batch, clean, partial(each.random_cut, draw), start)
+                    for draw in seeds
+                ]
+                for name, values in of_cut.items():
+                    random = torch.stack([of_draw[name] for of_draw in drawn], dim=1)
+                    contributions |= {
+                        f"/{number}/{name}": values,
+                        f"/{number}/random_{name}": random,
+                    }
             return contributions
 
         contributions = study.collect(contributions_of, needed=plan.needed)
@@ -308,103 +329,61 @@ def edge_sweep(
         for number, (name, each) in enumerate(zip(sites, cuts, strict=True)):
             start = f"/{number}/"  # contributions of a metric begin with its name
             of_site = {
-                key[len(start) :]: contributions[key]
-                for key in contributions
+                key.removeprefix(start): values
+                for key, values in contributions.items()
                 if key.startswith(start)
             }
             skipped = reasons.get(each.first_layer, each.first_layer)
-            of_record = info | each.acts_in | {"skipped_layers": skipped}
+            of_record = info | each.acts_in() | {"skipped_layers": skipped}
             records[name] = study.record(_record, of_site, of_record)
         return SweepResults(study.results(plan, contributions, known=records))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Cut:
-    """Edges that are cut at a site.
+    """Edges that are cut at a site, and how as many random edges are drawn."""
 
-    Attributes:
-        acts_in: What the site is, in numbers of this model; heads are None for all of them.
-        cut: Makes the hooks that cut.
-        controls: For each draw, makes the hooks that cut as many random edges.
-    """
+    model: HookedModel
+    site: Site
+    edges: EdgesOfBatch
+    control: RandomEdges
 
-    acts_in: dict[str, Any]
-    cut: HooksOfBatch
-    controls: list[HooksOfBatch]
+    def acts_in(self) -> dict[str, Any]:
+        """What the site is, in numbers of this model; heads are None for all of them."""
+        return {
+            "layers": self.site.layers_of(self.model),
+            "heads": None if self.site.heads is None else self.site.heads_of(self.model),
+            "keep_bos": self.site.keep_bos,
+            "renormalize": self.site.renormalize,
+        }
 
     @property
     def first_layer(self) -> int:
-        return int(self.acts_in["layers"][0])
+        return self.site.layers_of(self.model)[0]
 
+    def chosen(self, batch: PromptBatch) -> EdgeSet:
+        given = self._checked(batch, self.edges(batch))
+        # No other edge is drawn for one that is not cut.
+        return given & ~edge_sets.from_first(batch) if self.site.keep_bos else given
 
-def _cut_at(
-    model: HookedModel, site: Site, edges: EdgesOfBatch, control: RandomEdges, seeds: Iterable[int]
-) -> _Cut:
-    acts_in = {
-        "layers": site.layers_of(model),
-        "heads": None if site.heads is None else site.heads_of(model),
-        "keep_bos": site.keep_bos,
-        "renormalize": site.renormalize,
-    }
+    def cut(self, batch: PromptBatch) -> Sequence[Hook]:
+        return hooks_on_edges(self.model, batch, self.chosen(batch), self.site)
 
-    def checked_set(batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
+    def random_cut(self, seed: int, batch: PromptBatch) -> Sequence[Hook]:
+        drawn = self._checked(batch, self.control(batch, self.chosen(batch), seed))
+        return hooks_on_edges(self.model, batch, drawn, self.site)
+
+    def _checked(self, batch: PromptBatch, given: edge_sets.Edges) -> EdgeSet:
         # An isolation's edges are right as they are made; a check costs a GPU a wait in each pass.
-        isolates = (edges, control) in ISOLATIONS
+        isolates = (self.edges, self.control) in ISOLATIONS
         return EdgeSet.of(given) if isolates else edge_sets.check_edges(batch, given)
 
-    def chosen(batch: PromptBatch) -> EdgeSet:
-        given = checked_set(batch, edges(batch))
-        # No other edge is drawn for one that is not cut.
-        return given & ~edge_sets.from_first(batch) if site.keep_bos else given
 
-    def cut(batch: PromptBatch) -> Sequence[Hook]:
-        return hooks_on_edges(model, batch, chosen(batch), site)
-
-    def random_cut(seed: int, batch: PromptBatch) -> Sequence[Hook]:
-        drawn = control(batch, chosen(batch), seed)
-        return hooks_on_edges(model, batch, checked_set(batch, drawn), site)
-
-    return _Cut(acts_in, cut, [partial(random_cut, seed) for seed in seeds])
-
-
-def _check_sites(sites: Mapping[str, Site], metrics: Sequence[Metric], draws: int) -> None:
-    if not sites:
-        raise HookError("there is no site to cut in; give {name: al.Site(layers)}")
-    if draws < 1:
-        raise HookError(f"the random control needs at least one draw; got {draws!r}")
-    names = [getattr(metric, "name", None) for metric in metrics]
-    if both := [name for name in sites if name in names]:
-        raise HookError(f"a site and a metric have one name: {', '.join(both)}; rename the site")
-
-
-def _check_cuts(batches: Sequence[PromptBatch], cuts: Sequence[_Cut]) -> None:
-    for each in cuts:
-        acts = [act for batch in batches for _, act in each.cut(batch)[:1]]
-        if not any(isinstance(act, EdgeHook) and act.edges.has_edges() for act in acts):
-            raise HookError(
-                "there is nothing to cut: edges(batch) has no edge in any prompt"
-                + " but those to BOS" * each.acts_in["keep_bos"]
-            )
-        for batch in batches:
-            each.controls[0](batch)
-
-
-def _contributions(
-    plan: Runner, batch: PromptBatch, clean: NextTokens, cut: _Cut, start: Start | None
+def _loyalty_with(
+    plan: Runner, batch: PromptBatch, clean: NextTokens, hooks: HooksOfBatch, start: Start | None
 ) -> dict[str, Tensor]:
-    """Loyalty of each prompt with the edges cut, and under each random draw."""
-
-    def loyalty_with(hooks: HooksOfBatch) -> dict[str, Tensor]:
-        logits = plan.logits(batch, hooks, start)
-        return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
-
-    of_cut = loyalty_with(cut.cut)
-    drawn = [loyalty_with(control) for control in cut.controls]
-    random = {
-        f"random_{name}": torch.stack([of_draw[name] for of_draw in drawn], dim=1)
-        for name in of_cut
-    }
-    return of_cut | random
+    logits = plan.logits(batch, hooks, start)
+    return loyalty_contributions(clean, next_tokens(logits, batch.label_scores(logits)))
 
 
 def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
@@ -417,11 +396,8 @@ def _bars(record: CutEdgesRecord, kind: str) -> list[list[float]]:
 
 
 def _record(contributions: Contributions) -> CutEdgesRecord:
-    label, word = contributions["label_kept"], contributions["word_overlap"]
-    random_label, random_word = (
-        contributions["random_label_kept"],
-        contributions["random_word_overlap"],
-    )
+    names = ("label_kept", "word_overlap", "random_label_kept", "random_word_overlap")
+    label, word, random_label, random_word = (contributions[name] for name in names)
     return CutEdgesRecord(
         label_loyalty=label.mean(),
         word_loyalty=word.mean(),

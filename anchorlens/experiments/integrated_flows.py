@@ -1,6 +1,6 @@
 """Flows with the integrated gradient: attention attribution, one layer at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,13 +167,13 @@ def integrated_flows(
             changes, attributed = [], []
             # The last layer first: the first has the largest graph, when few patterns are left.
             for layer in reversed(layers):
-                path = ScaledPattern(
-                    model, batch, layer, patterns.pop(layer), norms.hooks_of(layer)
-                )
+                others = norms.hooks_of(layer)
+                of_pattern = partial(output_with, model, batch, of_prompts, layer, others)
+                pattern = patterns.pop(layer)
                 with started(model, starts.get(layer)):
-                    gradient = path.mean_gradient(of_prompts, steps)
-                    changes.append(whole - path.output(of_prompts, 0.0))
-                pattern = path.pattern.to(gradient.dtype)
+                    gradient = mean_gradient(of_pattern, pattern, steps)
+                    changes.append(whole - of_pattern(pattern * 0.0))
+                pattern = pattern.to(gradient.dtype)
                 attributed.append((pattern * gradient).sum((1, 2, 3), dtype=widest(pattern.device)))
                 sums.add(layer, pattern, gradient)
             by_layer = {"change": changes[::-1], "attributed": attributed[::-1]}
@@ -192,52 +192,46 @@ def integrated_flows(
         return study.record(partial(_record, metric), contributions, info)
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledPattern:
-    """The path of a layer's pattern from 0 to what it is in the clean run.
+def output_with(
+    model: HookedModel,
+    batch: PromptBatch,
+    output: Loss,
+    layer: int,
+    hooks: Sequence[Hook],
+    pattern: Pattern,
+    into: Sequence[Tensor] = (),
+) -> Float[Tensor, " batch"]:
+    """F of each prompt with another pattern in a layer, and with hooks that act besides."""
 
-    Attributes:
-        model: A frozen model.
-        batch: Whole prompts on the model's device.
-        layer: The number of the layer.
-        pattern: A, that of the clean run.
-        hooks: Other hooks that act in its passes: those of a norm after the attention.
-    """
+    def replace(clean: Tensor, hook: Any) -> Tensor:
+        return pattern
 
-    model: HookedModel
-    batch: PromptBatch
-    layer: int
-    pattern: Pattern
-    hooks: Sequence[Hook] = ()
+    replaced = [(pattern_name(layer), replace), *hooks]
+    return losses_of(model, batch, output, hooks=replaced, into=into)
 
-    def mean_gradient(self, output: Loss, steps: int) -> Pattern:
-        """``1/m sum_s dF / d(alpha_s A)``, in float32 or wider, with F the output."""
-        total = torch.zeros_like(self.pattern, dtype=_wide(self.pattern))
-        for step in range(steps):
-            leaf = (self.pattern * ((step + 0.5) / steps)).requires_grad_()
-            self._output(output, leaf, into=[leaf])
-            assert leaf.grad is not None
-            total += leaf.grad
-        return total / steps
 
-    def output(self, output: Loss, alpha: float) -> Float[Tensor, " batch"]:
-        """F(alpha A) of each prompt."""
-        return self._output(output, self.pattern * alpha)
-
-    def _output(
-        self, output: Loss, pattern: Pattern, into: Sequence[Tensor] = ()
-    ) -> Float[Tensor, " batch"]:
-        replace: Hook = (pattern_name(self.layer), partial(_replace, pattern))
-        return losses_of(self.model, self.batch, output, hooks=[replace, *self.hooks], into=into)
+def mean_gradient(
+    output: Callable[..., Float[Tensor, " batch"]], pattern: Pattern, steps: int
+) -> Pattern:
+    """``1/m sum_s dF / d(alpha_s A)``, in float32 or wider; ``output`` gives F of a pattern."""
+    wide = torch.promote_types(pattern.dtype, torch.float32)
+    total = torch.zeros_like(pattern, dtype=wide)
+    for step in range(steps):
+        leaf = (pattern * ((step + 0.5) / steps)).requires_grad_()
+        output(leaf, into=[leaf])
+        assert leaf.grad is not None
+        total += leaf.grad
+    return total / steps
 
 
 def _record(metric: SegmentFlows, contributions: Contributions) -> IntegratedFlowsRecord:
     """The flows, and the means of what their edges sum to and should sum to."""
     flows = metric.result(contributions)
-    values: dict[str, Any] = {
-        name: contributions.mean(contributions[name]) for name in ("change", "attributed")
-    }
-    return IntegratedFlowsRecord(**flows.tensors() | values, info=flows.info)
+    change, attributed = (
+        contributions.mean(contributions[name]) for name in ("change", "attributed")
+    )
+    values: dict[str, Any] = flows.tensors()
+    return IntegratedFlowsRecord(**values, change=change, attributed=attributed, info=flows.info)
 
 
 def _warn_if_incomplete(contributions: Mapping[str, Tensor], steps: int) -> None:
@@ -270,15 +264,6 @@ def probability_of_prediction(clean: Float[Tensor, "batch vocab"], batch: Prompt
 
     predicted = log_probs(clean, batch).argmax(-1, keepdim=True)
     return lambda logits, batch: log_probs(logits, batch).gather(1, predicted)[:, 0].exp()
-
-
-def _wide(pattern: Tensor) -> torch.dtype:
-    """float32, or the type of the pattern if it is wider."""
-    return torch.promote_types(pattern.dtype, torch.float32)
-
-
-def _replace(leaf: Tensor, pattern: Tensor, hook: Any) -> Tensor:
-    return leaf
 
 
 def _halved(layer: int) -> HooksOfBatch:

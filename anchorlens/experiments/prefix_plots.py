@@ -22,8 +22,6 @@ from ..results.figure_parts import visible
 from ..system.arguments import checked
 from .context_effect import check_context, pass_after
 
-_PANELS = ("without the prefix in this layer", "with the prefix", "with, divided by 1 - m")
-
 
 @checked
 def plot_prefix_pattern(
@@ -67,20 +65,24 @@ def plot_prefix_pattern(
         >>> context = al.compress(model, batch)
         >>> figure = al.plot_prefix_pattern(model, batch, layer=1, head=0, context=context)
     """
-    effect = PrefixEffect() if effect is None else effect
-    layer, head = _site(model, layer, head)
+    effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
+    [layer], [head] = site.layers_of(model), site.heads_of(model)
     alone, terms, rows = _terms(model, one_batch(batch).prompt(prompt), context, effect, layer)
     selected = rows[0]
     patterns = torch.stack([terms.alone, terms.pattern, terms.expected])[:, 0, head]
     # The prefix has no attention of its own where it is left out.
     patterns[2][:, effect.segments_of(alone)[0].any(0).cpu()] = torch.nan
-    texts = _texts(model, alone, context)
+    texts = token_texts(model.tokenizer, alone.tokens[0].tolist())  # type: ignore[attr-defined]
+    if isinstance(context, PrefixContext) and not isinstance(context, HardPrompt):
+        learned = edges.demonstrations(alone)[0].nonzero().flatten().tolist()
+        for number, position in enumerate(learned):  # learned keys belong to no token
+            texts[position] = f"learned_{number}"
     positions = effect.rows_of(alone)[0].nonzero().flatten().tolist()
     return figures.heat_map(
         patterns[:, selected],
         visible([texts[position] for position in positions]),
         visible(texts),
-        _PANELS,
+        ("without the prefix in this layer", "with the prefix", "with, divided by 1 - m"),
         title=f"Attention of layer {layer}, head {head}",
         bar_title="attention",
         row_title="query",
@@ -127,8 +129,8 @@ def plot_prefix_directions(
         >>> context = al.compress(model, batch)
         >>> figure = al.plot_prefix_directions(model, batch, layer=1, head=0, context=context)
     """
-    effect = PrefixEffect() if effect is None else effect
-    layer, head = _site(model, layer, head)
+    effect, site = PrefixEffect() if effect is None else effect, Site(layer, head)
+    [layer], [head] = site.layers_of(model), site.heads_of(model)
     _, terms, rows = _terms(model, one_batch(batch), context, effect, layer)
     vectors = terms.taken[:, head][rows]
     _, sizes, axes = torch.linalg.svd(vectors, full_matrices=False)
@@ -141,11 +143,6 @@ def plot_prefix_directions(
         (first, second),
         title=f"What layer {layer}, head {head} takes from the prefix",
     )
-
-
-def _site(model: HookedModel, layer: int, head: int) -> tuple[int, int]:
-    site = Site(layer, head)
-    return site.layers_of(model)[0], site.heads_of(model)[0]
 
 
 def _terms(
@@ -169,13 +166,3 @@ def _terms(
         queries = edges.query(batch)
         runs = prefix_runs(model, batch, in_prefix, queries, prefix=prefix, hooks=hooks)
     return batch, list(runs.layers())[layer], rows[:, runs.rows].cpu()
-
-
-def _texts(model: HookedModel, prompt: PromptBatch, context: Context | None) -> list[str]:
-    """The texts of the tokens of a prompt; learned keys, which belong to no token, are numbered."""
-    texts = token_texts(model.tokenizer, prompt.tokens[0].tolist())  # type: ignore[attr-defined]
-    if isinstance(context, PrefixContext) and not isinstance(context, HardPrompt):
-        learned = edges.demonstrations(prompt)[0].nonzero().flatten().tolist()
-        for number, position in enumerate(learned):
-            texts[position] = f"learned_{number}"
-    return texts

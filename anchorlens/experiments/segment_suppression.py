@@ -121,8 +121,7 @@ def segment_suppression(
             )
 
         def contributions_of(batch: PromptBatch) -> dict[str, Tensor]:
-            kl = _kl_of_batch(model, batch, chosen.segments_of(batch))
-            return {"kl": kl}
+            return {"kl": _kl_of_batch(model, batch, chosen.segments_of(batch))}
 
         contributions = study.collect(contributions_of)
         names = chosen.names_of(study.batches[0])
@@ -165,43 +164,23 @@ def kl_at(
     cut: EdgeSet,
     clean: Sequence[Float[Tensor, "_ vocab"]],
 ) -> Float[Tensor, "batch position"]:
-    """KL(clean || edges cut in all layers and heads) of the next token at some positions.
+    """KL(clean || edges cut everywhere) of the next token at some positions, 0 elsewhere.
 
-    Args:
-        model: A prepared model.
-        batch: Prompts on the model's device.
-        positions: Where distributions are compared; the numbers are 0 elsewhere.
-        cut: The edges.
-        clean: Logits of the clean run for each prompt, of which the last belong to its positions.
+    ``clean`` has the logits of each prompt, of which the last belong to its positions.
     """
     changed = logits_at(model, batch, positions, hooks_on_edges(model, batch, cut, Site()))
+    divergences = []
+    for before, after in zip(clean, changed, strict=True):
+        pieces = zip(
+            before[len(before) - len(after) :].split(_ROWS), after.split(_ROWS), strict=True
+        )
+        for piece in pieces:
+            log_p, log_q = (in_float64(logits).log_softmax(-1) for logits in piece)
+            kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+            divergences.append(kl.clamp(min=0).cpu())  # rounding gives -1e-17 for equal ones
     values = torch.zeros(positions.shape, dtype=torch.double, device="cpu")
-    values[positions.cpu()] = torch.cat(
-        [
-            divergence(before[len(before) - len(after) :], after)
-            for before, after in zip(clean, changed, strict=True)
-        ]
-    )
+    values[positions.cpu()] = torch.cat(divergences)
     return values
-
-
-def divergence(
-    reference: Float[Tensor, "row vocab"], changed: Float[Tensor, "row vocab"]
-) -> Float[Tensor, " row"]:
-    """KL(reference || changed) of the softmax of each row, in nats, on the CPU.
-
-    Examples:
-        >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0]])).item()
-        0.0
-    """
-
-    def of_rows(before: Tensor, after: Tensor) -> Tensor:
-        log_p, log_q = (in_float64(logits).log_softmax(-1) for logits in (before, after))
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-        return kl.clamp(min=0).cpu()  # rounding makes equal distributions differ by -1e-17
-
-    pieces = zip(reference.split(_ROWS), changed.split(_ROWS), strict=True)
-    return torch.cat([of_rows(before, after) for before, after in pieces])
 
 
 def _after_last(batch: PromptBatch, segments: Segments) -> Segments:

@@ -2,21 +2,24 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ..errors import AnchorlensError, DataError, PromptError, StoreError
 from ..metrics.distances import AnchorDistances
 from ..models.hooked import HookedModel, layer_numbers
 from ..models.load import ensure_prepared
 from ..models.model_identity import tokenizer_identity
+from ..passes.forward import after_each_pass
 from ..prompts.draw import demonstrations_by_query, task_of_name
 from ..prompts.examples import Example, sample_demonstrations, sample_queries
 from ..prompts.tasks import Task
@@ -28,10 +31,11 @@ from ..system.arguments import checked
 from ..system.processes import fails_together, gather_from_processes, is_main, main_first
 from ..system.warn import warn_user
 from .paper_parts import PAPER_PARTS, PaperNumber, PaperSetting, Part
-from .passes_bar import PassesBar
 
-COLUMNS = ("task", "seed", "part", "row", "column", "layer", "value")
+COLUMNS = ["task", "seed", "part", "row", "column", "layer", "value"]
 TRAINING = 4  # examples of each class for re-weighting
+
+Todo = Sequence[tuple[str, PaperSetting, Part]]  # the name of each task, its setting and a part
 
 
 @fails_together()
@@ -119,7 +123,7 @@ def paper(
                     outcome = _outcome(part, setting)
                 outcomes[k] = outcome
             if outcome.warnings:
-                bar.clear()  # so that a warning begins on a new line
+                bar.bar.clear()  # so that a warning begins on a new line
             for warning in outcome.warnings:
                 warn_user(f"{title}: {warning}")
             with fails_together():
@@ -132,13 +136,8 @@ def paper(
 
 
 def _check_logits(store: Store, number: int, setting: PaperSetting) -> None:
-    """Compare the model's logits of a few prompts with the stored ones, or store them.
-
-    A fingerprint does not show everything, such as hooks that were left on the model.
-
-    Raises:
-        StoreError: The stored logits differ.
-    """
+    """Compare the model's logits of a few prompts with the stored ones, or store them."""
+    # A fingerprint does not show everything, such as hooks that were left on the model.
     try:
         batches = setting.prompts(queries=setting.queries[:4])
         logits = target_logits(setting.model, batches, progress=False)
@@ -191,7 +190,7 @@ def _outcome(part: Part, setting: PaperSetting) -> _Outcome:
     return _Outcome(numbers, [str(warning.message) for warning in caught], failed)
 
 
-def _description(todo: Sequence[tuple[str, PaperSetting, Part]]) -> dict[str, Any]:
+def _description(todo: Todo) -> dict[str, Any]:
     """What was computed, so that a folder with the numbers of something else is not continued."""
     _, first, _ = todo[0]
     known = {id(first.model): "the model"}
@@ -207,9 +206,7 @@ def _description(todo: Sequence[tuple[str, PaperSetting, Part]]) -> dict[str, An
     }
 
 
-def _frame(
-    todo: Sequence[tuple[str, PaperSetting, Part]], outcomes: Sequence[_Outcome | None]
-) -> pd.DataFrame:
+def _frame(todo: Todo, outcomes: Sequence[_Outcome | None]) -> pd.DataFrame:
     """All numbers so far, in the order of the parts."""
     numbers = [
         number._replace(task=name, seed=setting.seed)
@@ -217,7 +214,7 @@ def _frame(
         if outcome is not None
         for number in outcome.numbers
     ]
-    return pd.DataFrame(numbers, columns=PaperNumber._fields)[[*COLUMNS]]
+    return pd.DataFrame(numbers, columns=PaperNumber._fields)[COLUMNS]
 
 
 def _name(part: Part) -> str:
@@ -229,12 +226,7 @@ def check_examples(
     queries: int,
     seeds: Sequence[int],
 ) -> None:
-    """Check tasks, examples, queries and seeds before anything runs.
-
-    Raises:
-        DataError: As in ``paper``.
-        PromptError: The queries have other labels than the task.
-    """
+    """Raise an error for wrong tasks, examples, queries or seeds, before anything runs."""
     if queries <= AnchorDistances().directions:
         raise DataError(
             f"Figure 6 needs more queries than its {AnchorDistances().directions} directions; got "
@@ -251,12 +243,17 @@ def _drawn(
     name: str, pool: Sequence[Example], tests: Sequence[Example], queries: int, seed: int
 ) -> tuple[Task, list[Example], list[Example], list[Example], list[Example]]:
     """Task, demonstrations, training examples, queries, and the pool without the queries."""
+
+    def without(excluded: Sequence[Example]) -> list[Example]:
+        texts = {example.text for example in excluded}
+        return [example for example in pool if example.text not in texts]
+
     task = task_of_name(name)
     try:
         demos = sample_demonstrations(pool, 1, seed)
         if len(demos) != len(task.labels):
             raise DataError(f"there are {len(task.labels)} classes, but {len(demos)} in the data")
-        training = sample_demonstrations(_without(pool, demos), TRAINING, seed)
+        training = sample_demonstrations(without(demos), TRAINING, seed)
         chosen = sample_queries(tests, queries, seed, exclude=[*demos, *training])
     except DataError as error:
         raise DataError(
@@ -264,9 +261,43 @@ def _drawn(
             f"{queries} other examples as queries)"
         ) from error
     demonstrations_by_query(task, demos, chosen)
-    return task, demos, training, chosen, _without(pool, chosen)
+    return task, demos, training, chosen, without(chosen)
 
 
-def _without(examples: Sequence[Example], excluded: Sequence[Example]) -> list[Example]:
-    texts = {example.text for example in excluded}
-    return [example for example in examples if example.text not in texts]
+class PassesBar:
+    """A bar that moves with every pass of the model, over parts with these names, in order.
+
+    How many passes a part takes is known when it has run once, for another task or seed. Until
+    then the mean of the known parts is expected, or more if it took more already. Before the first
+    part has ended there is no total.
+    """
+
+    def __init__(self, names: Sequence[str], quiet: bool) -> None:
+        self.left = list(names)
+        self.bar = tqdm(total=None, disable=quiet, unit=" passes")
+        self.close = self.bar.close
+        self.passes = 0
+        self.passes_of: dict[str, int] = {}
+
+    @contextmanager
+    def part(self, title: str) -> Iterator[None]:
+        """Count the passes of the next part."""
+        name, before = self.left.pop(0), self.passes
+
+        def expect() -> None:
+            if self.passes_of:
+                mean = fmean(self.passes_of.values())
+                of_part = max(self.passes_of.get(name, mean), self.passes - before)
+                later = sum(self.passes_of.get(later, mean) for later in self.left)
+                self.bar.total = before + round(of_part + later)
+
+        def advance() -> None:
+            self.passes += 1
+            expect()
+            self.bar.update()
+
+        self.bar.set_description_str(title)
+        expect()
+        with after_each_pass(advance):
+            yield
+        self.passes_of[name] = self.passes - before

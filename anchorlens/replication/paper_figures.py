@@ -38,17 +38,19 @@ def paper_figures(numbers: pd.DataFrame) -> dict[str, Any]:
     return drawn
 
 
+def _lines(rows: pd.DataFrame, title: str, y_title: str, **options: Any) -> Any:
+    """A line over the layers for each row, with the range of seeds."""
+    rows = rows.sort_values("layer", kind="stable")
+    names, layers = rows["row"].unique().tolist(), rows["layer"].unique().tolist()
+    mean, low, high = _over_seeds(rows, row=names, layer=layers)
+    options |= {"title": f"{title} (mean and range of seeds)", "y_title": y_title}
+    return figures.lines_by_layer(mean, names, low=low, high=high, **options)
+
+
 def _flows(parts: Parts) -> Any:
     rows = parts["Figure 3"]
-    names, (mean, low, high) = _by_layer(rows[rows["column"] == "share"])
-    return figures.lines_by_layer(
-        mean,
-        names,
-        title="Where information flows (mean and range of seeds)",
-        y_title="share of the three mean saliencies",
-        low=low,
-        high=high,
-    )
+    shares = rows[rows["column"] == "share"]
+    return _lines(shares, "Where information flows", "share of the three mean saliencies")
 
 
 def _isolation(parts: Parts) -> Any:
@@ -67,17 +69,8 @@ def _isolation(parts: Parts) -> Any:
 
 
 def _attention(parts: Parts) -> Any:
-    names, (mean, low, high) = _by_layer(parts["Figure 5"])
-    return figures.lines_by_layer(
-        mean,
-        names,
-        title="Attention to label words against the prediction (mean and range of seeds)",
-        y_title="AUCROC_l, R_l",
-        low=low,
-        high=high,
-        dashed=["R_l"],
-        reference=0.5,
-    )
+    title = "Attention to label words against the prediction"
+    return _lines(parts["Figure 5"], title, "AUCROC_l, R_l", dashed=["R_l"], reference=0.5)
 
 
 def _confusions(parts: Parts) -> Any:
@@ -97,20 +90,8 @@ _DRAWINGS: dict[str, tuple[Callable[[Parts], Any], str]] = {
 }
 
 
-def _by_layer(rows: pd.DataFrame) -> tuple[list[str], list[Tensor]]:
-    """Names of the lines; mean, lowest and highest value over seeds [line, layer]."""
-    rows = rows.sort_values("layer", kind="stable")
-    names = rows["row"].unique().tolist()
-    return names, _over_seeds(rows, row=names, layer=rows["layer"].unique().tolist())
-
-
 def _over_seeds(rows: pd.DataFrame, **axes: list[Any]) -> list[Tensor]:
-    """Mean, lowest and highest value over seeds; NaN where no seed has a value.
-
-    Args:
-        rows: Rows of what ``paper`` returns.
-        axes: The columns that become the two axes, each with its values in order.
-    """
+    """Mean, lowest and highest value over seeds along two columns; NaN where there is none."""
     values = rows.groupby(list(axes))["value"]
     index, columns = axes.values()
     return [

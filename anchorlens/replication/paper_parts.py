@@ -188,10 +188,21 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
     record = compare_contexts(setting.model, batches, contexts, repeats=0, **draws, **QUIET)
+    textless = text_anchor_prompts(
+        setting.tokenizer, setting.task, setting.demonstrations, setting.queries
+    )
+    whole, without = (
+        target_logits(setting.model, each, progress=False) for each in (batches, textless)
+    )
+    words = textless[0].verbalizer
+    assert words is not None
+    text_anchor = loyalty(whole, without, words)
+    gold = torch.tensor([query.label for query in setting.queries], device="cpu")
+    accuracy = (predicted_class(words.scores(without)) == gold).double().mean()
     random = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
     top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
     yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
-    yield from _text_anchor(setting, batches)
+    yield from _row_2("Text_anchor", text_anchor.label_loyalty, text_anchor.word_loyalty, accuracy)
     yield from _row_2("Hidden_random", *(of_draws.mean() for of_draws in random))
     yield from _row_2("Hidden_random-top", *top)
     cached = record.bytes_stored / record.bytes_stored[0]
@@ -333,21 +344,6 @@ def _more_shots(setting: PaperSetting) -> tuple[int, list[PromptBatch]]:
     )
 
 
-def _text_anchor(setting: PaperSetting, batches: Sequence[PromptBatch]) -> Iterator[PaperNumber]:
-    """Prompts without the texts of the demonstrations."""
-    textless = text_anchor_prompts(
-        setting.tokenizer, setting.task, setting.demonstrations, setting.queries
-    )
-    whole = target_logits(setting.model, batches, progress=False)
-    logits = target_logits(setting.model, textless, progress=False)
-    words = textless[0].verbalizer
-    assert words is not None
-    record = loyalty(whole, logits, words)
-    gold = torch.tensor([query.label for query in setting.queries], device="cpu")
-    accuracy = (predicted_class(words.scores(logits)) == gold).double().mean()
-    yield from _row_2("Text_anchor", record.label_loyalty, record.word_loyalty, accuracy)
-
-
 def _row_2(
     name: str,
     label: Tensor | float,
@@ -356,8 +352,7 @@ def _row_2(
     cached: Tensor | float | None = None,
 ) -> Iterator[PaperNumber]:
     """A row of Table 2; ``cached`` is the share of the whole cache that is stored."""
-    yield PaperNumber("Table 2", name, "label loyalty", float(label))
-    yield PaperNumber("Table 2", name, "word loyalty", float(word))
-    yield PaperNumber("Table 2", name, "accuracy", float(accuracy))
-    if cached is not None:
-        yield PaperNumber("Table 2", name, "cache kept", float(cached))
+    columns = {"label loyalty": label, "word loyalty": word, "accuracy": accuracy}
+    columns |= {} if cached is None else {"cache kept": cached}
+    for column, value in columns.items():
+        yield PaperNumber("Table 2", name, column, float(value))

@@ -23,13 +23,7 @@ HERE = "this model"
 Parts = Mapping[str, pd.DataFrame]
 
 
-class Cell(NamedTuple):
-    """The value of one seed, and its group, row and column in a table."""
-
-    group: str
-    row: str
-    column: str
-    value: float
+Cell = tuple[str, str, str, float]  # group, row and column in a table, and the value of one seed
 
 
 class Section(NamedTuple):
@@ -69,7 +63,12 @@ def paper_tables(numbers: pd.DataFrame) -> str:
 def paper_sections(numbers: pd.DataFrame) -> list[Section]:
     """What ``paper_tables`` writes, table by table."""
     sections = [Section("", {}, _legend(numbers))] if len(numbers) else []
-    for variant, parts in _variants(numbers).items():
+    # The paper's figures and tables, and those that the appendix repeats in another setting.
+    variants: dict[str, dict[str, pd.DataFrame]] = {"": {}}
+    for part, rows in by_part(numbers).items():
+        variant, _, name = part.rpartition(": ")
+        variants.setdefault(variant, {})[name] = rows
+    for variant, parts in variants.items():
         for section in _sections(parts, numbers["seed"].nunique()):
             if variant:  # its notes were given above
                 section = Section(f"{variant}: {section.title}", section.table, "")
@@ -103,15 +102,6 @@ def _legend(numbers: pd.DataFrame) -> str:
     return text
 
 
-def _variants(numbers: pd.DataFrame) -> dict[str, dict[str, pd.DataFrame]]:
-    """The paper's figures and tables, and those that the appendix repeats in another setting."""
-    variants: dict[str, dict[str, pd.DataFrame]] = {"": {}}
-    for part, rows in by_part(numbers).items():
-        variant, _, name = part.rpartition(": ")
-        variants.setdefault(variant, {})[name] = rows
-    return variants
-
-
 def _sections(parts: Parts, seeds: int) -> Iterator[Section]:
     for part, section in _SECTIONS.items():
         if part in parts:
@@ -129,7 +119,7 @@ def _figure_3(parts: Parts, seeds: int) -> Section:
             for end, chosen in (("first", values[shallow]), ("last", values[deep])):
                 row = f"{end} third of the layers"
                 value = nan if any(map(isnan, chosen)) else average(chosen)
-                yield Cell(task_name(task), row, name, value)
+                yield task_name(task), row, name, value
 
     return Section(
         "Figure 3. Where information flows: shares of the mean saliencies",
@@ -159,7 +149,7 @@ def _figure_5(parts: Parts, seeds: int) -> Section:
                 two_thirds = values[max(deep.start - 1, 0)]
                 chosen = {"after 1/3": values[shallow.stop - 1], "after 2/3": two_thirds}
             for where, value in chosen.items():
-                yield Cell("", task_name(task), f"{name}, {where}", value)
+                yield "", task_name(task), f"{name}, {where}", value
 
     return Section(
         "Figure 5. Does the target's attention to label words tell the prediction?",
@@ -209,7 +199,7 @@ def _table_2(parts: Parts, seeds: int) -> Section:
         for (row, column), of_seeds in rows.groupby(["row", "column"], sort=False):
             for _, values in of_seeds.groupby("seed", sort=False)["value"]:
                 if len(values) == len(tasks):
-                    yield Cell(here, str(row), str(column), 100 * fmean(values))
+                    yield here, str(row), str(column), 100 * fmean(values)
 
     published = {
         (f"{model} in the paper, mean of its 4 tasks", row): {
@@ -308,7 +298,7 @@ def _lines(rows: pd.DataFrame) -> Iterator[tuple[str, str, str, list[float]]]:
 
 
 def _frame(cells: Iterable[Cell]) -> pd.DataFrame:
-    return pd.DataFrame(list(cells), columns=list(Cell._fields))
+    return pd.DataFrame(list(cells), columns=["group", "row", "column", "value"])
 
 
 def _spreads(cells: pd.DataFrame, decimals: int, seeds: int) -> TextTable:

@@ -1,21 +1,27 @@
-"""Sweeps over any edges, compared with separate runs."""
+"""Sweeps over any edges, of which isolation is a case, against a loop of separate runs."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, logits_of
-from tiny_models import questions
+from measures import assert_same, does_not_run, logits_of
+from tiny_models import LONG_LABELS, questions
 from torch import Tensor
 
 import anchorlens as al
-from anchorlens.errors import AnchorlensError, StoreError
+from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
+from anchorlens.experiments import edge_sweep
 from anchorlens.prompts import edges
 from anchorlens.trials import how_to_run
 
 pytestmark = pytest.mark.without_jaxtyping
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
+close: Any = torch.testing.assert_close
+Hooks = Callable[[al.PromptBatch], list[Any]]
 
 
 @pytest.fixture(params=["gpt2", "llama", "gemma3"])
@@ -35,50 +41,108 @@ def context(batch: al.PromptBatch) -> Tensor:
     return edges.between(edges.query(batch), edges.demonstrations(batch))
 
 
-@pytest.mark.parametrize(
-    ("cut", "control", "sites"),
-    [
-        (
-            forerunners_read,
-            edges.random_keys,
-            {"window": al.Site(range(1, 3)), "head": al.Site(0, 1)},
-        ),
-        (
-            context,
-            edges.random_edges,
-            {"from layer 1": al.Site(range(1, 3)), "head": al.Site(0, 1)},
-        ),
-    ],
-)
-def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any, sites: Any) -> None:
-    batches = questions(model, 5, batch_size=2, padding_side="left")
-    records = al.edge_sweep(model, batches, cut, sites, control=control, draws=2, seed=7, **QUIET)
+def compare(
+    record: Any,
+    model: Any,
+    batches: list[al.PromptBatch],
+    cut: Hooks,
+    draws: Sequence[Hooks],
+    **tolerance: float,
+) -> None:
+    """Compare a record with separate runs by TransformerLens only, one for each draw."""
 
-    def logits(hooks_of: Any) -> Tensor:
-        rows = torch.empty(5, model.W_E.shape[0])
-        for batch in batches:
+    def logits(hooks_of: Hooks) -> Tensor:
+        rows = torch.empty(sum(map(len, batches)), model.W_E.shape[0])
+        for batch in batches:  # in the order of the queries
             rows[batch.index] = logits_of(model, batch, hooks_of(batch))
         return rows
 
-    def loyalty(site: al.Site, edges_of: Any) -> al.LoyaltyRecord:
-        changed = logits(lambda batch: al.block_edges(model, batch, edges_of, site))
-        return al.loyalty(clean, changed, batches[0].label_token_ids)
-
     clean = logits(lambda batch: [])
-    for name, site in sites.items():
-        expected = loyalty(site, cut)
-        assert float(expected.kl) > 1e-6
+    of_cut, *of_draws = (
+        al.loyalty(clean, logits(hooks), batches[0].label_token_ids) for hooks in (cut, *draws)
+    )
+    assert float(of_cut.kl) > 1e-6
+    for field in ("label_loyalty", "word_loyalty", "kl", "label_kept", "word_overlap"):
+        close(getattr(record, field), getattr(of_cut, field), **tolerance)
+        stacked = torch.stack([getattr(draw, field) for draw in of_draws], dim=-1)
+        close(getattr(record, f"random_{field}"), stacked, **tolerance)
+    for kind in ("label", "word"):
+        controls, labels = (getattr(record, f"{start}{kind}_loyalty") for start in ("random_", ""))
+        close(getattr(record, f"{kind}_gap"), controls.mean() - labels)
+
+
+@pytest.mark.parametrize(
+    ("cut", "control", "site"),
+    [
+        (forerunners_read, edges.random_keys, al.Site(range(1, 3))),
+        (context, edges.random_edges, al.Site(range(1, 3))),
+    ],
+)
+def test_a_sweep_equals_separate_runs(model: Any, cut: Any, control: Any, site: al.Site) -> None:
+    batches = questions(model, 5, batch_size=2, padding_side="left")
+    sites = {"layers": site, "head": al.Site(0, 1)}
+    records = al.edge_sweep(model, batches, cut, sites, control=control, draws=2, seed=7, **QUIET)
+    for name, each in sites.items():
+
+        def without(edges_of: Any, batch: al.PromptBatch, site: al.Site = each) -> list[Any]:
+            return al.block_edges(model, batch, edges_of, site)
+
         draws = [
-            loyalty(site, lambda batch, seed=seed: control(batch, cut(batch), seed))
+            partial(without, lambda batch, seed=seed: control(batch, cut(batch), seed))
             for seed in (7, 8)
         ]
-        for field in ("kl", "word_loyalty", "label_loyalty"):
-            ours, of_draws = (
-                getattr(records[name], f"{start}{field}") for start in ("", "random_")
-            )
-            torch.testing.assert_close(ours, getattr(expected, field), rtol=1e-3, atol=1e-8)
-            stacked = torch.stack([getattr(draw, field) for draw in draws])
-            torch.testing.assert_close(of_draws, stacked, rtol=1e-3, atol=1e-8)
+        tolerance = {"rtol": 1e-3, "atol": 1e-8}
+        compare(records[name], model, batches, partial(without, cut), draws, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("site", "words"),
+    [
+        (al.Site(range(2)), {}),
+        (al.Site(range(2), renormalize=False), {}),
+        (al.Site([1, 2], heads=0), {"whole_words": True}),
+    ],
+)
+def test_isolation_equals_separate_runs(model: Any, site: al.Site, words: dict[str, Any]) -> None:
+    """The label words of these prompts have several tokens."""
+    examples = al.load_examples("questions")
+    demos = [al.Example(example.text, label) for label, example in enumerate(examples[:2])]
+    queries = [example.text for example in examples[2:11]]
+    batches = al.build_prompts(model.tokenizer, LONG_LABELS, demos, queries, batch_size=4)
+    assert all((batch.label_ends > batch.label_positions).all() for batch in batches)
+    record = al.isolation_loyalty(model, batches, site, draws=3, seed=11, **QUIET, **words)
+    isolated = partial(al.isolate_labels, model, site=site, **words)
+    draws = [
+        partial(al.isolate_random, model, site=site, seed=seed, **words) for seed in range(11, 14)
+    ]
+    compare(record, model, batches, isolated, draws, rtol=1e-4, atol=1e-5)
+
+
+def test_keep_bos_changes_the_isolation(llama: Any) -> None:
+    batches, site = questions(llama, 6), al.Site(0, keep_bos=True)
+    with_bos = al.isolation_loyalty(llama, batches, site, draws=2, **QUIET)
+    without_bos = al.isolation_loyalty(llama, batches, 0, draws=2, **QUIET)
+    assert float(with_bos.kl) != float(without_bos.kl)
+    assert (with_bos.random_kl != without_bos.random_kl).all()
+    isolated = partial(al.isolate_labels, llama, site=site)
+    draws = [partial(al.isolate_random, llama, site=site, seed=seed) for seed in (0, 1)]
+    compare(with_bos, llama, batches, isolated, draws, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_padding_and_order_change_nothing(model: Any) -> None:
+    options: dict[str, Any] = {"site": range(2), "draws": 2, "resamples": 10, "progress": False}
+    plans = [
+        questions(model, batch_size=5),
+        questions(model, batch_size=1),
+        questions(model, batch_size=12, padding_side="left"),
+        questions(model, batch_size=5)[::-1],
+    ]
+    first, *others = (al.isolation_loyalty(model, batches, **options) for batches in plans)
+    for other in others:
+        for field, values in other.tensors().items():
+            close(values, getattr(first, field), rtol=1e-4, atol=1e-5)
+        for field, bounds in other.intervals.items():
+            close(bounds, first.intervals[field], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.every_kind
@@ -118,7 +182,24 @@ def test_an_edge_to_bos_is_not_cut_and_none_is_drawn_for_it(llama: Any) -> None:
         assert torch.equal(getattr(record["kept"], field), values)
 
 
+def test_draws_are_numbered_from_the_seed(gpt2: Any) -> None:
+    batches = questions(gpt2, 4)
+    three = al.isolation_loyalty(gpt2, batches, 0, draws=3, seed=7, **QUIET)
+    single = al.isolation_loyalty(gpt2, batches, 0, draws=1, seed=9, **QUIET)
+    assert torch.equal(three.random_kl[2:], single.random_kl)
+    assert len(set(three.random_kl.tolist())) == 3
+
+
+# In one prompt all tokens of the demonstrations are label words.
+TIGHT = al.PromptBatch.from_positions(
+    torch.tensor([[9, 5, 6, 8]]),
+    label_positions=[[1, 2]],
+    label_classes=[[0, 1]],
+    label_token_ids=[5, 6],
+)
+ISOLATION = {"edges": edges.wp, "control": edge_sweep.random_words}
 WRONG: list[tuple[dict[str, Any], str]] = [
+    (ISOLATION | {"batches": [TIGHT]}, "too few for a random control"),
     ({"edges": lambda b: edges.pq(b).float()}, "edges must be a tensor of True and False"),
     ({"edges": lambda b: edges.pq(b)[:, :5]}, r"= \(2, .*got torch.bool of the shape \(2, 5"),
     ({"edges": lambda b: torch.ones_like(edges.pq(b))}, "token to an earlier token"),
@@ -139,13 +220,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_wrong_arguments_raise_an_error_before_any_pass(
-    gpt2: Any, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    gpt2: Any, change: dict[str, Any], message: str
 ) -> None:
-    batches = questions(gpt2, 2)
-    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}, **QUIET}
-    monkeypatch.delattr(type(gpt2), "forward")
-    with pytest.raises(AnchorlensError, match=message):
-        al.edge_sweep(gpt2, batches, **(options | change))
+    options = {"batches": questions(gpt2, 2), "edges": edges.pq, "sites": {"a": al.Site(0)}}
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
+        al.edge_sweep(gpt2, **(options | QUIET | change))
 
 
 def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:
@@ -174,28 +253,72 @@ def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) ->
         al.isolation_sweep(llama, batches, folder=isolation, whole_words=True, **options)
 
 
-def test_the_record_says_what_was_cut_and_is_drawn(gpt2: Any, tmp_path: Path) -> None:
-    batches = questions(gpt2, 4)
-    sites = al.sites.windows(gpt2, 2)
-    records = al.edge_sweep(gpt2, batches, edges.pq, sites, draws=2, progress=False)
-    record = records["layers 0 to 1"]
-    assert record.info["edges"] == "pq" and record.info["control"] == "random_keys"
-    assert record.info["layers"] == [0, 1] and record.info["renormalize"] is True
-    assert [bar.name for bar in records.plot().data[:2]] == [
+def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path) -> None:
+    batches = questions(gpt2)
+    record = al.isolation_loyalty(gpt2, batches, range(-2, 0), draws=4, seed=5, progress=False)
+    numbers = {name for name, axes in record.axes().items() if "prompt" not in axes}
+    assert set(record.intervals) == numbers
+    for name in numbers:
+        low, high = record.intervals[name]
+        assert (low <= getattr(record, name)).all() and (getattr(record, name) <= high).all()
+    expected = {"layers": [1, 2], "seed": 5, "prompts": 12, "renormalize": True, "keep_bos": False}
+    expected |= {"edges": "wp", "control": "random_words"}
+    assert expected.items() <= record.info.items() and record.info["labels"][1] == "Entity"
+    assert record.random_kl.shape == (4,) and record.random_label_kept.shape == (12, 4)
+    bars = record.plot().data
+    assert [trace.name for trace in bars[:2]] == [
+        "label words isolated",
+        "random words isolated (range of draws)",
+    ]
+    assert bars[0].y == (float(record.label_loyalty),)
+    assert bars[1].y == (float(record.random_label_loyalty.mean()),)
+    assert bars[3].y == (float(record.random_word_loyalty.mean()),)
+    low, high = record.random_word_loyalty.min(), record.random_word_loyalty.max()
+    assert [*bars[3].customdata[0]] == [float(low), float(high)]
+    assert len(replace(record, intervals={}).plot().data) == 4
+
+    cuts = al.edge_sweep(gpt2, batches, edges.pq, al.sites.windows(gpt2, 2), draws=2, **QUIET)
+    cut = cuts["layers 0 to 1"]
+    assert cut.info["edges"] == "pq" and cut.info["control"] == "random_keys"
+    assert cut.info["layers"] == [0, 1] and record.is_isolation and not cut.is_isolation
+    assert [bar.name for bar in cuts.plot().data[:2]] == [
         "edges cut",
         "random edges cut (range of draws)",
     ]
-    assert al.load_record(record.save(tmp_path / "cut.safetensors")).plot() == record.plot()
-    isolations = al.isolation_sweep(gpt2, batches, {"isolated": al.Site(0)}, draws=1, **QUIET)
-    assert isolations["isolated"].is_isolation and not record.is_isolation
-    with pytest.raises(AnchorlensError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
-        al.SweepResults(al.run(gpt2, batches, [al.Accuracy()], **QUIET)).plot()
-    both = {**records, **isolations}
-    assert al.SweepResults(both).plot().data[0].name == "edges cut"
-    al.write_report(both, tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text("utf-8")
+    assert al.load_record(cut.save(tmp_path / "cut.safetensors")).plot() == cut.plot()
+    others = al.run(gpt2, batches, [al.Accuracy()], **QUIET)
+    with pytest.raises(MetricError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
+        al.SweepResults(others).plot()
+    isolations = {"first": record, "last": record}
+    both = al.SweepResults(isolations | others).plot()
+    assert len(both.data) == 4 and len(both.data[0].y) == 2
+    assert al.SweepResults({**cuts, **isolations}).plot().data[0].name == "edges cut"
+    text = al.write_report({**cuts, **isolations}, tmp_path / "report.html").read_text("utf-8")
     # Both windows are in one figure.
     titles = [
         f"What stays as it was when {what}" for what in ("edges are cut", "words are isolated")
     ]
     assert text.count(titles[0]) == text.count(titles[1]) > 0
+
+
+class Failing(al.Accuracy):
+    def result(self, rows: Any) -> Any:
+        raise MetricError("no number")
+
+
+def test_metrics_observe_the_clean_run(gpt2: Any) -> None:
+    batches = questions(gpt2, 6, batch_size=3)
+    quiet: dict[str, Any] = {"resamples": 5, "progress": False}
+    sites = al.sites.first_and_last(gpt2, [2])
+    metrics: list[al.Metric] = [al.AttentionAUCROC(), al.Accuracy()]
+    records = al.isolation_sweep(gpt2, batches, sites, metrics=metrics, draws=1, **quiet)
+    assert set(records) == {*sites, "attention_aucroc", "accuracy"}
+    alone = al.run(gpt2, batches, metrics, **quiet)
+    alone |= al.isolation_sweep(gpt2, batches, sites, draws=1, **quiet)
+    for name, record in records.items():
+        assert record.info["shared_prefix"] == alone[name].info["shared_prefix"]
+        assert_same(record, alone[name], 0)
+    metrics[1] = Failing()
+    with pytest.raises(RunError, match="no result for accuracy: no number") as caught:
+        al.isolation_sweep(gpt2, batches, sites, metrics=metrics, draws=1, **quiet)
+    assert set(caught.value.results) == {*sites, "attention_aucroc"}

@@ -1,6 +1,7 @@
 """Flows with the integrated gradient against plain transformers with scaled patterns."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from toys import native_bridge
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, ModelError, StoreError
-from anchorlens.experiments.integrated_flows import ScaledPattern, probability_of_prediction
+from anchorlens.experiments.integrated_flows import (
+    mean_gradient,
+    output_with,
+    probability_of_prediction,
+)
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.passes.forward import run_pass
@@ -64,10 +69,10 @@ def attribution(
         observers = hooks_by_layer(model, pattern_name, patterns.__setitem__)
         clean = run_pass(model, batch, observers=observers)
         function = probability_of_prediction(clean, batch) if output is None else output
-        products = [
-            pattern * ScaledPattern(model, batch, layer, pattern).mean_gradient(function, steps)
-            for layer, pattern in patterns.items()
-        ]
+        products = []
+        for layer, pattern in patterns.items():
+            output_of = partial(output_with, model, batch, function, layer, [])
+            products.append(pattern * mean_gradient(output_of, pattern, steps))
     return products, clean
 
 

@@ -4,6 +4,7 @@ The reference is plain transformers in float64, one prompt, with the pattern of 
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import plain
@@ -14,7 +15,7 @@ from measures import difference
 from test_matrix import cases, hooked
 
 import anchorlens as al
-from anchorlens.experiments.integrated_flows import ScaledPattern
+from anchorlens.experiments.integrated_flows import mean_gradient, output_with
 from anchorlens.models.hooked import hooks_by_layer, pattern_name
 from anchorlens.models.model_state import frozen_in_eval_mode
 from anchorlens.models.norm_after import FrozenNorms
@@ -65,11 +66,12 @@ def test_attributions_of_the_last_layer_sum_to_the_change_of_the_output(
         store = hooks_by_layer(model, pattern_name, patterns.__setitem__)
         clean = run_pass(model, prompt, observers=[*store, *norms.observers()])
         assert bool(norms.hooks_of(layer)) == (name in NORM_AFTER)
-        path = ScaledPattern(model, prompt, layer, patterns[layer], norms.hooks_of(layer))
+        pattern = patterns[layer]
+        output = partial(output_with, model, prompt, losses, layer, norms.hooks_of(layer))
         # With the divisor of the clean run the whole pattern gives the clean output.
-        assert difference(path.output(losses, 1.0), losses(clean, prompt)) <= 1e-9
-        change = path.output(losses, 1.0) - path.output(losses, 0.0)
-        error = float((path.pattern * path.mean_gradient(losses, 8)).sum() - change)
+        assert difference(output(pattern), losses(clean, prompt)) <= 1e-9
+        change = output(pattern) - output(pattern * 0)
+        error = float((pattern * mean_gradient(output, pattern, 8)).sum() - change)
     limit = 1e-9 if kind == "bridge" else 1e-6
     assert difference(change[0], expected) <= limit
     # Eight steps are few where the output has kinks (OPT) or is large (Toy (no norm)).

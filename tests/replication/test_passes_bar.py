@@ -56,7 +56,7 @@ def long(setting: PaperSetting) -> Iterator[PaperNumber]:
 def test_the_bar_moves_by_passes_and_learns_its_total(
     monkeypatch: Any, gpt2: Any, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr("anchorlens.replication.passes_bar.tqdm", RecordedBar)
+    monkeypatch.setattr("anchorlens.replication.paper.tqdm", RecordedBar)
     examples = al.load_examples("sentiment")
     options: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 1, "parts": (short, long)}
 
