@@ -1,7 +1,8 @@
 """Tests of the baselines in the examples: calibration and the linear probe."""
 
-import importlib.util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +15,8 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.prompts.examples import sample_queries
 
-
-def example(name: str) -> Any:
-    """An example file as a module; its main function does not run."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reweighting = example("reweighting")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+reweighting = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "reweighting.py")))
 
 
 def test_calibration_equals_values_by_hand() -> None:
@@ -35,9 +26,7 @@ def test_calibration_equals_values_by_hand() -> None:
     probabilities = torch.tensor([[0.45, 0.55], [0.7, 0.3], [0.78, 0.22], [0.9, 0.1]])
     assert reweighting.calibrated_labels(probabilities, content_free).tolist() == [1, 1, 0, 0]
     assert probabilities.argmax(1).tolist() == [1, 0, 0, 0]
-
-
-def test_calibration_does_not_change_a_fair_model() -> None:
+    # A fair model is not changed.
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.rand(50, 4, generator=generator)
     labels = reweighting.calibrated_labels(probabilities, torch.full((3, 4), 0.25))
@@ -58,12 +47,8 @@ def test_the_probe_finds_the_class_only_if_the_states_show_it() -> None:
     assert torch.equal(reweighting.probed_labels(states, labels, queries), truth)
     of_noise = reweighting.probed_labels(states[:, 3:], labels, queries[:, 3:])
     assert 0.1 < float((of_noise == truth).double().mean()) < 0.6
-
-
-def test_the_probe_does_not_depend_on_units() -> None:
-    labels = torch.arange(60) % 3
-    states, queries = states_of(labels, 0)[:, 1:], states_of(labels, 1)[:, 1:]
-    units = torch.logspace(-3, 3, 19)
+    # It does not depend on the units of the states.
+    states, queries, units = states[:, 1:], queries[:, 1:], torch.logspace(-3, 3, 19)
     predicted = reweighting.probed_labels(states * units, labels, queries * units)
     assert torch.equal(predicted, reweighting.probed_labels(states, labels, queries))
 

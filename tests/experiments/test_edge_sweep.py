@@ -222,9 +222,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_raise_an_error_before_any_pass(
     gpt2: Any, change: dict[str, Any], message: str
 ) -> None:
-    options = {"batches": questions(gpt2, 2), "edges": edges.pq, "sites": {"a": al.Site(0)}}
+    options: dict[str, Any] = {"edges": edges.pq, "sites": {"a": al.Site(0)}}
+    options |= {"batches": questions(gpt2, 2), **QUIET, **change}
     with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
-        al.edge_sweep(gpt2, **(options | QUIET | change))
+        al.edge_sweep(gpt2, **options)
 
 
 def test_every_setting_belongs_to_the_stored_rows(llama: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from measures import assert_same, does_not_run, hooks_on
+from measures import assert_same, difference, does_not_run, hooks_on
 
 import anchorlens as al
 from anchorlens.errors import MetricError, PromptError
@@ -40,24 +40,16 @@ def test_each_written_token_is_the_likeliest_one_of_the_pass_over_the_text(
     assert f"{trace!r}".endswith("; 5 tokens)")
 
 
-def test_logits_of_the_pass_are_those_at_generation(gpt2: Any) -> None:
+def test_a_text_is_the_segment_prompt_and_is_continued_as_by_generate(gpt2: Any) -> None:
     trace = al.trace_generation(gpt2, "The museum opens at", max_new_tokens=4, stop_at_eos=False)
     assert trace.batch.segment_names == ("prompt", "answer")
-    length = trace.batch.tokens.shape[1] - 4
-    written = gpt2.generate(
-        trace.batch.tokens[:, :length],
-        max_new_tokens=4,
-        do_sample=False,
-        stop_at_eos=False,
-        verbose=False,
-        return_type="tokens",
-        output_logits=True,
-    )
-    with torch.no_grad():
-        logits = gpt2(trace.batch.tokens)[0, length - 1 : -1]
-    at_generation = torch.cat(list(written.logits))
+    options: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    options |= {"return_type": "tokens", "output_logits": True}
+    written = gpt2.generate(trace.batch.tokens[:, :-4], max_new_tokens=4, **options)
     assert torch.equal(written.sequences, trace.batch.tokens)
-    assert float((logits - at_generation).abs().max()) <= 1e-5 * float(logits.abs().max())
+    with torch.no_grad():
+        logits = gpt2(trace.batch.tokens)[0, -5:-1]
+    assert difference(torch.cat(list(written.logits)), logits) <= 1e-5
 
 
 def test_sampling_leaves_the_random_state_and_depends_on_the_seed(gpt2: Any) -> None:
