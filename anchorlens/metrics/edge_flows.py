@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from ..errors import MetricError
-from ..models.head_values import require_transformed_values
+from ..models.heads import require_transformed_values
 from ..models.hooked import HookedModel
 from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions

@@ -5,7 +5,7 @@ before it returns the handle, so that Ctrl-C in between leaves a hook that nothi
 tables of hooks are stored before the first change, and put back whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,10 @@ def acting_hooks(
         for name, act in hooks
         for point in _points_of(points, name)
     ]
+    blocks = getattr(model, "blocks", ())  # none in a model of transformers
+    attentions = [block.attn for block in blocks if hasattr(block, "attn")]
     changed = dict.fromkeys([point for point, *_ in added] + [module for module, _ in of_modules])
-    found = [_Found.of(module) for module in [*changed, *_attentions_of(model)]]
+    found = [_Found.of(module) for module in [*changed, *attentions]]
 
     def restore() -> None:
         for of_module in found:
@@ -78,30 +80,25 @@ def _points_of(points: Any, name: Any) -> list[Any]:
     return [points[name]]
 
 
-def _attentions_of(model: Any) -> list[nn.Module]:
-    blocks = getattr(model, "blocks", ())  # none in a model of transformers
-    return [block.attn for block in blocks if hasattr(block, "attn")]
-
-
 @dataclass(frozen=True, eq=False)
 class _Found:
     """What adding hooks changes in a module, as it was found."""
 
     attributes: dict[str, Any]  # of the module
-    numbers: Mapping[str, Sequence[int]]  # of the hooks in each table
-    handles: Mapping[str, Sequence[Any]]
-    values: Mapping[str, Any]
+    numbers: dict[str, list[int]]  # of the hooks in each table
+    handles: dict[str, list[Any]]
+    values: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Found":
         # In __dict__, because a bridge passes attributes on to the module that it wraps.
         attributes = vars(module)
-        return cls(
-            attributes,
-            {name: list(attributes[name]) for name in _TABLES},
-            {name: list(attributes[name]) for name in _HANDLES if name in attributes},
-            {name: attributes[name] for name in _VALUES if name in attributes},
+        tables, handles = (
+            {name: list(attributes[name]) for name in names if name in attributes}
+            for names in (_TABLES, _HANDLES)
         )
+        values = {name: attributes[name] for name in _VALUES if name in attributes}
+        return cls(attributes, tables, handles, values)
 
     def restore(self) -> None:
         """Remove what was added. What was found stays where it is, in its order."""

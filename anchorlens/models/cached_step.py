@@ -30,27 +30,21 @@ def verify_cached_step(model: Any) -> None:
     without_cache.pop(model, None)
     reason = why_no_cached_step(model)
     if reason and name_of_cache(model) == "cache":
-        reason = _why_not_renamed(model)
+        found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
+
+        def undo() -> None:
+            for attention, forward in found if reason else ():
+                vars(attention).pop("forward", None)
+                if forward is not None:
+                    vars(attention)["forward"] = forward
+
+        # The name is put back where the model does not continue from the cache either.
+        with put_back(undo):
+            for attention, _ in found:
+                rename_cache(attention)
+            reason = why_no_cached_step(model)
     if reason:
         without_cache[model] = reason
-
-
-def _why_not_renamed(model: Any) -> str:
-    """Rename the cache; its name is put back where the model does not continue from it either."""
-    reason = "not tried yet"
-    found = [(block.attn, vars(block.attn).get("forward")) for block in model.blocks]
-
-    def undo() -> None:
-        for attention, forward in found if reason else ():
-            vars(attention).pop("forward", None)
-            if forward is not None:
-                vars(attention)["forward"] = forward
-
-    with put_back(undo):
-        for attention, _ in found:
-            rename_cache(attention)
-        reason = why_no_cached_step(model)
-    return reason
 
 
 def why_no_cached_step(model: HookedModel) -> str:

@@ -49,11 +49,6 @@ def why_not_hooked(model: Any) -> str:
     )
 
 
-def embeds_tokens(model: Any) -> bool:
-    """Whether a hooked model has an embedding of tokens, unlike one of images."""
-    return hasattr(model, "W_E")
-
-
 @runtime_checkable
 class LearnedBeta(Protocol):
     """A beta that checks which prompts it was trained for; ``train_reweighting`` returns one."""
@@ -101,20 +96,14 @@ def dtype_of(model: Any) -> torch.dtype:
     return dtype
 
 
-PATTERN = "blocks.{}.attn.hook_pattern"  # to be formatted with a layer
-
-
 def pattern_name(layer: int) -> str:
     """Hook point of the attention pattern, Float["batch head query key"], after the softmax."""
-    return PATTERN.format(layer)
-
-
-SCORES = "blocks.{}.attn.hook_attn_scores"  # to be formatted with a layer
+    return f"blocks.{layer}.attn.hook_pattern"
 
 
 def scores_name(layer: int) -> str:
     """Hook point of the attention scores, Float["batch head query key"], before the softmax."""
-    return SCORES.format(layer)
+    return f"blocks.{layer}.attn.hook_attn_scores"
 
 
 def values_name(layer: int) -> str:
@@ -173,16 +162,6 @@ def vocabulary_of(model: HookedModel) -> int:
     return int(model.W_E.shape[0])
 
 
-def refuse_labels_beyond(model: HookedModel, largest: int) -> None:
-    """Raise an error for labels that the model cannot predict, as toy models may predict few."""
-    count = model.cfg.d_vocab_out
-    if count < model.cfg.d_vocab and largest >= count:
-        raise PromptError(
-            f"label token {largest} is outside the {count} tokens that the model predicts "
-            "(d_vocab_out of its configuration); use other label words or another model"
-        )
-
-
 def has_sinks(model: Any) -> bool:
     """Whether the attention has sinks: rows of the pattern then sum to less than 1."""
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
@@ -210,7 +189,12 @@ def check_fits(model: HookedModel, *batches: PromptBatch) -> None:
     words = [batch.verbalizer.token_ids for batch in batches if batch.verbalizer is not None]
     label = max((token for rows in words for row in rows for token in row), default=-1)
     token = max(int(batch.tokens.max()) for batch in numbers)
-    refuse_labels_beyond(model, label)
+    count = model.cfg.d_vocab_out
+    if count < model.cfg.d_vocab and label >= count:  # toy models may predict few tokens
+        raise PromptError(
+            f"label token {label} is outside the {count} tokens that the model predicts "
+            "(d_vocab_out of its configuration); use other label words or another model"
+        )
     largest, vocabulary = max(token, label), vocabulary_of(model)
     if largest >= vocabulary:
         raise PromptError(

@@ -80,9 +80,14 @@ def _takes(model: Any, name: str) -> bool:
     return forward is not None and name in inspect.signature(forward).parameters
 
 
-def without_cache_inputs(model: Any) -> dict[str, Any]:
-    """Arguments of the model's forward for a pass without a cache."""
-    return {"use_cache": False} if is_bridge(model) else {}
+def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
+    """Arguments of the model's forward other than the tokens, for whole prompts.
+
+    Without a cache, which would copy all keys, and to which a block that runs twice would append
+    its keys twice. All trials use these arguments too: some models compute with other types where
+    there is a cache (OLMo 2 in bfloat16).
+    """
+    return {"attention_mask": mask.long()} | ({"use_cache": False} if is_bridge(model) else {})
 
 
 def inputs_with_cache(

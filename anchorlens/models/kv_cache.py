@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .hooked import HookedModel, HookFunction, device_of, devices_of_layers
-from .kinds import inputs_with_cache, new_cache, pairs_in, without_cache_inputs
+from .kinds import inputs_with_cache, new_cache, pairs_in
 from .rotary import refuse_another_rotation, rotates_by_length
 
 # Models in which prepare_model found that a step after a cache fails, and why.
@@ -124,12 +124,13 @@ class KeyValues:
             return self
         keys, values = zip(self.keys, devices, strict=True), zip(self.values, devices, strict=True)
         first = device_of(model)
-        return KeyValues(
+        return replace(
+            self,
             keys=tuple(key.to(device) for key, device in keys),
             values=tuple(value.to(device) for value, device in values),
             attention_mask=self.attention_mask.to(first),
             next_position=self.next_position.to(first),
-            text_length=self.text_length,
+            graph=None,
         )
 
 
@@ -144,16 +145,6 @@ def cache_of(model: HookedModel, size: int, prefix: KeyValues | None = None) -> 
         for key, value in zip(prefix.keys, prefix.values, strict=True)
     ]
     return new_cache(model, size, pairs, prefix.attention_mask)
-
-
-def inputs_without_cache(model: Any, mask: Bool[Tensor, "batch position"]) -> dict[str, Any]:
-    """Arguments of the model's forward other than the tokens, for whole prompts.
-
-    Without a cache, which would copy all keys, and to which a block that runs twice would append
-    its keys twice. All trials use these arguments too: some models compute with other types where
-    there is a cache (OLMo 2 in bfloat16).
-    """
-    return {"attention_mask": mask.long(), **without_cache_inputs(model)}
 
 
 def inputs_after(

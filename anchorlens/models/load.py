@@ -17,7 +17,6 @@ from .hooked import (
     HookedModel,
     Operands,
     device_of,
-    embeds_tokens,
     pattern_name,
     scores_name,
     verified_operands,
@@ -132,7 +131,7 @@ def load_model(
     with own_random_state([torch.get_default_device()]):  # new modules draw random weights first
         model = _boot(name, weights, tokenizer)
     if expected is not None:
-        _refuse_different_logits(name, expected, _logits_of_bridge(name, model, tokens))
+        _refuse_different_logits(name, expected, model, tokens)
     return prepare_model(model)
 
 
@@ -315,10 +314,11 @@ def _refuse_inference_tensors(name: str, model: Any) -> None:
         )
 
 
-def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
+def _refuse_different_logits(name: str, expected: Tensor, model: Any, tokens: Tensor) -> None:
+    """Raise an error if a bridge computes other logits than the model that it wraps, or none."""
     try:
         with trial_of(model):
-            return logits_of(model, tokens)
+            computed = logits_of(model, tokens)
     except ModelError:  # which is a ValueError, and says why already
         raise
     # CodeGen from transformers 5.24 on
@@ -327,10 +327,6 @@ def _logits_of_bridge(name: str, model: Any, tokens: Tensor) -> Tensor:
             f"TransformerLens cannot run {name!r} after wrapping it: {error}. Its adapter does not "
             "fit this version of transformers; try another version of either"
         ) from error
-
-
-def _refuse_different_logits(name: str, expected: Tensor, computed: Tensor) -> None:
-    """Raise an error if a bridge computes other logits than the model that it wraps."""
     if not (expected.isfinite().all() and computed.isfinite().all()):
         return  # verify_hooks raises an error that names the layer
     difference = relative_difference(computed, expected)
@@ -348,10 +344,10 @@ def _refuse_missing_hooks(model: Any) -> None:
         raise ModelError(_ENCODER_DECODER.format(name))
     generates = getattr(original_of(model), "can_generate", None)
     if generates is not None and not generates():
-        if embeds_tokens(model) and attends_to_later(model):
+        if hasattr(model, "W_E") and attends_to_later(model):
             raise ModelError(_BIDIRECTIONAL.format(name))
         raise ModelError(f"{name} is no left-to-right language model: it does not generate text")
-    if not embeds_tokens(model):
+    if not hasattr(model, "W_E"):
         raise ModelError(f"{name} embeds no tokens; these analyses are for language models")
     # This setting is right for a HookedTransformer, but not for a bridge over BERT.
     if not is_bridge(model) and getattr(model.cfg, "attention_dir", None) == "bidirectional":

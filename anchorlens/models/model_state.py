@@ -68,7 +68,7 @@ def without_user_hooks(model: Any) -> Iterator[None]:
     For passes that the user did not ask for: a hook that counts passes would count them, and a hook
     made for prompts of another length would fail.
     """
-    stored = [(hooks, dict(hooks), needed) for hooks, needed in _hooks_with_users(model)]
+    stored = [(hooks, dict(hooks), needed) for _, _, hooks, needed in _tables_of_user(model)]
     complete: dict[int, Hooks] = {}
 
     def restore() -> None:
@@ -84,30 +84,28 @@ def without_user_hooks(model: Any) -> Iterator[None]:
 
 def has_user_hooks(model: Any) -> bool:
     """Whether the user put hooks on the model, apart from those that are given to a run."""
-    return bool(_hooks_with_users(model))
+    return bool(_tables_of_user(model))
 
 
 def user_hooks(model: Any) -> list[tuple[int, str, Callable[..., Any]]]:
     """The hooks that the user put on the model: the number of the module, the kind, the hook."""
+    return [
+        (number, name, hook)
+        for number, name, hooks, needed in _tables_of_user(model)
+        for key, hook in hooks.items()
+        if key not in needed
+    ]
+
+
+def _tables_of_user(model: Any) -> list[tuple[int, str, Hooks, Hooks]]:
+    """Number of module, kind, all hooks and those that stay active, where the user put some."""
     tables = [
         (number, name, hooks, _needed(module, hooks))
         for number, module in enumerate(modules_of(model))
         for name in _HOOKS
         if (hooks := getattr(module, name))
     ]
-    return [
-        (number, name, hook)
-        for number, name, hooks, needed in tables
-        for key, hook in hooks.items()
-        if key not in needed
-    ]
-
-
-def _hooks_with_users(model: Any) -> list[tuple[Hooks, Hooks]]:
-    """Each dictionary that holds hooks of the user, with its other hooks, which stay active."""
-    tables = [(module, getattr(module, name)) for module in modules_of(model) for name in _HOOKS]
-    pairs = [(hooks, _needed(module, hooks)) for module, hooks in tables if hooks]
-    return [(hooks, needed) for hooks, needed in pairs if len(needed) < len(hooks)]
+    return [table for table in tables if len(table[3]) < len(table[2])]
 
 
 def _needed(module: nn.Module, hooks: Hooks) -> Hooks:

@@ -154,15 +154,13 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["hidden_states"] = attention.hook_in(kwargs["hidden_states"])
     else:
         args = (attention.hook_in(args[0]), *args[1:])
-    shape = _shape_of_rows(attention, args, kwargs)
-    pattern = _PatternThroughHooks(attention, shape, depth=1)
-    operands = _OperandsThroughHooks(attention, shape, depth=1)
-    with put_back(torch_modes()), pattern, operands:
+    hooks = _ThroughHooks(attention, args, kwargs, is_native=True)
+    with put_back(torch_modes()), hooks:
         output = attention.original_component(*args, **kwargs)
-    if pattern.calls != 1:
+    if hooks.softmaxes != 1:
         raise ModelError(
             f"{attention.hook_pattern.name} needs exactly one softmax in the attention, but the "
-            f"attention ran {pattern.calls}. If the attention implementation was set after "
+            f"attention ran {hooks.softmaxes}. If the attention implementation was set after "
             "al.prepare_model, call al.restore_model(model) and al.prepare_model(model) again"
         )
     if isinstance(output, tuple):
@@ -172,8 +170,7 @@ def _run_native(attention: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run_rebuilt(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the bridge's own forward, and call the rotary hook points, which it leaves out."""
-    operands = _OperandsThroughHooks(attention, _shape_of_rows(attention, args, kwargs), depth=0)
-    with put_back(torch_modes()), operands:
+    with put_back(torch_modes()), _ThroughHooks(attention, args, kwargs, is_native=False):
         return type(attention).forward(attention, *args, **kwargs)
 
 
@@ -184,33 +181,57 @@ def _run_renamed(attention: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     return run(attention, *args, **kwargs)
 
 
-def _shape_of_rows(attention: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
-    """Batch, heads and queries: the axes of scores and queries before the last axis."""
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return hidden.shape[0], attention.config.n_heads, hidden.shape[1]
-
-
-class _AttentionCalls(TorchFunctionMode):
-    """Sees the PyTorch functions that are called while an attention module runs.
+class _ThroughHooks(TorchFunctionMode):
+    """Passes scores and pattern, and queries and keys before their product, through hook points.
 
     Modules and hooks run inside the attention too. The number of modules that are being called,
-    one inside another, tells their calls from those of the attention itself (``depth``). It is read
-    from the Python frames. PyTorch's module hooks cannot count it: global forward hooks run before
-    a module's own hooks, and hooks on each child would be seen by other threads and by the user.
+    one inside another, tells their calls from those of the attention itself. It is read from the
+    Python frames. PyTorch's module hooks cannot count it: global forward hooks run before a
+    module's own hooks, and hooks on each child would be seen by other threads and by the user.
     """
 
-    def __init__(self, attention: Any, shape: tuple[int, int, int], depth: int) -> None:
+    def __init__(self, attention: Any, args: Any, kwargs: Any, is_native: bool) -> None:
         super().__init__()
-        self.attention, self.shape, self.depth = attention, shape, depth
-        self.calls = 0
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.attention, self.is_native = attention, is_native
+        # The axes of scores and queries before the last axis.
+        self.shape = (hidden.shape[0], attention.config.n_heads, hidden.shape[1])
+        self.softmaxes = self.products = 0
 
     def __enter__(self) -> Any:
-        self.outside = _modules_running()
+        # Of the attention's own calls. A native one runs in the module of transformers.
+        self.depth = _modules_running() + self.is_native
         return super().__enter__()
 
-    def by_the_attention(self) -> bool:
-        """Whether the current call comes from the attention itself."""
-        return _modules_running() - self.outside == self.depth
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (self.is_scores(func, args) or self.is_product(func, args)):
+            return func(*args, **kwargs)
+        if _modules_running() != self.depth:
+            return func(*args, **kwargs)
+        # PyTorch switches this mode off here, so that it ignores a softmax inside a hook.
+        if func in _PRODUCT:
+            self.products += 1
+            query, transposed_key = args
+            key = self.attention.hook_rot_k(transposed_key.mT)
+            return func(self.attention.hook_rot_q(query), key.mT)
+        self.softmaxes += 1
+        scores = self.attention.hook_attn_scores(args[0].reshape(*self.shape, -1))
+        pattern = self.attention.hook_pattern(func(scores, *args[1:], **kwargs))
+        return pattern.reshape(args[0].shape)
+
+    def is_scores(self, func: Any, args: Any) -> bool:
+        """Whether this is the softmax of the scores."""
+        batch, heads, queries = self.shape
+        # Some models have one axis for batch and heads (XGLM).
+        shapes = (self.shape, (batch * heads, queries))
+        return self.is_native and func in _SOFTMAX and bool(args) and args[0].shape[:-1] in shapes
+
+    def is_product(self, func: Any, args: Any) -> bool:
+        """Whether this is the first product of queries and keys, which have hook points."""
+        if func not in _PRODUCT or self.products or len(args) != 2:
+            return False
+        return args[0].shape[:-1] == self.shape and _has_rotary_points(self.attention)
 
 
 def _modules_running() -> int:
@@ -221,40 +242,6 @@ def _modules_running() -> int:
         count += frame.f_code is _MODULE_CALL
         frame = frame.f_back
     return count
-
-
-class _PatternThroughHooks(_AttentionCalls):
-    """Passes the scores before the softmax and the pattern after it through their hook points."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not (func in _SOFTMAX and args and self.is_scores(args[0]) and self.by_the_attention()):
-            return func(*args, **kwargs)
-        self.calls += 1
-        # PyTorch switches this mode off here, so that it ignores a softmax inside a hook.
-        scores = self.attention.hook_attn_scores(args[0].reshape(*self.shape, -1))
-        pattern = self.attention.hook_pattern(func(scores, *args[1:], **kwargs))
-        return pattern.reshape(args[0].shape)
-
-    def is_scores(self, tensor: Tensor) -> bool:
-        batch, heads, queries = self.shape
-        # Some models have one axis for batch and heads (XGLM).
-        return tensor.shape[:-1] in (self.shape, (batch * heads, queries))
-
-
-class _OperandsThroughHooks(_AttentionCalls):
-    """Passes queries and keys through their hook points before their product."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.calls or func not in _PRODUCT or len(args) != 2 or args[0].shape[:-1] != self.shape:
-            return func(*args, **kwargs)
-        if not self.by_the_attention() or not _has_rotary_points(self.attention):
-            return func(*args, **kwargs)
-        self.calls += 1
-        query, transposed_key = args
-        key = self.attention.hook_rot_k(transposed_key.mT)
-        return func(self.attention.hook_rot_q(query), key.mT)
 
 
 def _has_rotary_points(attention: Any) -> bool:

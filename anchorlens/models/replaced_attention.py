@@ -122,19 +122,15 @@ class _Interface:
             raise ModelError("its attention has no mask, and is not causal")
         self.calls += 1
         if isinstance(attention_mask, Tensor):
-            mask = _mask_of_table(attention_mask, query.shape[2], key.shape[2])
+            if attention_mask.dtype != torch.bool:
+                raise ModelError("its mask has numbers that are added to the scores")
+            sizes = (*attention_mask.shape[:-2], query.shape[2], key.shape[2])
+            whole = attention_mask.expand(sizes)  # a table that the model makes by itself
+            mask = mask_of(lambda rows, columns: whole[..., rows, columns], key.shape[2])
         else:
             mask = attention_mask or causal_mask(query.device)
         terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, mask, softcap, s_aux)
         return self.attend(self.layer, query, key, value, terms).transpose(1, 2).contiguous(), None
-
-
-def _mask_of_table(table: Tensor, queries: int, keys: int) -> Mask:
-    """A mask that a model makes as a table by itself."""
-    if table.dtype != torch.bool:
-        raise ModelError("its mask has numbers that are added to the scores")
-    whole = table.expand(*table.shape[:-2], queries, keys)
-    return mask_of(lambda rows, columns: whole[..., rows, columns], keys)
 
 
 def _mask_of_interface(
@@ -186,10 +182,6 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
         raise ModelError("transformers does not compute its attention")
     name, interface = f"anchorlens {next(_numbers)}", _Interface(attend)
     attentions = [block.attn for block in model.blocks]
-
-    def run_of(layer: int, attention: Any) -> Callable[..., Any]:
-        return partial(interface.run, layer, attention)
-
     set_as_found = implementations_of(original)
 
     def restore() -> None:
@@ -198,10 +190,8 @@ def _in_bridge(model: Any, attend: Attend) -> Iterator[None]:
             # Private in transformers, which has no public way to undo a registration.
             registry._global_mapping.pop(name, None)
 
-    with (
-        put_back(restore),
-        replaced_methods(attentions, "forward", run_of),
-    ):
+    run_of = partial(partial, interface.run)  # of a layer and its attention
+    with put_back(restore), replaced_methods(attentions, "forward", run_of):
         AttentionInterface.register(name, interface.attention)
         AttentionMaskInterface.register(name, _mask_of_interface)
         original.set_attn_implementation(name)

@@ -86,7 +86,11 @@ def _kinds(model: Any) -> Iterator[tuple[str, int]]:
         return
     config = config_of(model).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
-    for rope in _ropes(config):
+    # One for all layers, or one for each type of layer; rope_scaling in older code.
+    settings = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    given = [each for each in settings if isinstance(each, Mapping)]
+    inner = [each for one in given for each in one.values() if isinstance(each, Mapping)]
+    for rope in given + inner:
         kind = str(rope.get("rope_type", rope.get("type", "")))
         if LAST_TEXT_ROTATES in kind and longest is not None:
             yield kind, longest
@@ -104,12 +108,3 @@ def follows_the_prompts(module: Any, buffer: str) -> bool:
     kind = str(getattr(module, "rope_type", ""))
     changing = LONGER_ROTATES in kind or LAST_TEXT_ROTATES in kind
     return changing and buffer.endswith("inv_freq") and not buffer.endswith("original_inv_freq")
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The settings of rotary embeddings: one for all layers, or one for each type of layer."""
-    for name in ("rope_parameters", "rope_scaling"):  # rope_scaling in older code
-        settings = getattr(config, name, None)
-        if isinstance(settings, Mapping):
-            yield settings
-            yield from (each for each in settings.values() if isinstance(each, Mapping))

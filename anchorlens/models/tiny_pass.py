@@ -11,8 +11,11 @@ from ..errors import ModelError
 from ..system.put_back import safe_context
 from .acting_hooks import ModuleHook, acting_hooks
 from .hooked import Hook, HookedModel, device_of, vocabulary_of
-from .kv_cache import inputs_without_cache
+from .kinds import inputs_without_cache
 from .model_state import frozen_in_eval_mode, without_user_hooks
+
+# Makes the input of block 0 a leaf: a frozen model has no other for the backward pass.
+LEAF: Hook = ("blocks.0.hook_resid_pre", lambda resid, hook: resid.detach().requires_grad_())
 
 
 def n_tokens_of(model: HookedModel) -> int:

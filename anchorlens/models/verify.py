@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ModelError
 from .hooked import Hook, HookedModel, Operands, device_of, pattern_name, scores_name, vocabulary_of
 from .kinds import QUERY_AND_KEY
-from .tiny_pass import logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
+from .tiny_pass import LEAF, logits_of, n_tokens_of, small_loss, tiny_tokens, trial_of
 
 _CURE = (
     "load it with attn_implementation='eager', unquantised, or as a HookedTransformer "
@@ -39,7 +39,7 @@ def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | N
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]
-    hooks: list[Hook] = [("blocks.0.hook_resid_pre", _make_leaf)]
+    hooks: list[Hook] = [LEAF]
     for number, layer in enumerate(layers):
         hooks += _hooks_of(model, number, layer)
     with trial_of(model, hooks, gradients=True):
@@ -64,10 +64,6 @@ def attends_to_later(model: HookedModel) -> bool:
         except RuntimeError:  # not known: it cannot run, as verify_hooks says
             return False
     return bool((logits[0] - logits[1]).abs().max() > 1e-3 * logits.abs().max())
-
-
-def _make_leaf(resid: Tensor, hook: Any) -> Tensor:
-    return resid.detach().requires_grad_()
 
 
 def _hooks_of(model: HookedModel, number: int, layer: _Layer) -> list[Hook]:
@@ -172,7 +168,10 @@ def _fault(layer: _Layer, shape: tuple[int, ...]) -> str | None:
 
 
 def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> str:
-    with_gradient = [number for number, layer in enumerate(layers) if _has_gradient(layer)]
+    factors = [layer.factor for layer in layers]
+    with_gradient = (
+        k for k, each in enumerate(factors) if each is not None and each.grad is not None
+    )
     reached = min(with_gradient, default=len(layers))
     where = f"between the attention of layer {reached - 1} and " + (
         f"that of layer {reached}" if reached < len(layers) else "the logits"
@@ -182,7 +181,3 @@ def _no_backward(model: HookedModel, layers: list[_Layer], error: Exception) -> 
         f"({str(error).partition(chr(10))[0]}); quantised weights often have no backward pass: "
         "load the model unquantised (dtype=torch.bfloat16)"
     )
-
-
-def _has_gradient(layer: _Layer) -> bool:
-    return layer.factor is not None and layer.factor.grad is not None

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import HookError, MetricError, NotFiniteError, PromptError
 from ..models.acting_hooks import acting_hooks
 from ..models.hooked import (
-    SCORES,
     Hook,
     HookedModel,
     HookFunction,
@@ -24,15 +23,10 @@ from ..models.hooked import (
     has_sinks,
     refuse_folded_value_biases,
     require_prepared,
+    scores_name,
 )
-from ..models.kv_cache import (
-    KeyValues,
-    cache_of,
-    check_rotation,
-    inputs_after,
-    inputs_without_cache,
-    prefix_of,
-)
+from ..models.kinds import inputs_without_cache
+from ..models.kv_cache import KeyValues, cache_of, check_rotation, inputs_after, prefix_of
 from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.put_back import put_back, safe_context
@@ -423,7 +417,7 @@ def _padding_hooks(model: HookedModel, batch: PromptBatch) -> list[Hook]:
     def fill_scores(scores: Tensor, hook: Any) -> Tensor:
         return scores.masked_fill(padding.to(scores.device)[:, None, :, None], 0.0)
 
-    return [(SCORES.format(layer), fill_scores) for layer in range(model.cfg.n_layers)]
+    return [(scores_name(layer), fill_scores) for layer in range(model.cfg.n_layers)]
 
 
 def rows_hook(model: HookedModel, rows: Int[Tensor, "batch target"]) -> Hook:

@@ -29,8 +29,7 @@ from ..models.hooked import (
     values_name,
     z_name,
 )
-from ..models.kinds import cached_heads
-from ..models.kv_cache import inputs_without_cache
+from ..models.kinds import cached_heads, inputs_without_cache
 from ..models.model_state import frozen_in_eval_mode
 from ..prompts.batch import PromptBatch
 from .forward import leaf_hook, rows_hook

@@ -84,7 +84,7 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 def as_hint(value: Any, hint: Any) -> Any:
     """A value as an annotation has it; the value itself where nothing is to be changed."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any or isinstance(hint, TypeVar):
+    if isinstance(hint, TypeVar):
         return value
     if origin in (Union, UnionType):
         return _as_one_of(value, args)
@@ -101,7 +101,7 @@ def as_hint(value: Any, hint: Any) -> Any:
     if origin in (*_LISTS, list, tuple):
         return _as_list(value, args[0], origin)
     if hint in _PLAIN:
-        return _PLAIN[hint](value)
+        return _PLAIN[hint][0](value)
     if is_array(hint):
         return _as_tensor(value)
     if _is_protocol(hint):
@@ -150,16 +150,6 @@ def _as_number(value: Any) -> float:
 def _as_flag(value: Any) -> bool:
     is_of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
     return bool(_require(value, isinstance(value, bool) or is_of_numpy))
-
-
-_PLAIN: Mapping[Any, Callable[[Any], Any]] = {
-    int: _as_whole_number,
-    float: _as_number,
-    bool: _as_flag,
-    str: lambda value: str(_require(value, isinstance(value, str))),
-    Path: lambda value: Path(_require(value, isinstance(value, PathLike))),
-    NoneType: lambda value: _require(value, value is None),
-}
 
 
 def _rows_of(value: Any) -> Sequence[Any] | None:
@@ -216,7 +206,13 @@ def _same_if_unchanged(rows: Sequence[Any], converted: Sequence[Any]) -> Sequenc
 
 
 def _as_protocol(value: Any, protocol: Any) -> Any:
-    missing = missing_from(value, protocol)
+    """A value with all attributes of a protocol. Properties are not evaluated."""
+    bases = filter(_is_protocol, protocol.__mro__)
+    names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
+    missing = [] if callable(value) or "__call__" not in names else ["__call__"]
+    for name in sorted(name for name in names if not name.startswith("_")):
+        if not hasattr(type(value), name) and not hasattr(value, name):
+            missing.append(name)
     lacks = f", which has no {' and no '.join(missing[:3])}: "
     return _require(value, not missing, lacks + (protocol.__doc__ or "").splitlines()[0])
 
@@ -237,17 +233,6 @@ def _is_protocol(hint: Any) -> bool:
     return Protocol in getattr(hint, "__bases__", ())
 
 
-def missing_from(value: Any, protocol: Any) -> list[str]:
-    """The attributes of a protocol that a value lacks. Properties are not evaluated."""
-    bases = filter(_is_protocol, protocol.__mro__)
-    names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
-    missing = [] if callable(value) or "__call__" not in names else ["__call__"]
-    for name in sorted(name for name in names if not name.startswith("_")):
-        if not hasattr(type(value), name) and not hasattr(value, name):
-            missing.append(name)
-    return missing
-
-
 def check_from_1(error: type[AnchorlensError], **arguments: int | None) -> None:
     """Raise an error if an argument, where it is given, is less than 1."""
     for name, value in arguments.items():
@@ -258,9 +243,8 @@ def check_from_1(error: type[AnchorlensError], **arguments: int | None) -> None:
 def has_methods(value: object, *names: str) -> bool:
     """Whether all of these attributes exist and can be called.
 
-    ``isinstance`` with a protocol depends on the version of Python: until 3.11 it evaluates
-    properties of the object, and from 3.12 on it overlooks attributes that come from
-    ``__getattr__``. So the functions next to the protocols of the package ask in this way.
+    ``isinstance`` with a protocol evaluates properties of the object until Python 3.11, and
+    overlooks attributes that come from ``__getattr__`` from 3.12 on.
     """
     return all(callable(getattr(value, name, None)) for name in names)
 
@@ -283,8 +267,8 @@ def in_words(hint: Any, several: bool = False) -> str:
         return f"pairs of {parts}" if several else f"a pair of {parts}"
     if origin in (*_LISTS, list, tuple):
         return f"{'lists' if several else 'a list'} of {in_words(args[0], True)}"
-    if hint in _NOUNS:
-        return _NOUNS[hint][several]
+    if hint in _PLAIN:
+        return _PLAIN[hint][2] if several else _PLAIN[hint][1]
     if is_array(hint):
         axes = getattr(hint, "dim_str", "")
         return f"{'tensors' if several else 'a tensor'}" + (f" ({axes})" if axes else "")
@@ -298,12 +282,13 @@ def _a(noun: str) -> str:
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
 
 
-_NOUNS: Mapping[Any, tuple[str, str]] = {
-    Any: ("anything", "anything"),
-    int: ("a whole number", "whole numbers"),
-    float: ("a number", "numbers"),
-    bool: ("True or False", "flags"),
-    str: ("a text", "texts"),
-    Path: ("a path", "paths"),
-    NoneType: ("None", "None"),
+# What makes a value one of these types, its noun, and the plural.
+_PLAIN: Mapping[Any, tuple[Callable[[Any], Any], str, str]] = {
+    Any: (lambda value: value, "anything", "anything"),
+    int: (_as_whole_number, "a whole number", "whole numbers"),
+    float: (_as_number, "a number", "numbers"),
+    bool: (_as_flag, "True or False", "flags"),
+    str: (lambda value: str(_require(value, isinstance(value, str))), "a text", "texts"),
+    Path: (lambda value: Path(_require(value, isinstance(value, PathLike))), "a path", "paths"),
+    NoneType: (lambda value: _require(value, value is None), "None", "None"),
 }

@@ -37,7 +37,9 @@ def digest_of(named: Iterator[tuple[str, Tensor]]) -> str:
 
 def row_sums(tensor: Tensor) -> np.ndarray:
     """The checksum of each row of 16 KiB of a tensor; the last row is padded with zeros."""
-    data = _bytes(tensor)
+    data = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    # Words must begin at a multiple of their size.
+    data = data.clone() if data.storage_offset() % 4 else data
     whole = len(data) // _ROW * _ROW
     sums = [_sums(data[:whole])]
     if whole < len(data):
@@ -54,12 +56,6 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             yield from _plain(getattr(tensor, name))
         return
     yield tensor.to_dense() if tensor.layout != torch.strided else tensor
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    data = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    # Words must begin at a multiple of their size.
-    return data.clone() if data.storage_offset() % 4 else data
 
 
 def _sums(data: Tensor) -> np.ndarray:

@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 
 
+@cache
 def widest(device: torch.device) -> torch.dtype:
     """float64, or float32 on a device without it."""
-    return _widest(device.type)
-
-
-@cache
-def _widest(device_type: str) -> torch.dtype:
     try:
-        torch.zeros(1, dtype=torch.float64, device=device_type)
+        torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
         return torch.float32
     return torch.float64

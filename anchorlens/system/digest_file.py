@@ -67,12 +67,9 @@ def read_tensors(path: str | Path) -> Sealed:
 def _contents(data: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """The metadata, our header in it, and the tensors of a safetensors file."""
     tensors = load(data)
-    metadata = dict(_header_of(data).get("__metadata__", {}))
+    table = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = dict(table.get("__metadata__", {}))
     return metadata, dict(json.loads(metadata.get(_KEY, "{}"))), tensors
-
-
-def _header_of(data: bytes) -> Any:
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
 def _json(header: Mapping[str, Any]) -> str:

@@ -37,17 +37,23 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        _remove(temporary)
+    except BaseException as error:
+        # The error of the write is reported, not a second error of the removal.
+        with suppress(OSError, ValueError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, (OSError, ValueError)):  # a null character is a ValueError
+            raise
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
             f"{path} cannot be written: {reason}; what was written before is still there. Make "
             "room or repair the folder and start again in the same way: the run continues"
         ) from error
-    except BaseException:
-        _remove(temporary)
-        raise
-    _sync(path.parent)
+    with suppress(OSError):  # the new name survives a power cut, if the system can sync a folder
+        opened = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -100,19 +106,3 @@ def parsed(
     except Exception as cause:
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise error(f"{path} is no {what}, or is damaged ({reason[:200]}); {cure}") from cause
-
-
-def _remove(temporary: Path) -> None:
-    # The error of the write is reported, not a second error of the removal.
-    with suppress(OSError, ValueError):
-        temporary.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make the new name survive a power cut, if the system can sync a folder."""
-    with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)

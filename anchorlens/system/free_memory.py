@@ -59,10 +59,7 @@ def _free_in_groups(
         for folder in (group, *(each for each in group.parents if each.is_relative_to(top))):
             with suppress(OSError, ValueError):  # the group is hidden, or its limit is "max"
                 limit, used = (int((folder / name).read_text()) for name in _FILES[controller])
-                yield max(0, limit - used + _cached(folder))
-
-
-def _cached(group: Path) -> int:
-    """Bytes of files that count as used, and that the system gives up when memory is needed."""
-    values = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(values.get("inactive_file", 0))
+                stat = (folder / "memory.stat").read_text().splitlines()
+                # Files that count as used, and that the system gives up when memory is needed.
+                cached = dict(line.split() for line in stat).get("inactive_file", 0)
+                yield max(0, limit - used + int(cached))

@@ -114,7 +114,8 @@ def fails_together() -> Iterator[None]:
             error._announced = True  # type: ignore[attr-defined]
             # The others may be gone; the caller raises its own error in any case.
             with suppress(ProcessError), _lost_connection_reported():
-                _connection().announce_failure()
+                connection = _connection()
+                connection.store.set(connection.failure, "")
                 _exchange("failure", None, error)
         raise
     gather_from_processes("end of a block", None)
@@ -125,7 +126,7 @@ def failed_elsewhere() -> bool:
     if is_single_process():
         return False
     with _lost_connection_reported():
-        return _connection().is_failure_announced()
+        return bool(_connection().store.check([_connection().failure]))
 
 
 def require_equal_settings(what: Mapping[str, str]) -> None:
@@ -177,7 +178,8 @@ def join_launched() -> None:
     # Without an accelerator and this setting, accelerate would let each process run alone.
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
-    atexit.register(_leave)
+    # That of GPUs warns if it is left open.
+    atexit.register(_close, None)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" in os.environ and state.num_processes != launched:
         raise ProcessError(
@@ -193,12 +195,12 @@ def join_launched() -> None:
         )
 
 
-def _leave() -> None:
-    """Close the group of all processes, because that of GPUs warns if it is left open."""
+def _close(group: Any) -> None:
+    """Close a group of processes; None is that of all."""
     from torch import distributed
 
     if distributed.is_initialized():
-        distributed.destroy_process_group()
+        distributed.destroy_process_group(group)
 
 
 @dataclass
@@ -215,30 +217,19 @@ class _Connection:
 
         # A separate group for the CPU, because that of GPUs would send rows through their memory.
         limit = max(TIME_OUT, self.store.timeout)
-        self.group = self.group or distributed.new_group(backend="gloo", timeout=limit)
+        if self.group is None:
+            self.group = distributed.new_group(backend="gloo", timeout=limit)
+            # Its threads would otherwise abort the process when Python ends.
+            atexit.register(_close, self.group)
         values: list[Any] = [None] * count
         distributed.all_gather_object(values, value, group=self.group)
         self.exchanges += 1
         return values
 
-    def announce_failure(self) -> None:
-        """Tell the others before their next exchange that this process failed."""
-        self.store.set(self._failure(), "")
-
-    def is_failure_announced(self) -> bool:
-        """Whether a process failed before the next exchange."""
-        return bool(self.store.check([self._failure()]))
-
-    def _failure(self) -> str:
+    @property
+    def failure(self) -> str:
+        """What a process that fails before the next exchange puts into the store."""
         return f"anchorlens/failure/{self.exchanges}"
-
-    def close(self) -> None:
-        """Close the group, whose threads would otherwise abort the process when Python ends."""
-        from torch import distributed
-
-        group, self.group = self.group, None
-        if group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(group)
 
 
 def _connection() -> _Connection:
@@ -249,9 +240,7 @@ def _connection() -> _Connection:
 
 @cache
 def _connection_of(world: Any) -> _Connection:
-    connection = _Connection(world.get_group_store())
-    atexit.register(connection.close)
-    return connection
+    return _Connection(world.get_group_store())
 
 
 def _exchange(what: str, value: T, error: Exception | None = None) -> list[T]:

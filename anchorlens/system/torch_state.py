@@ -4,6 +4,7 @@ The contexts of torch do so at their end, which an interrupt can skip (see ``put
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
@@ -18,21 +19,17 @@ def torch_modes() -> Callable[[], None]:
     see the tensors that are stored for a gradient.
     """
     records = torch.is_grad_enabled()
-    count, hooks = len(_get_current_function_mode_stack()), _saved_tensors_hooks()
+    hooks_now = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # or None
+    count, hooks = len(_get_current_function_mode_stack()), hooks_now()
 
     def restore() -> None:
         while len(_get_current_function_mode_stack()) > count:
             _pop_mode()
-        while _saved_tensors_hooks() not in (hooks, None):
+        while hooks_now() not in (hooks, None):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_grad_enabled(records)
 
     return restore
-
-
-def _saved_tensors_hooks() -> object:
-    """The hooks of ``saved_tensors_hooks`` that act now; None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @safe_context

@@ -75,12 +75,12 @@ def as_on_a_mac() -> dict[str, Any]:
     """Without float64."""
     expected = results_of(gpt2_on("cpu"))
     simulated_device.RULES.float64 = False
-    devices._widest.cache_clear()
+    devices.widest.cache_clear()
     try:
         return differences(expected, results_of(gpt2_on("sim")))
     finally:
         simulated_device.RULES.float64 = True
-        devices._widest.cache_clear()
+        devices.widest.cache_clear()
 
 
 def default_device() -> dict[str, Any]:

@@ -15,9 +15,12 @@ from test_matrix import cases, hooked
 
 import anchorlens as al
 from anchorlens.errors import ModelError
-from anchorlens.models import head_outputs, head_values
-from anchorlens.models.head_outputs import require_separate_heads
-from anchorlens.models.head_values import require_transformed_values, transformed_values
+from anchorlens.models import heads
+from anchorlens.models.heads import (
+    require_separate_heads,
+    require_transformed_values,
+    transformed_values,
+)
 from anchorlens.models.hooked import hooks_by_layer, pattern_name, values_name
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -80,21 +83,21 @@ def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, k
 
 
 @pytest.mark.parametrize(
-    ("file", "trial", "requires"),
+    ("trial", "requires"),
     [
-        (head_values, "_layers_with_other_outputs", require_transformed_values),
-        (head_outputs, "_layers_that_mix", lambda model: require_separate_heads(model, [0])),
+        ("_layers_with_other_outputs", require_transformed_values),
+        ("_layers_that_mix", lambda model: require_separate_heads(model, [0])),
     ],
     ids=["values", "outputs"],
 )
 def test_a_trial_leaves_no_trace_and_runs_once(
-    file: Any, trial: str, requires: Any, monkeypatch: pytest.MonkeyPatch
+    trial: str, requires: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
     calls: list[int] = []
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
-    counted = Mock(wraps=getattr(file, trial))
-    monkeypatch.setattr(file, trial, counted)
+    counted = Mock(wraps=getattr(heads, trial))
+    monkeypatch.setattr(heads, trial, counted)
     before, state = hooks_on(model), torch.get_rng_state()
     with torch.inference_mode():
         requires(model)

@@ -1,6 +1,11 @@
-"""What each head writes for each key before its attention weighs it: its values times W_O."""
+"""What single heads give out, before and after W_O, and trials that a model has it at hook points.
 
-from collections.abc import Callable
+Before the output projection a head gives out z. What it writes for each key, before its attention
+weighs it, is its values times W_O.
+"""
+
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,13 +14,75 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, ModelError
-from .hooked import HookedModel, hooks_by_layer, pattern_name, values_name
+from .hooked import Hook, HookedModel, hooks_by_layer, pattern_name, values_name, z_name
 from .kinds import cached_heads
-from .tiny_pass import logits_of, relative_difference, tiny_tokens, trial_of
+from .tiny_pass import LEAF, logits_of, relative_difference, small_loss, tiny_tokens, trial_of
 
-# For each model the layers where a trial got another output, with the reason. Weak references, so
-# that models are freed.
+# What the trials below found of each model: the layers that mix heads, and those with another
+# output, with the reason. Weak references, so that models are freed.
+_mixing: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 _other_outputs: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+
+
+def detached(z: Tensor, n_heads: int, heads: Sequence[int]) -> Tensor:
+    """The same outputs, but those of ``heads`` pass no gradient on.
+
+    A bridge divides z by ``cfg.d_head``, which is wrong where values have another width than keys
+    (latent attention), so that the heads are divided again.
+    """
+    by_head = z.reshape(*z.shape[:2], n_heads, -1)
+    stopped = torch.zeros(n_heads, 1, dtype=torch.bool, device=z.device)
+    stopped[list(heads)] = True
+    return torch.where(stopped, by_head.detach(), by_head).reshape(z.shape)
+
+
+def require_separate_heads(model: HookedModel, layers: list[int]) -> None:
+    """Raise an error unless the gradient of each head goes through its own part of z alone.
+
+    A tiny pass finds out, once for each model.
+    """
+    if model not in _mixing:
+        _mixing[model] = _layers_that_mix(model)
+    if wrong := sorted(_mixing[model].intersection(layers)):
+        raise ModelError(
+            f"the gradient of a single head cannot be stopped in layers {wrong} of "
+            f"{model.cfg.model_name}: {z_name(wrong[0])} does not exist, or does not hold the "
+            "output of each head by itself, as where a norm mixes heads before the output "
+            "projection. Choose other layers, or detach the whole output of the attention with a "
+            "hook of your own on hook_attn_out"
+        )
+
+
+def _layers_that_mix(model: HookedModel) -> frozenset[int]:
+    """Layers where the pattern of head 0 has a gradient although its z is detached."""
+    patterns: dict[int, Tensor] = {}
+
+    def store(layer: int, pattern: Tensor) -> None:
+        pattern.retain_grad()
+        patterns[layer] = pattern
+
+    names = [z_name(layer) for layer in range(model.cfg.n_layers)]
+    points = model.hook_dict  # made anew at each access
+    missing = {layer for layer, name in enumerate(names) if name not in points}
+    hooks: list[Hook] = [
+        LEAF,
+        *hooks_by_layer(model, pattern_name, store),
+        *(
+            (name, lambda z, hook: detached(z, model.cfg.n_heads, [0]))
+            for layer, name in enumerate(names)
+            if layer not in missing
+        ),
+    ]
+    with trial_of(model, hooks, gradients=True):
+        small_loss(logits_of(model, tiny_tokens(model))).backward()
+    return frozenset(
+        missing
+        | {
+            layer
+            for layer, pattern in patterns.items()
+            if pattern.grad is None or pattern.grad[:, 0].any()
+        }
+    )
 
 
 def transformed_values(
@@ -60,12 +127,16 @@ def _layers_with_other_outputs(model: Any) -> dict[int, str]:
     hooks = [
         *hooks_by_layer(model, pattern_name, patterns.__setitem__),
         *hooks_by_layer(model, values_name, values.__setitem__),
-        *hooks_by_layer(model, _output_name, lambda layer, output: outputs[layer].append(output)),
+        *hooks_by_layer(
+            model,
+            lambda layer: f"blocks.{layer}.hook_attn_out",
+            lambda layer, output: outputs[layer].append(output),
+        ),
     ]
     points = model.hook_dict  # made anew at each access
     known = [hook for hook in hooks if hook[0] in points]
     attentions = [
-        (block.attn, _append_to(of_layer))
+        (block.attn, partial(_append, of_layer))
         for block, of_layer in zip(model.blocks, outputs, strict=True)
     ]
     with trial_of(model, known, attentions):
@@ -77,23 +148,12 @@ def _layers_with_other_outputs(model: Any) -> dict[int, str]:
     return {layer: reason for layer, reason in reasons.items() if reason}
 
 
-def _output_name(layer: int) -> str:
-    return f"blocks.{layer}.hook_attn_out"
-
-
-def _append_to(outputs: list[Tensor]) -> Callable[..., None]:
-    def append(attention: Any, inputs: Any, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    return append
+def _append(outputs: list[Tensor], attention: Any, inputs: Any, output: Any) -> None:
+    outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
 def _reason(
-    model: Any,
-    layer: int,
-    pattern: Tensor | None,
-    values: Tensor | None,
-    outputs: list[Tensor],
+    model: Any, layer: int, pattern: Tensor | None, values: Tensor | None, outputs: list[Tensor]
 ) -> str:
     """Why the output of a layer is not the sum over keys and heads; empty if it is."""
     if pattern is None or values is None:
