@@ -164,7 +164,9 @@ def test_several_sets_in_joined_batches_equal_whole_prompts(llama: Any, whole: A
         )
     ours = al.run(llama, batches, METRICS, **QUIET)
     assert " to " in ours["accuracy"].info["shared_prefix"]  # each set has its own length
+    logits = al.target_logits(llama, batches, progress=False)  # nothing is observed in a prefix
     whole()
+    assert difference(logits, al.target_logits(llama, batches, progress=False)) < 1e-5
     for name, record in al.run(llama, batches, METRICS, **QUIET).items():
         assert_same(ours[name], record)
 
@@ -275,6 +277,11 @@ def test_a_metric_that_fails_in_the_demonstrations_leaves_the_others(gpt2: Any) 
 def test_a_metric_without_observe_prefix_runs_whole_prompts(gpt2: Any) -> None:
     results = al.run(gpt2, questions(gpt2, 5), [SelfAttention(), al.Accuracy()], **QUIET)
     assert "self_attention without" in results["accuracy"].info["shared_prefix"]
+
+
+def test_whole_prompts_run_if_asked_for(gpt2: Any) -> None:
+    results = al.run(gpt2, questions(gpt2, 5), [al.Accuracy()], share_prefix=False, **QUIET)
+    assert results["accuracy"].info["shared_prefix"] == "off: share_prefix=False"
 
 
 def test_gradient_checkpointing_runs_whole_prompts(gpt2: Any) -> None:
