@@ -9,7 +9,7 @@ from weakref import ref
 from ..models.batch_hooks import in_leading_tokens
 from ..models.hooked import Hook, HookedModel, devices_of_layers
 from ..models.kv_cache import KeyValues
-from ..prompts.batch import LeadingTokens, PromptBatch
+from ..prompts.batch import PromptBatch
 from ..system.free_memory import free_for_layers
 from .forward import run_prefix
 from .fused_attention import run_fused
@@ -34,14 +34,14 @@ def after_shared(batch: PromptBatch, lengths: Mapping[int, int]) -> PromptBatch:
     return batch if set_id is None or set_id not in lengths else batch.after(lengths[set_id])
 
 
-def shared_tokens(batch: PromptBatch) -> LeadingTokens:
+def shared_tokens(batch: PromptBatch) -> PromptBatch:
     """The tokens before a batch after a prefix, as one prompt."""
     return batch.whole().prompt(0).before(batch.first_query)
 
 
 def run_shared(
     model: HookedModel,
-    tokens: LeadingTokens,
+    tokens: PromptBatch,
     hooks: Sequence[Hook],
     *,
     is_fused: bool = False,

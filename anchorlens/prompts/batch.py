@@ -293,16 +293,19 @@ class PromptBatch:
         return self._columns_from(ends - int((ends - starts).max()))
 
     @checked
-    def before(self, position: int) -> "LeadingTokens":
-        """The columns before ``position`` alone, all of which are run."""
+    def before(self, position: int) -> "PromptBatch":
+        """The columns before ``position`` alone, all of which are run, as a cached prefix is made.
 
-        def leading(batch: PromptBatch) -> LeadingTokens:
-            values = batch.__getstate__()
-            for name in _OF_EACH_TOKEN:
-                values[name] = values[name][:, :position]
-            return LeadingTokens(**{**values, "first_query": 0})
+        Positions are those of the whole prompts: targets and the last label words may lie beyond.
+        """
 
-        return cast(LeadingTokens, on_both(self, leading))
+        def leading(batch: PromptBatch) -> PromptBatch:
+            first: dict[str, Any] = {
+                name: getattr(batch, name)[:, :position] for name in _OF_EACH_TOKEN
+            }
+            return replace(batch, first_query=0, **first)
+
+        return on_both(self, leading)
 
     def _ends(self) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         """The first position of each prompt, and the first position after it."""
@@ -470,14 +473,6 @@ class PromptBatch:
         ).to(tokens.device)
 
 
-class LeadingTokens(PromptBatch):
-    """The first tokens of prompts, as a cached prefix is made of them.
-
-    Positions are those of the whole prompts, so that targets and the last label words may lie
-    beyond the tokens.
-    """
-
-
 def on_both(batch: PromptBatch, change: Callable[[PromptBatch], PromptBatch]) -> PromptBatch:
     """A change of a batch on its device, and of ``batch.on_cpu``, so that neither is copied."""
     changed = change(batch)
@@ -519,12 +514,6 @@ def all_padded_right(batches: Sequence[PromptBatch]) -> list[PromptBatch]:
         else batch
         for batch in padded
     ]
-
-
-def only_sets(batches: Sequence[PromptBatch]) -> list[int | None]:
-    """The set of demonstrations of each batch; None for a batch with several."""
-    sets = [set(batch.on_cpu.demonstrations_id.tolist()) for batch in batches]
-    return [each.pop() if len(each) == 1 else None for each in sets]
 
 
 def anchors_of(batch: PromptBatch) -> Bool[Tensor, "batch position"]:

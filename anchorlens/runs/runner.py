@@ -30,10 +30,11 @@ from ..passes.shared_prefix import (
     SharedPrefixes,
     after_shared,
     no_hooks,
+    only_set,
     run_shared,
     shared_tokens,
 )
-from ..prompts.batch import PromptBatch, only_sets
+from ..prompts.batch import PromptBatch
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..results.results import Results
@@ -179,7 +180,7 @@ class Runner:
         self, batch: PromptBatch, hooks: HooksOfBatch, metrics: Sequence[Metric]
     ) -> tuple[_Observed, Tensor]:
         """What metrics observe by hooks, and the logits."""
-        (set_id,) = only_sets([batch])
+        set_id = only_set(batch)
         length = 0 if set_id is None else self.how.lengths.get(set_id, 0)
         batch = batch.after(length) if length else batch
         acting = () if hooks is no_hooks else hooks(batch)
