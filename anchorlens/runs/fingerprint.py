@@ -96,8 +96,13 @@ def in_words(value: Any) -> str:
     elif isinstance(value, partial):
         options = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
         text = f"{name_of(value.func)}({', '.join(options)})"
-    elif is_dataclass(value) and not all(field.compare for field in fields(value)):
-        # Its repr would tell counters, which do not decide.
+    elif isinstance(value, torch.Tensor):
+        text = f"{value.dtype} of the shape {tuple(value.shape)}"
+    elif is_dataclass(value) and not all(
+        field.compare and not isinstance(getattr(value, field.name, None), torch.Tensor)
+        for field in fields(value)
+    ):
+        # Its repr would tell counters, which do not decide, or numbers on a device.
         told = [field.name for field in fields(value) if field.compare and field.repr]
         options = [f"{name}={in_words(getattr(value, name))}" for name in told]
         text = f"{type(value).__qualname__}({', '.join(options)})"
