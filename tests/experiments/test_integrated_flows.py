@@ -9,7 +9,7 @@ import plain
 import pytest
 import torch
 from architectures import BY_NAME
-from measures import assert_same, difference
+from measures import assert_same, difference, does_not_run
 from tiny_models import questions, raw_model, tiny_gpt2, tiny_llama
 from torch import Tensor
 from toys import native_bridge
@@ -43,16 +43,6 @@ MAKE: dict[str, Callable[[int], Any]] = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 def batch() -> al.PromptBatch:
     names = ["question", "step", "answer"]
     return al.PromptBatch.from_segments(TOKENS, SEGMENTS, names, attention_mask=MASK)
-
-
-@pytest.fixture
-def no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial is the first pass over prompts."""
-
-    def fail(*arguments: Any) -> None:
-        raise AssertionError("a pass ran before the error")
-
-    monkeypatch.setattr(Runner, "why_not_late", fail)
 
 
 @pytest.fixture
@@ -251,20 +241,19 @@ def test_a_run_resumes_with_the_same_settings(
         ({"segments": ["nothing"]}, "there is no segment 'nothing'"),
     ],
 )
-@pytest.mark.usefixtures("no_pass")
 def test_wrong_arguments_raise_an_error_before_any_pass(
     arguments: dict[str, Any], message: str, gpt2: Any, batch: al.PromptBatch
 ) -> None:
-    with pytest.raises(AnchorlensError, match=message):
+    with pytest.raises(AnchorlensError, match=message), does_not_run(gpt2):
         al.integrated_flows(gpt2, [batch], **(QUIET | arguments))
 
 
-@pytest.mark.usefixtures("no_pass")
 def test_folded_value_biases_are_refused(byte_level: Any, batch: al.PromptBatch) -> None:
     folded = al.prepare_model(
         raw_model("bridge", tiny_gpt2(len(byte_level)), byte_level, fold=True)
     )
-    with pytest.raises(ModelError, match="value biases of this model are folded"):
+    message = "value biases of this model are folded"
+    with pytest.raises(ModelError, match=message), does_not_run(folded):
         al.integrated_flows(folded, [batch], **QUIET)
 
 

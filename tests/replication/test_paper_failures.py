@@ -89,13 +89,6 @@ def test_prompts_that_are_too_long_do_not_stop_the_other_tasks(byte_level: Any) 
     assert set(numbers.task) == {"emotions"}
 
 
-def test_the_progress_bar_names_the_part(model: Any, capsys: Any) -> None:
-    options = QUICK | {"progress": True}
-    al.paper(model, EMOTIONS, seeds=[3], parts=[other, lambda setting: other(setting)], **options)
-    printed = capsys.readouterr().err
-    assert "emotions, seed 3, other (1 of 2 parts)" in printed and "(2 of 2 parts)" in printed
-
-
 def rows_of(numbers: Iterator[PaperNumber]) -> set[str]:
     return {number.part.partition(",")[0] for number in numbers}
 

@@ -13,6 +13,9 @@ import pytest
 
 import anchorlens as al
 from anchorlens.replication.paper_parts import PaperNumber
+from anchorlens.replication.published import TABLE_1, TABLE_2, TABLE_3
+
+TASKS = ("sst2", "trec", "agnews", "emo")
 
 
 def fields(text: str) -> list[list[str]]:
@@ -46,9 +49,7 @@ def test_tables_show_mean_and_standard_deviation_over_seeds() -> None:
     (row,) = [row for row in section(text, "Table 1. Accuracy, %") if "±" in row[-1]]
     assert row == ["vanilla", f"{fmean(percents):.1f} ± {stdev(percents):.1f}"]
     assert row == ["vanilla", "45.8 ± 19.1"]
-
-
-def test_one_seed_has_no_standard_deviation() -> None:
+    # One seed has no standard deviation.
     text = al.paper_tables(table(by_seed("Table 1", "vanilla", "accuracy", {7: 0.25}, "trec")))
     assert text.startswith("Of one seed, 7,") and "±" not in text
     assert ["vanilla", "25.0"] in section(text, "Table 1")
@@ -127,9 +128,7 @@ def test_table_2_is_a_mean_over_tasks_and_then_over_seeds() -> None:
     )
     assert printed[starts.index("SST-2") + 1][1] == "60.0 ± 10.0"
     assert printed[starts.index("TREC") + 1][1] == "57.0 ± 4.2 (2/3)"
-
-
-def test_table_2_shows_a_single_task_once() -> None:
+    # A single task is shown once.
     row = by_seed("Table 2", "ICL", "accuracy", {1: 0.5}, "trec")
     printed = section(al.paper_tables(table(row)), "Table 2.")
     assert printed[1:3] == [["this model, TREC"], ["ICL", "50.0"]]
@@ -257,18 +256,6 @@ def test_a_part_of_the_user_is_shown_as_it_is() -> None:
     ]
 
 
-def test_numbers_read_from_csv_give_the_same_tables() -> None:
-    rows = [
-        *LAYERED,
-        *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7}),
-        *isolation("Figure 4"),
-        *by_seed("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5}, "trec"),
-    ]
-    numbers = table(rows)
-    restored = pd.read_csv(StringIO(numbers.to_csv(index=False)))
-    assert al.paper_tables(restored) == al.paper_tables(numbers)
-
-
 def every_section() -> pd.DataFrame:
     """Rows of each figure and table, of the appendix, of a user's own part, and of two tasks."""
     seeds = {1: 0.25, 2: 0.5}
@@ -293,8 +280,14 @@ def every_section() -> pd.DataFrame:
 
 def test_the_text_of_every_section_is_the_stored_one() -> None:
     """The text goes into files that others read, so that it changes on purpose only."""
-    text = al.paper_tables(every_section())
+    numbers = every_section()
+    text = al.paper_tables(numbers)
     assert f"{text}\n".encode() == (Path(__file__).parent / "every_section.txt").read_bytes()
+    # Numbers that were read from a table with commas give the same.
+    words = by_seed("Appendix, top words", 'clean: a, "b"', "1. '\\n'", {1: 0.5, 2: nan}, "trec")
+    numbers = pd.concat([numbers, table(words)])
+    restored = pd.read_csv(StringIO(numbers.to_csv(index=False)))
+    assert al.paper_tables(restored) == al.paper_tables(numbers)
 
 
 CONFUSIONS = [
@@ -312,12 +305,7 @@ CONFUSIONS = [
 
 def test_figures_show_means_and_ranges() -> None:
     figures = al.paper_figures(table([*LAYERED, *isolation("Figure 4"), *CONFUSIONS]))
-    assert list(figures) == [
-        "TREC: Figure 3",
-        "TREC: Figure 4",
-        "TREC: Figure 5",
-        "SST-2: Figure 6",
-    ]
+    assert list(figures) == [*(f"TREC: Figure {k}" for k in (3, 4, 5)), "SST-2: Figure 6"]
     figure = figures["TREC: Figure 3"]
     (line,) = [trace for trace in figure.data if trace.name]
     assert line.name == "S_pq"  # only shares are drawn
@@ -334,30 +322,24 @@ def test_figures_show_means_and_ranges() -> None:
     predicted, actual = (trace.z for trace in figures["SST-2: Figure 6"].data)
     assert predicted[0][1] == 0.375 and predicted[1][0] == 0.5  # only one seed has a value
     assert actual[0][1] == 0.5 and actual[1][0] == 0.625
-
-
-def test_a_seed_without_values_does_not_change_mean_and_range() -> None:
+    # A seed without values changes no mean and no range.
     rows = [*LAYERED, *lines("Figure 5", "AUCROC_l", "area", {3: [nan] * 7})]
-    (line,) = [
-        trace
-        for trace in al.paper_figures(table(rows))["TREC: Figure 5"].data
-        if trace.name == "AUCROC_l"
-    ]
+    traces = al.paper_figures(table(rows))["TREC: Figure 5"].data
+    (line,) = [trace for trace in traces if trace.name == "AUCROC_l"]
     assert line.y[0] == pytest.approx(0.2) and list(line.customdata[0]) == pytest.approx([0.1, 0.3])
 
 
 def test_tables_are_narrow() -> None:
-    tasks = ("sst2", "trec", "agnews", "emo")
+    accuracies = [
+        number
+        for name in ("vanilla", "more shots", "re-weighted")
+        for number in by_seed("Table 1", name, "accuracy", {1: 0.5, 2: 0.625}, "")
+    ]
+    depths = isolation("Appendix, isolation depths")
     rows = [
         row._replace(task=task)
-        for task in tasks
-        for row in (*LAYERED, *isolation("Figure 4"), *isolation("Appendix, isolation depths"))
-    ]
-    rows += [
-        number
-        for task in tasks
-        for name in ("vanilla", "more shots", "re-weighted")
-        for number in by_seed("Table 1", name, "accuracy", {1: 0.5, 2: 0.625}, task)
+        for task in TASKS
+        for row in (*LAYERED, *isolation("Figure 4"), *depths, *accuracies)
     ]
     text = al.paper_tables(table(rows))
     assert max(map(len, text.splitlines())) <= 110
@@ -365,8 +347,50 @@ def test_tables_are_narrow() -> None:
 
 
 def test_report_takes_tables_without_figures(tmp_path: Any) -> None:
-    rows = by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec")
-    numbers = table(rows)
+    numbers = table(by_seed("Table 1", "vanilla", "accuracy", {1: 0.25}, "trec"))
     assert al.paper_figures(numbers) == {}
     path = al.write_report({}, tmp_path / "a.html", summary=al.paper_tables(numbers))
     assert "Table 1. Accuracy, %" in path.read_text()
+
+
+# A second copy from the paper.
+PAPER_1 = """
+vanilla      61.28  57.56  73.32  15.44
+more shots   64.75  60.40  52.52   9.80
+re-weighted  90.07  60.92  81.94  41.64
+"""
+PAPER_2 = """
+GPT2-XL  ICL                100.00  100.00  51.90
+GPT2-XL  Text_anchor         51.05   36.65  38.77
+GPT2-XL  Hidden_random       48.96    5.59  39.96
+GPT2-XL  Hidden_random-top   57.52    4.49  41.72
+GPT2-XL  Hidden_anchor       79.47   62.17  45.04
+GPT-J    ICL                100.00  100.00  56.82
+GPT-J    Text_anchor         53.45   43.85  40.83
+GPT-J    Hidden_random       49.03    2.16  31.51
+GPT-J    Hidden_random-top   71.10   11.36  52.34
+GPT-J    Hidden_anchor       89.06   75.04  55.59
+"""
+PAPER_3 = """
+GPT2-XL  1.1  1.5  2.5  1.4
+GPT-J    1.5  2.2  2.9  1.9
+"""
+
+
+def test_published_values_are_those_of_the_paper() -> None:
+    assert {"GPT2-XL"} == set(TABLE_1)
+    rows = {row[0]: dict(zip(TASKS, map(float, row[1:]), strict=True)) for row in fields(PAPER_1)}
+    assert TABLE_1["GPT2-XL"] == rows
+    columns = ("label loyalty", "word loyalty", "accuracy")
+    table_2 = [
+        [model, name, *(f"{row[column]:.2f}" for column in columns)]
+        for model, of_model in TABLE_2.items()
+        for name, row in of_model.items()
+    ]
+    assert table_2 == fields(PAPER_2)
+    speed_ups = {
+        row[0]: dict(zip(TASKS, map(float, row[1:]), strict=True)) for row in fields(PAPER_3)
+    }
+    assert {model: [*rows.values()] for model, rows in TABLE_3.items()} == {
+        model: [rows] for model, rows in speed_ups.items()
+    }

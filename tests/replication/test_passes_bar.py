@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tqdm.auto import tqdm
 
 import anchorlens as al
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
@@ -15,26 +16,18 @@ pytestmark = [
 ]
 
 
-class RecordedBar:
-    """In place of tqdm: what was shown after each pass."""
+Shown = list[tuple[str, int, int | None]]
 
-    bars: "list[RecordedBar]" = []  # noqa: RUF012
 
-    def __init__(self, total: int | None, disable: bool, unit: str) -> None:
-        self.total, self.count, self.title = total, 0, ""
-        self.shown: list[tuple[str, int, int | None]] = []
-        RecordedBar.bars.append(self)
+class RecordedBar(tqdm):  # type: ignore[type-arg]
+    """The bar, with its title, count and total after each pass."""
 
-    def set_description_str(self, title: str) -> None:
-        self.title = title
+    shown: Shown = []  # noqa: RUF012
 
-    def update(self) -> None:
-        self.count += 1
-        self.shown.append((self.title, self.count, self.total))
-
-    def clear(self) -> None: ...
-
-    def close(self) -> None: ...
+    def update(self, n: float | None = 1) -> bool | None:
+        updated = super().update(n)
+        self.shown.append((self.desc, int(self.n), self.total))
+        return updated
 
 
 def passes(setting: PaperSetting, count: int) -> Iterator[PaperNumber]:
@@ -54,17 +47,18 @@ def long(setting: PaperSetting) -> Iterator[PaperNumber]:
 
 
 def test_the_bar_moves_by_passes_and_learns_its_total(
-    monkeypatch: Any, gpt2: Any, tmp_path: Any
+    monkeypatch: Any, gpt2: Any, tmp_path: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("anchorlens.replication.paper.tqdm", RecordedBar)
     examples = al.load_examples("sentiment")
     options: dict[str, Any] = {"queries": 12, "depth": 1, "draws": 1, "parts": (short, long)}
 
-    def shown(seeds: list[int]) -> list[tuple[str, int, int | None]]:
-        al.paper(gpt2, {"sentiment": (examples, examples)}, seeds=seeds, folder=tmp_path, **options)
-        return RecordedBar.bars.pop().shown
+    def shown(**more: Any) -> tuple[pd.DataFrame, Shown]:
+        RecordedBar.shown.clear()
+        tasks = {"sentiment": (examples, examples)}
+        return al.paper(gpt2, tasks, seeds=[1, 2], **options, **more), [*RecordedBar.shown]
 
-    found = shown([1, 2])
+    numbers, found = shown(folder=tmp_path)
     assert [count for _, count, _ in found] == [*range(1, 13)]
     # Then parts of two passes are expected, and more of the second part as it takes more.
     assert [total for *_, total in found] == [None, None, 8, 8, 9, 10] + [12] * 6
@@ -75,23 +69,10 @@ def test_the_bar_moves_by_passes_and_learns_its_total(
             [(1, "short"), (1, "long"), (2, "short"), (2, "long")], start=1
         )
     ]
-    assert shown([1, 2]) == []  # all parts are stored
-
-
-def test_a_progress_bar_changes_no_number(gpt2: Any, capsys: Any) -> None:
-    examples = al.load_examples("sentiment")
-    shown, hidden = [
-        al.paper(
-            gpt2,
-            {"sentiment": (examples, examples)},
-            queries=12,
-            seeds=[1],
-            depth=1,
-            draws=1,
-            parts=(short,),
-            progress=progress,
-        )
-        for progress in (True, False)
-    ]
-    pd.testing.assert_frame_equal(shown, hidden)
-    assert "short (1 of 1 parts): 2 passes" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "short (1 of 4 parts): 0 passes" in printed and "12/12" in printed
+    assert shown(folder=tmp_path)[1] == []  # all parts are stored
+    capsys.readouterr()
+    hidden, _ = shown(progress=False)
+    pd.testing.assert_frame_equal(hidden, numbers)
+    assert not capsys.readouterr().err
