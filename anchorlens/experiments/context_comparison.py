@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -187,27 +187,27 @@ class ContextsRecord(Record):
         The bars of random controls are their mean with the range of the draws, and the best draw.
         """
         fields = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
-        values = torch.stack([getattr(self, name) for name in fields], dim=1)
-        unknown = torch.full((2, len(values)), torch.nan, dtype=values.dtype, device="cpu")
-        bounds = torch.stack([self.intervals.get(name, unknown) for name in fields], dim=2)
         groups = list(self.info["contexts"])
+        estimates = [[self.estimate(name, k) for name in fields] for k in range(len(groups))]
+        ends = [[(each.low, each.value, each.high) for each in of_one] for of_one in estimates]
         if len(self.random_accuracy):
-            draws = torch.stack([getattr(self, f"random_{name}") for name in fields[:3]])
-            best = torch.stack([getattr(self, f"top_{name}") for name in fields[:3]])
-            # Low end, height and high end of both bars; none has stolen attention.
-            ends = torch.stack([draws.amin(1), best, draws.mean(1), best, draws.amax(1), best])
-            ends = torch.nn.functional.pad(ends.view(3, 2, 3), (0, 1), value=torch.nan)
-            values = torch.cat([values, ends[1]])
-            bounds = torch.cat([bounds, ends[::2]], dim=1)
+            draws = [getattr(self, f"random_{name}") for name in fields[:3]]
+            best = [float(getattr(self, f"top_{name}")) for name in fields[:3]]
+            stolen = (nan, nan, nan)  # is not measured after random words
+            ends.append(
+                [*((float(d.min()), float(d.mean()), float(d.max())) for d in draws), stolen]
+            )
+            ends.append([*((value, value, value) for value in best), stolen])
             groups += _NAMES_OF_DRAWS
+        low, values, high = torch.tensor(ends, dtype=torch.double, device="cpu").unbind(-1)
         return figures.bars(
             values[None],
             ["share"],
             groups,
             ["accuracy", "label loyalty", "word loyalty", "stolen attention"],
             title=f"Contexts; accuracy of the demonstrations is {float(self.whole_accuracy):.2f}",
-            low=bounds[0][None],
-            high=bounds[1][None],
+            low=low[None],
+            high=high[None],
         )
 
 

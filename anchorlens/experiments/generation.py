@@ -115,7 +115,15 @@ def trace_generation(
         raise PromptError("the model has no tokenizer; load it with one (tokenizer=...)")
     check_from_1(PromptError, max_new_tokens=max_new_tokens)
     pieces = [("prompt", prompt)] if isinstance(prompt, str) else prompt
-    _check_names(model, options)
+    known = [
+        name
+        for name, parameter in signature(model.generate).parameters.items()  # type: ignore[attr-defined]
+        if parameter.kind is not Parameter.VAR_KEYWORD and name not in _SET_HERE
+    ]
+    if wrong := [name for name in options if name not in known]:
+        raise PromptError(
+            f"{wrong[0]!r} is no option here; those of the model's generate are {', '.join(known)}"
+        )
     [prompt_batch] = build_segments(tokenizer, [pieces])
     check_options(model, prompt_batch, weight, chunk)
     if ANSWER in prompt_batch.segment_names:
@@ -132,18 +140,11 @@ def trace_generation(
     check_fits(model, prompt_batch)
     refuse_another_rotation(model, length, length + max_new_tokens)
     tokens, logits = _written(model, prompt_batch, max_new_tokens, seed, options)
+    names, count = [*prompt_batch.segment_names, ANSWER], tokens.shape[1] - length
     batch = PromptBatch.from_segments(
         tokens,
-        torch.cat(
-            [
-                prompt_batch.segments,
-                torch.full(
-                    (1, tokens.shape[1] - length), len(prompt_batch.segment_names), device="cpu"
-                ),
-            ],
-            dim=1,
-        ),
-        [*prompt_batch.segment_names, ANSWER],
+        torch.nn.functional.pad(prompt_batch.segments, (0, count), value=len(names) - 1),
+        names,
         begins_with_bos=prompt_batch.begins_with_bos,
     )
     flows = step_flows(model, batch, ANSWER, weight=weight, chunk=chunk)
@@ -151,26 +152,10 @@ def trace_generation(
     return GenerationTrace(str(tokenizer.decode(tokens[0, length:].tolist())), batch, flows)
 
 
-def _check_names(model: Any, options: dict[str, Any]) -> None:
-    """Raise an error for options that ``generate`` does not know, or that are set here."""
-    known = [
-        name
-        for name, parameter in signature(model.generate).parameters.items()
-        if parameter.kind is not Parameter.VAR_KEYWORD and name not in _SET_HERE
-    ]
-    if wrong := [name for name in options if name not in known]:
-        raise PromptError(
-            f"{wrong[0]!r} is no option here; those of the model's generate are {', '.join(known)}"
-        )
-
-
 def _written(
     model: Any, prompt: PromptBatch, count: int, seed: int, options: dict[str, Any]
 ) -> tuple[Tensor, Float[Tensor, "step vocab"]]:
-    """The prompt and the tokens that the model writes after it, without the end of the text.
-
-    And the logits from which each of these tokens was taken.
-    """
+    """The prompt with the tokens that the model writes after it, and the logits of these."""
     end = model.tokenizer.eos_token_id
     device = device_of(model)
     defaults = {

@@ -40,11 +40,14 @@ def test_a_context_of_all_tokens_acts_as_the_demonstrations(
     assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
 
 
-def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any) -> None:
+def test_a_context_of_some_tokens_acts_as_these_keys(gpt2: Any, tmp_path: Any) -> None:
     """It acts as the whole prompt without the edges from the query to the other tokens."""
     batches = questions(gpt2, 4)
     context = al.compress(gpt2, batches[0], keep=al.selection.anchors_and_format)
     effect = al.prefix_effect(gpt2, batches, context, rows=al.edges.target, **QUIET)
+    again: dict[str, Any] = {"rows": al.edges.target, "folder": tmp_path, **QUIET}
+    for _ in range(2):  # computed, then stored
+        assert_same(al.prefix_effect(gpt2, batches, context, **again), effect, 0)
     (batch,) = batches
     metric = al.PrefixEffect(
         keys={"context": lambda batch: al.edges.demonstrations(batch) & selected(batch, context)},
@@ -108,14 +111,6 @@ def test_nothing_before_the_query_does_nothing(llama: Any) -> None:
         assert not getattr(effect, name).any(), name
     assert (effect.bos > 0).all()
     assert effect.concentration.isnan().all() and effect.spread.isnan().all()
-
-
-def test_a_folder_resumes_the_effect_of_a_context(gpt2: Any, tmp_path: Any) -> None:
-    batches = questions(gpt2, 4, batch_size=2)
-    context = al.compress(gpt2, batches[0])
-    first = al.prefix_effect(gpt2, batches, context, folder=tmp_path, **QUIET)
-    second = al.prefix_effect(gpt2, batches, context, folder=tmp_path, **QUIET)
-    assert_same(first, second, 0)
 
 
 def test_wrong_contexts_and_rows_are_refused(gpt2: Any, llama: Any) -> None:

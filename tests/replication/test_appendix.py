@@ -171,8 +171,5 @@ def test_demonstrations_that_do_not_fit_are_a_warning(
     with pytest.warns(UserWarning, match="sentiment, seed 3, letters: a prompt has .* is 512"):
         numbers = al.paper(small, examples, parts=parts, progress=False, **options)
     assert set(numbers.part) == {"Appendix, top words"}
-
-
-def test_the_appendix_has_all_its_parts() -> None:
     names = [part.__name__ for part in al.PAPER_APPENDIX]
     assert names == ["depths", "two_shots", "letters", "top_words", "directions"]

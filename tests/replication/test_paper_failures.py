@@ -15,9 +15,7 @@ import anchorlens as al
 from anchorlens.errors import DataError, HookError, MetricError, StoreError
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting, figure_4, figures_3_5_6
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:in 1 of 1 sets", "ignore:in layers")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +91,9 @@ def rows_of(numbers: Iterator[PaperNumber]) -> set[str]:
     return {number.part.partition(",")[0] for number in numbers}
 
 
-def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(byte_level: Any) -> None:
+def test_a_metric_that_fails_does_not_stop_the_others(
+    model: Any, byte_level: Any, monkeypatch: Any
+) -> None:
     """Folded value biases make saliency impossible, but not the other two metrics."""
     bridge = boot(tiny_gpt2(len(byte_level)), byte_level)
     bridge.enable_compatibility_mode(disable_warnings=True, fold_value_biases=True)
@@ -101,8 +101,6 @@ def test_a_metric_that_cannot_be_computed_does_not_stop_the_others(byte_level: A
     with pytest.warns(UserWarning, match="no result for saliency_flows: the value biases"):
         assert rows_of(figures_3_5_6(setting(folded))) == {"Figure 5", "Figure 6"}
 
-
-def test_a_metric_whose_result_fails_does_not_stop_the_others(model: Any, monkeypatch: Any) -> None:
     def fail(self: Any, rows: Any) -> Any:
         raise MetricError("nothing to see")
 
@@ -127,6 +125,7 @@ FEW = [example for example in EXAMPLES if example.label] + OTHERS[:4]
         (EMOTIONS, {"seeds": ()}, "expected a task, a seed and a part"),
         (EMOTIONS, {"parts": ()}, "expected a task, a seed and a part"),
         ({}, {}, "expected a task, a seed and a part"),
+        (EMOTIONS, {"depth": 3}, "layers must be numbers from 0 to 1"),
     ],
 )
 def test_mistakes_are_errors_before_anything_runs(
@@ -136,10 +135,6 @@ def test_mistakes_are_errors_before_anything_runs(
         raise AssertionError("it ran")
 
     all_tasks = {**EMOTIONS, **tasks} if tasks else tasks
-    with pytest.raises(DataError, match=words):
+    error = HookError if "depth" in options else DataError
+    with pytest.raises(error, match=words):
         al.paper(model, all_tasks, **{**QUICK, "seeds": SEEDS, "parts": [never], **options})
-
-
-def test_a_depth_beyond_the_model_is_an_error(model: Any) -> None:
-    with pytest.raises(HookError, match="layers must be numbers from 0 to 1"):
-        al.paper(model, EMOTIONS, depth=3, progress=False)

@@ -200,29 +200,19 @@ def isolation(part: str) -> list[PaperNumber]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("part", "title"),
-    [
-        ("Figure 4", "Figure 4. Loyalty"),
-        ("Appendix, isolation depths", "Appendix. Figure 4 with words isolated in more and fewer"),
-        ("Appendix, two shots: Figure 4", "Appendix, two shots: Figure 4. Loyalty"),
-    ],
-)
-def test_loyalty_under_isolation_is_in_per_cent(part: str, title: str) -> None:
-    assert section(al.paper_tables(table(isolation(part))), title)[:4] == [
+def test_loyalty_under_isolation_is_in_per_cent() -> None:
+    """That of the appendix is in the stored text below."""
+    text = al.paper_tables(table(isolation("Figure 4")))
+    assert section(text, "Figure 4. Loyalty")[:4] == [
         ["label loyalty", "word loyalty"],
         ["TREC"],
         ["label words, first 2 layers", "62.5 ± 17.7", "25.0 ± 0.0"],
         ["random words, first 2 layers", "75.0 ± 35.4", "87.5 ± 17.7"],
     ]
-
-
-def test_bos_is_explained_only_if_there_is_one() -> None:
-    row = by_seed(
-        "Figure 4", "label words, first 2 layers, BOS edge kept", "word loyalty", {1: 1}, "sst2"
-    )
-    assert "which the paper's prompts do not have" in al.paper_tables(table(row)).replace("\n", " ")
-    assert "BOS" not in al.paper_tables(table(isolation("Figure 4")))
+    assert "BOS" not in text  # it is explained only where there is one
+    name = "label words, first 2 layers, BOS edge kept"
+    text = al.paper_tables(table(by_seed("Figure 4", name, "word loyalty", {1: 1}, "sst2")))
+    assert "which the paper's prompts do not have" in text.replace("\n", " ")
 
 
 def test_tables_show_top_words_and_directions() -> None:

@@ -16,10 +16,10 @@ pytestmark = [
 ]
 
 
-Shown = list[tuple[str, int, int | None]]
+Shown = list[tuple[str, int, float | None]]
 
 
-class RecordedBar(tqdm):  # type: ignore[type-arg]
+class RecordedBar(tqdm):
     """The bar, with its title, count and total after each pass."""
 
     shown: Shown = []  # noqa: RUF012
