@@ -43,6 +43,16 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def built(tokenizer: Any, task: al.Task = TASK, queries: Any = ("x",), **options: Any) -> Any:
+    return al.build_prompts(tokenizer, task, DEMOS, queries, **options)
+
+
+def chat(template: str | None) -> Any:
+    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def conversation(task: al.ChatTask, query: str) -> list[dict[str, str]]:
     """The turns of a prompt, written without the code under test."""
     turns = [{"role": "system", "content": task.instructions}] if task.instructions else []
@@ -63,8 +73,10 @@ def test_tokens_and_positions_are_those_of_the_chat_template(
     kind: str, name: str, instructions: str
 ) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
+    before = tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()
     task = replace(TASK, instructions=instructions)
-    batches = al.build_prompts(tokenizer, task, DEMOS, QUERIES, batch_size=2)
+    batches = built(tokenizer, task, QUERIES, batch_size=2)
+    assert (tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()) == before
     for row, query in zip(rows(batches), QUERIES, strict=True):
         turns = conversation(task, query.text)
         assert row.tokens == ids_of(tokenizer, turns)
@@ -90,7 +102,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
     """Texts, instructions and formats, read from the tokens of each segment."""
     tokenizer = with_template(chat_tokenizer("byte-level"), name)
     task = replace(TASK, instructions="" if name == "Gemma 2" else "Classify.")
-    (row,) = rows(al.build_prompts(tokenizer, task, DEMOS, ["so so"]))
+    (row,) = rows(built(tokenizer, task, ["so so"]))
     spelled: dict[str, str] = {}
     for token, segment in zip(row.tokens, row.segments, strict=True):
         spelled[segment] = spelled.get(segment, "") + tokenizer.decode([token])
@@ -103,7 +115,7 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
     if task.instructions:
         assert "Classify." in spelled["other"]
     if name == "Qwen":
-        (plain,) = rows(al.build_prompts(tokenizer, TASK, DEMOS, ["so so"]))
+        (plain,) = rows(built(tokenizer, queries=["so so"]))
         stop = plain.segments.index("format")
         assert set(plain.segments[:stop]) == {"other"}
         assert tokenizer.decode(plain.tokens[:stop]).endswith("assistant.<|im_end|>\n")
@@ -113,8 +125,8 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
 def test_templates_that_trim_take_the_space_of_a_label_word(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
     spaced = replace(TASK, labels=[" Negative", " Positive"])
-    (with_space,) = al.build_prompts(tokenizer, spaced, DEMOS, ["so so"])
-    (without,) = al.build_prompts(tokenizer, TASK, DEMOS, ["so so"])
+    (with_space,) = built(tokenizer, spaced, ["so so"])
+    (without,) = built(tokenizer, queries=["so so"])
     assert torch.equal(with_space.tokens, without.tokens) == (name in TRIMMING)
     words = [tokenizer.decode([token]) for token in with_space.label_token_ids.tolist()]
     if kind == "byte-level":
@@ -140,25 +152,18 @@ def test_a_bos_is_there_once_if_the_template_writes_it(kind: str, name: str) -> 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_padding_and_batching_change_nothing(kind: str, name: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), name)
-    alone = rows(al.build_prompts(tokenizer, TASK, DEMOS, QUERIES, batch_size=1))
+    alone = rows(built(tokenizer, queries=QUERIES, batch_size=1))
     for side in ("left", "right"):
-        options: Any = {"padding_side": side, "batch_size": 2}
-        assert rows(al.build_prompts(tokenizer, TASK, DEMOS, QUERIES, **options)) == alone
-    (batch,) = al.build_prompts(tokenizer, TASK, DEMOS, QUERIES)
+        assert rows(built(tokenizer, queries=QUERIES, padding_side=side, batch_size=2)) == alone
+    (batch,) = built(tokenizer, queries=QUERIES)
     assert batch.shared_prefix >= alone[0].query_start
     assert len(batch.demonstrations_id.unique()) == 1
-
-
-def chat(template: str) -> Any:
-    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def test_options_go_to_the_template() -> None:
     tokenizer = chat(QWEN_3)
     quick = replace(TASK, options={"enable_thinking": False})
-    (row,) = rows(al.build_prompts(tokenizer, quick, DEMOS, ["so so"]))
+    (row,) = rows(built(tokenizer, quick, ["so so"]))
     turns = conversation(TASK, "so so")
     expected = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, tokenize=True, enable_thinking=False
@@ -166,6 +171,11 @@ def test_options_go_to_the_template() -> None:
     assert row.tokens == expected["input_ids"]
     assert tokenizer.decode(row.tokens).endswith("assistant\n<think>\n\n</think>\n\n")
     assert set(row.segments[row.query_start : -1]) == {"query"}
+
+
+TURN = "{{ '<' + m['role'] + '>' + m['content'] }}"
+EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
+AFTER_ANOTHER_QUERY = "message.content == 'Positive' and 'so so' not in messages[-2].content"
 
 
 @pytest.mark.parametrize(
@@ -190,13 +200,35 @@ def test_options_go_to_the_template() -> None:
             QWEN_3.replace("and loop.last", "and message.content == 'Positive' and loop.last"),
             r"writes '<think>.*' before the answer 'Positive'",
         ),
+        # A space, and only before the second word after the second query.
+        (
+            QWEN_3.replace("<think>\n\n</think>\n\n", " ").replace(
+                "and loop.last", f"and loop.last and {AFTER_ANOTHER_QUERY}"
+            ),
+            r"label word 'Positive' as ' Positive' after query 1, but as 'Positive' after query 0",
+        ),
+        (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review:   dull"),
+        (EACH.replace("m['content']", "m['content'].split('d')[0]"), "changes the text of the use"),
+        (EACH.replace("m['content']", "m['content'] * 2"), "each turn once and in the order"),
+        (EACH.replace("messages", "messages[::-1]"), "each turn once and in the order"),
+        (EACH.replace("messages", "messages[1:]"), "each turn once and in the order"),
+        (
+            EACH + "{% if 'so so' in messages[-1]['content'] %}!{% endif %}",
+            r"writes '!' after the turns of these demonstrations",
+        ),
+        ("{{ raise_exception('no!') }}", r"cannot write the turns of user.*: no!"),
+        ("{% for m in messages %}", r"cannot write the turns of"),
+        ("{{ 1 / 0 }}", r"cannot write the turns of user.*: division by zero"),
+        ("{{ messages[99].content.x }}", r"cannot write the turns of"),
+        ("{{ messages[0]['content'] + 1 }}", r"cannot write the turns of"),
+        (None, r"has no chat template; use a chat model or plain"),
     ],
 )
-def test_templates_that_write_something_before_an_answer_raise_an_error(
-    template: str, message: str
+def test_templates_that_hide_positions_or_move_answers_raise_an_error(
+    template: str | None, message: str
 ) -> None:
     with pytest.raises(PromptError, match=message):
-        al.build_prompts(chat(template), TASK, DEMOS, QUERIES)
+        built(chat(template), queries=QUERIES)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -204,7 +236,7 @@ def test_an_answer_follows_the_prompt_in_the_template(kind: str, name: str) -> N
     """The oracle: the tokens of the whole conversation with the answer, for each word."""
     tokenizer = with_template(chat_tokenizer(kind), name)
     task = al.ChatTask(TEMPLATE, [["Negative", "Sad"], ["Positive", "Happy"]], score=torch.amax)
-    (batch,) = al.build_prompts(tokenizer, task, DEMOS, QUERIES)
+    (batch,) = built(tokenizer, task, QUERIES)
     assert batch.labels == ("Negative", "Positive") and batch.verbalizer is not None
     for row, query in zip(rows([batch]), QUERIES, strict=True):
         for words, tokens in zip(task.words, batch.verbalizer.token_ids, strict=True):
@@ -228,13 +260,13 @@ def test_a_template_writes_the_date_of_the_task(asks: str) -> None:
     form = "'<%A %d %-d %B %b %Y %Y-%m-%d %H:%M %j %y>'"
     template = asks.replace("FORMAT", form) + CHATML
     for task in (TASK, replace(TASK, date="2030-01-02")):
-        (row,) = rows(al.build_prompts(chat(template), task, DEMOS, ["x"]))
+        (row,) = rows(built(chat(template), task))
         date = datetime.fromisoformat(task.date).strftime(form[1:-1])
         given = replace(
             task,
             options={"chat_template": asks.replace("strftime_now(FORMAT)", f"'{date}'") + CHATML},
         )
-        assert [row] == rows(al.build_prompts(chat(template), given, DEMOS, ["x"]))
+        assert [row] == rows(built(chat(template), given))
         assert date in chat(template).decode(row.tokens)
 
 
@@ -249,8 +281,8 @@ def test_another_template_may_be_given() -> None:
     plain = chat_tokenizer("byte-level")
     assert plain.chat_template is None
     given = replace(TASK, options={"chat_template": CHATML})
-    ours = rows(al.build_prompts(plain, given, DEMOS, ["x"]))
-    assert ours == rows(al.build_prompts(with_template(plain, "ChatML"), TASK, DEMOS, ["x"]))
+    ours = rows(built(plain, given))
+    assert ours == rows(built(with_template(plain, "ChatML")))
 
 
 def test_chat_tasks_are_tasks() -> None:
@@ -270,14 +302,6 @@ def test_chat_tasks_are_tasks() -> None:
     assert "text" not in row.segments
     assert "Review:\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
     assert "Review: so so\nSentiment:<|eot_id|>" in tokenizer.decode(row.tokens)
-
-
-def test_the_tokenizer_stays_as_it_was() -> None:
-    tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 3")
-    before = copy.deepcopy(vars(tokenizer)), tokenizer.backend_tokenizer.to_str()
-    al.build_prompts(tokenizer, replace(TASK, instructions="Classify."), DEMOS, QUERIES)
-    assert tokenizer.backend_tokenizer.to_str() == before[1]
-    assert tokenizer.chat_template == before[0]["chat_template"]
 
 
 @pytest.mark.without_jaxtyping
@@ -301,64 +325,23 @@ def test_a_model_runs_chat_prompts(hooked: Any) -> None:
     assert context.logits(model, batches[0]).shape == (6, len(tokenizer))
 
 
-TURN = "{{ '<' + m['role'] + '>' + m['content'] }}"
-EACH = "{% for m in messages %}" + TURN + "{% endfor %}<assistant>"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (EACH.replace("m['content']", "m['content'] | upper"), r"user's turn 'Review:   dull"),
-        (EACH.replace("m['content']", "m['content'].split('d')[0]"), "changes the text of the use"),
-        (EACH.replace("m['content']", "m['content'] * 2"), "each turn once and in the order"),
-        (EACH.replace("messages", "messages[::-1]"), "each turn once and in the order"),
-        (EACH.replace("messages", "messages[1:]"), "each turn once and in the order"),
-        (
-            EACH + "{% if 'so so' in messages[-1]['content'] %}!{% endif %}",
-            r"writes '!' after the turns of these demonstrations",
-        ),
-        ("{{ raise_exception('no!') }}", r"cannot write the turns of user.*: no!"),
-        ("{% for m in messages %}", r"cannot write the turns of"),
-        ("{{ 1 / 0 }}", r"cannot write the turns of user.*: division by zero"),
-        ("{{ messages[99].content.x }}", r"cannot write the turns of"),
-        ("{{ messages[0]['content'] + 1 }}", r"cannot write the turns of"),
-    ],
-)
-def test_templates_that_hide_positions_raise_an_error(template: str, message: str) -> None:
-    tokenizer = copy.deepcopy(chat_tokenizer("byte-level"))
-    tokenizer.chat_template = template
-    with pytest.raises(PromptError, match=message):
-        al.build_prompts(tokenizer, TASK, DEMOS, ["so so"])
-
-
 def test_instructions_to_a_template_without_a_system_turn_raise_an_error() -> None:
     tokenizer = with_template(chat_tokenizer("byte-level"), "Gemma 2")
-    task = replace(TASK, instructions="Classify.")
-    message = (
-        r"turns of system and user.*: System role not supported. .*instead of the instructions"
-    )
+    message = r"turns of system and user.*: System role not supported. .*instead of the instruct"
     with pytest.raises(PromptError, match=message):
-        al.build_prompts(tokenizer, task, DEMOS, ["x"])
+        built(tokenizer, replace(TASK, instructions="Classify."))
 
 
-def test_a_tokenizer_without_a_template_raises_an_error() -> None:
-    with pytest.raises(PromptError, match=r"has no chat template; use a chat model or plain"):
-        al.build_prompts(chat_tokenizer("byte-level"), TASK, DEMOS, ["x"])
-
-
-def test_label_words_with_one_first_token_raise_an_error(kind: str) -> None:
+def test_label_words_that_cannot_be_told_apart_or_from_their_turn_raise_an_error(kind: str) -> None:
     tokenizer = with_template(chat_tokenizer(kind), "Llama 3")
     for words in (["Ab", "Ac"], [" Ab", "  Ab"]):  # the spaces of the second pair are trimmed
         with pytest.raises(PromptError, match="have the same first token"):
-            al.build_prompts(tokenizer, replace(TASK, labels=words), DEMOS, ["x"])
-
-
-def test_label_words_that_merge_with_the_end_of_their_turn_raise_an_error(kind: str) -> None:
+            built(tokenizer, replace(TASK, labels=words))
     tokenizer = copy.deepcopy(chat_tokenizer(kind))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}s{% endfor %}"
     message = "merges with (what stands (before|after) it|this end)"
     with pytest.raises(PromptError, match=message):
-        al.build_prompts(tokenizer, TASK, DEMOS, ["x"])
+        built(tokenizer)
 
 
 @pytest.mark.without_jaxtyping
@@ -366,8 +349,5 @@ def test_label_words_that_merge_with_the_end_of_their_turn_raise_an_error(kind: 
 def test_wrong_options_raise_an_error(options: Any) -> None:
     with pytest.raises(PromptError, match=r"options of a chat task are \{name: value\}"):
         al.ChatTask(TEMPLATE, ["a", "b"], options=options)
-
-
-def test_a_separator_is_no_part_of_a_chat_task() -> None:
     with pytest.raises(TypeError, match="separator"):
         al.ChatTask(TEMPLATE, ["a", "b"], separator="\n")  # type: ignore[call-arg]

@@ -81,11 +81,6 @@ def expected(tokenizer: Any, task: al.Task, demos: list[al.Example], query: al.E
     )
 
 
-@pytest.fixture(scope="session", params=["byte_level", "sentencepiece_like"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def build(tokenizer: Any, case: Prompts, **options: Any) -> list[al.PromptBatch]:
     return al.build_prompts(tokenizer, case.task, case.demos, case.queries, **options)
 

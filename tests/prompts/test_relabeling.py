@@ -67,11 +67,9 @@ def test_flipping_an_odd_number_of_classes_six_times_gives_the_true_labels() -> 
     for before, after in pairwise(history):
         assert all(a != b for a, b in zip(labels(before), labels(after), strict=True))
 
-
-def test_one_class_is_flipped_to_one_other_class() -> None:
+    # One class is flipped to one other class.
     _, once = al.relabel(QUESTIONS, TREC, al.relabeling.flipped(1.0, seed=2))
-    pairs = set(zip(labels(QUESTIONS), labels(once), strict=True))
-    assert len(pairs) == 6
+    assert len({*zip(labels(QUESTIONS), labels(once), strict=True)}) == 6
 
 
 def test_nothing_flipped_gives_the_same_tokens(byte_level: Any) -> None:
@@ -126,23 +124,18 @@ def test_an_own_function_relabels() -> None:
 
 
 @pytest.mark.without_jaxtyping
-def test_relabeling_leaves_its_inputs_and_the_random_state() -> None:
+def test_draws_leave_their_inputs_and_the_random_state() -> None:
     before = [*REVIEWS], random.getstate(), torch.get_rng_state()
     for how in (al.relabeling.random(3), al.relabeling.flipped(0.5)):
         al.relabel(REVIEWS, SST2, how)
+    al.sample_demonstrations(REVIEWS, shots=3, seed=1)
+    al.sample_queries(REVIEWS, 5, seed=1)
     assert before[0] == REVIEWS
     assert random.getstate() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
 BAD, GOOD = al.Example("bad", 0), al.Example("good", 1)
-
-
-@pytest.mark.without_jaxtyping
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_wrong_shares_raise_an_error(share: Any) -> None:
-    with pytest.raises(PromptError, match=r"share must be a number from 0 to 1; got "):
-        al.relabeling.flipped(share)
 
 
 @pytest.mark.without_jaxtyping
@@ -165,7 +158,10 @@ def test_wrong_relabelings_raise_an_error(demos: Any, how: Any, message: str) ->
         al.relabel(demos, SST2, how)
 
 
-def test_sets_with_different_tasks_raise_an_error() -> None:
+def test_wrong_shares_and_sets_with_different_tasks_raise_an_error() -> None:
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(PromptError, match=r"share must be a number from 0 to 1; got "):
+            al.relabeling.flipped(share)
     words = iter([[" A", " B"], [" C", " D"]])
 
     def other_words(task: Any, demos: Any) -> Any:

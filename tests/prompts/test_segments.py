@@ -23,11 +23,7 @@ SHORT: list[tuple[str | None, str]] = [
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
-def test_each_token_is_in_the_segment_of_its_piece(
-    name: str, side: Any, request: pytest.FixtureRequest
-) -> None:
-    tokenizer = request.getfixturevalue(name)
+def test_each_token_is_in_the_segment_of_its_piece(tokenizer: Any, side: Any) -> None:
     [batch] = al.build_segments(tokenizer, [PIECES, SHORT], padding_side=side)
     assert batch.segment_names == ("question", "answer", "step")
     assert batch.index.tolist() == [1, 0]  # shorter prompts first

@@ -24,11 +24,6 @@ BY_HAND: dict[Any, Any] = {
 }
 
 
-@pytest.fixture(params=["byte_level", "sentencepiece_like"])
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
-
-
 def test_the_first_word_stands_in_the_demonstrations(tokenizer: Any) -> None:
     first = al.Task(TEMPLATE, [" Negative", " Positive"])
     (one,) = al.build_prompts(tokenizer, first, DEMOS, ["x", "y z"])
@@ -118,12 +113,6 @@ def test_batches_from_positions_take_several_words() -> None:
     for wrong in wrongs:
         with pytest.raises(PromptError, match=r"is an al.Verbalizer; got (None|\[\[1\], \[2\]\])"):
             check_batch(replace(batch, verbalizer=wrong))
-
-
-def test_words_with_one_first_token_raise_an_error(tokenizer: Any) -> None:
-    for words in ([[" Ab", " A"], [" Positive"]], [[" Ab"], [" Positive", " A"]]):
-        with pytest.raises(PromptError, match=r"' Ab' and ' A' have the same first token '.A'"):
-            al.build_prompts(tokenizer, al.Task("{text}:{label}", words), DEMOS, ["x"])
 
 
 @pytest.mark.without_jaxtyping
