@@ -114,6 +114,8 @@ def test_segments_are_those_of_the_characters(name: str) -> None:
     assert "Review" not in spelled["other"] if "other" in spelled else name in ("ChatML", "Zephyr")
     if task.instructions:
         assert "Classify." in spelled["other"]
+    if name == "ChatML":
+        assert spelled["other"] == "<|im_start|>system\nClassify.<|im_end|>\n"
     if name == "Qwen":
         (plain,) = rows(built(tokenizer, queries=["so so"]))
         stop = plain.segments.index("format")

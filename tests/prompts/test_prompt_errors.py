@@ -155,7 +155,7 @@ def test_a_special_token_at_the_end_raises_an_error(byte_level: Any) -> None:
 
 
 def test_a_prompt_that_ends_in_a_demonstration_raises_an_error(tokenizer: Any) -> None:
-    with raises(match=r"query 1"):
+    with raises(match=r"query 1 is empty, and so is the template before {label}"):
         al.build_prompts(tokenizer, al.Task("{text}{label}", SST2.labels), [GOOD, BAD], ["x", ""])
 
 

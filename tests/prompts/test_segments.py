@@ -59,6 +59,7 @@ def test_batches_are_as_large_as_asked(byte_level: Any) -> None:
         ([], "prompts is a list of prompts"),
         ([[]], r"prompt 0 must be a list of \(name, text\)"),
         ([[("", "a")]], r"prompt 0 must be a list of \(name, text\)"),
+        ([[("a", "")]], r"prompt 0 has no text; got \[\('a', ''\)\]"),
         ([[(None, "a")]], "prompt 0 has no piece with a name"),
         ([[("a", "x"), ("b", "")]], "the piece '' of segment 'b' in prompt 0 has no token"),
         ([[("a", "Hello wor"), ("b", ""), ("c", "ld")]], "of segment 'b' in prompt 0 has no tok"),
