@@ -151,6 +151,12 @@ def sentencepiece_like() -> Any:
     return sentencepiece_like_tokenizer()
 
 
+@pytest.fixture(scope="session", params=["byte_level", "sentencepiece_like"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Each of the two in turn."""
+    return request.getfixturevalue(request.param)
+
+
 def shared(request: pytest.FixtureRequest, make: Callable[[int], Any], tokenizer: Any) -> Any:
     """A model that all tests of this process share, or one that this test may change."""
     hooked = request.getfixturevalue("hooked")
