@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .experiments.analysis import analyse as analyse
     from .experiments.context_comparison import ContextsRecord as ContextsRecord
     from .experiments.context_comparison import compare_contexts as compare_contexts
+    from .experiments.context_effect import plot_prefix_directions as plot_prefix_directions
+    from .experiments.context_effect import plot_prefix_pattern as plot_prefix_pattern
     from .experiments.context_effect import prefix_effect as prefix_effect
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
@@ -54,8 +56,6 @@ if TYPE_CHECKING:
     from .experiments.integrated_flows import integrated_flows as integrated_flows
     from .experiments.isolation import isolation_loyalty as isolation_loyalty
     from .experiments.isolation import isolation_sweep as isolation_sweep
-    from .experiments.prefix_plots import plot_prefix_directions as plot_prefix_directions
-    from .experiments.prefix_plots import plot_prefix_pattern as plot_prefix_pattern
     from .experiments.segment_suppression import (
         SegmentSuppressionRecord as SegmentSuppressionRecord,
     )

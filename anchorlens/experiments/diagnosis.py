@@ -1,6 +1,5 @@
 """Diagnose errors: does the distance of keys predict which classes are confused? (section 3.3)"""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import isnan
@@ -171,6 +170,12 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
     n_layers = len(distances.anchor_distance)
     requested = int(distances.default_layer) if layer is None else layer
     [chosen] = indices_of("layer", requested, n_layers)
+    names = {"predicted": "anchor_distance", "actual": "pair_auc"}
+    names |= {name: name for name in ("correlation", "position_correlation")}
+    known = distances.intervals
+    intervals = {ours: known[theirs] for ours, theirs in names.items() if theirs in known}
+    if "predicted" in intervals:
+        intervals["predicted"] = intervals["predicted"][:, chosen]
     orders = class_orders(len(distances.pair_auc))
     correlation, p_value, _ = permutation_test(
         distances.anchor_distance, distances.pair_auc, orders
@@ -182,7 +187,7 @@ def diagnose(distances: Record, *, layer: int | None = None) -> DiagnosisRecord:
         p_value=p_value,
         position_correlation=distances.position_correlation,
         layer=torch.tensor(chosen, device="cpu"),
-        intervals=_intervals(distances.intervals, chosen),
+        intervals=intervals,
         info={**distances.info, "class_permutations": len(orders)},
     )
 
@@ -229,14 +234,3 @@ def _pairs_of(matrix: Float[Tensor, "class class"]) -> tuple[Tensor, Tensor]:
     """First and second class of every pair."""
     first, second = torch.triu_indices(len(matrix), len(matrix), 1, device="cpu")
     return first, second
-
-
-def _intervals(bounds: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Intervals of the distances under the field names of the diagnosis."""
-    same = ("correlation", "position_correlation")
-    intervals = {name: bounds[name] for name in same if name in bounds}
-    if "anchor_distance" in bounds:
-        intervals["predicted"] = bounds["anchor_distance"][:, layer]
-    if "pair_auc" in bounds:
-        intervals["actual"] = bounds["pair_auc"]
-    return intervals

@@ -204,22 +204,26 @@ def test_a_call_after_an_interruption_goes_on(
             al.compare_contexts(gpt2, batches, folder=tmp_path, **options | other)
 
 
+def with_interval(record: al.ContextsRecord, name: str, form: str) -> str:
+    """The number of the second context, as the table writes it."""
+    numbers = (getattr(record, name)[1], *record.intervals[name][:, 1])
+    value, low, high = (format(float(number), form) for number in numbers)
+    return f"{value} [{low}, {high}]"
+
+
 def test_the_record_has_a_table_and_a_figure_and_is_saved(gpt2: Any, tmp_path: Any) -> None:
     options: dict[str, Any] = {"progress": False, "repeats": 1}
     record = al.compare_contexts(gpt2, questions(gpt2, 21), TWO, **options)
     table = record.table()
-    low, high = record.intervals["accuracy"][:, 1]
-    assert (
-        table.loc["anchors only", "accuracy"] == f"{record.accuracy[1]:.2f} [{low:.2f}, {high:.2f}]"
-    )
-    gains: Any = table.loc["anchors only", ["gain over the first", "gain over demonstrations"]]
-    assert [text.split()[0] for text in gains] == [
-        f"{record.gain_over_first[1]:+.2f}",
-        f"{record.gain_over_demonstrations[1]:+.2f}",
-    ]
     assert record.gain_over_first[1] != record.gain_over_demonstrations[1]
-    assert table.loc["anchors only", "KB stored"] == f"{record.bytes_stored[1] / 1000:.0f}"
-    assert table.loc["anchors only", "ms a query"] == f"{1000 * record.seconds[1]:.1f}"
+    expected = {
+        "accuracy": with_interval(record, "accuracy", ".2f"),
+        "gain over the first": with_interval(record, "gain_over_first", "+.2f"),
+        "gain over demonstrations": with_interval(record, "gain_over_demonstrations", "+.2f"),
+        "KB stored": f"{record.bytes_stored[1] / 1000:.0f}",
+        "ms a query": f"{1000 * record.seconds[1]:.1f}",
+    }
+    assert table.loc["anchors only", [*expected]].to_dict() == expected
     figure = record.plot()
     shares = ("accuracy", "label_loyalty", "word_loyalty", "stolen")
     assert [(bars.name, bars.y) for bars in figure.data] == [
@@ -252,8 +256,7 @@ def test_random_controls_are_in_the_table_and_in_the_figure(llama: Any, tmp_path
     assert table.loc[best, "label loyalty"] == f"{draws.max():.2f}"
     assert table.loc[best, "accuracy"] == f"{record.top_accuracy:.2f}"
     assert table.loc[best, "KL in nats"] == ""
-    low, high = record.intervals["label_gap"][:, 1]
-    gap = f"{record.label_gap[1]:+.2f} [{low:+.2f}, {high:+.2f}]"
+    gap = with_interval(record, "label_gap", "+.2f")
     assert table.loc["anchors only", "label gap"] == gap
     bars = figure.data[1]
     expected = [*record.label_loyalty.tolist(), float(draws.mean()), float(draws.max())]
