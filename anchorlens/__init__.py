@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .experiments.diagnosis import DiagnosisRecord as DiagnosisRecord
     from .experiments.diagnosis import diagnose as diagnose
     from .experiments.edge_sweep import CutEdgesRecord as CutEdgesRecord
-    from .experiments.edge_sweep import SweepResults as SweepResults
     from .experiments.edge_sweep import edge_sweep as edge_sweep
     from .experiments.generation import GenerationTrace as GenerationTrace
     from .experiments.generation import trace_generation as trace_generation
@@ -100,11 +99,7 @@ if TYPE_CHECKING:
     from .models.load import load_model as load_model
     from .models.load import prepare_model as prepare_model
     from .models.load import restore_model as restore_model
-    from .passes.losses import LossAtPositions as LossAtPositions
-    from .passes.losses import label_cross_entropy as label_cross_entropy
-    from .passes.losses import next_token_cross_entropy as next_token_cross_entropy
-    from .passes.losses import span_cross_entropy as span_cross_entropy
-    from .passes.losses import word_cross_entropy as word_cross_entropy
+    from .passes import losses as losses
     from .prompts import edges as edges
     from .prompts import relabeling as relabeling
     from .prompts.batch import PromptBatch as PromptBatch
@@ -119,7 +114,6 @@ if TYPE_CHECKING:
     from .prompts.examples import sample_queries as sample_queries
     from .prompts.relabeling import relabel as relabel
     from .prompts.sample import sample_prompts as sample_prompts
-    from .prompts.segment_names import SEGMENTS as SEGMENTS
     from .prompts.task_file import read_task as read_task
     from .prompts.tasks import TASKS as TASKS
     from .prompts.tasks import Task as Task
@@ -134,7 +128,6 @@ if TYPE_CHECKING:
     from .report.answer_flows import AnswerFlows as AnswerFlows
     from .report.answer_flows import plot_answer as plot_answer
     from .report.claims import Claim as Claim
-    from .report.claims import Verdict as Verdict
     from .report.claims import claims as claims
     from .report.page import write_report as write_report
     from .report.prompt_flows import PromptFlows as PromptFlows
@@ -144,9 +137,7 @@ if TYPE_CHECKING:
     from .results.record import Record as Record
     from .results.record import load_record as load_record
     from .results.results import Results as Results
-    from .runs.caches import cache_of_attentions as cache_of_attentions
-    from .runs.caches import from_caches as from_caches
-    from .runs.caches import names_filter as names_filter
+    from .runs import caches as caches
     from .runs.run import run as run
     from .runs.run import target_logits as target_logits
     from .runs.store import forget_run as forget_run

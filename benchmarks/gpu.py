@@ -190,7 +190,7 @@ def plain(weights: Any, batches: Sequence[al.PromptBatch], backward: bool) -> No
             ).last_hidden_state
             rows = torch.arange(len(batch), device=hidden.device)
             logits = weights.get_output_embeddings()(hidden[rows, batch.target_positions])
-            loss = al.label_cross_entropy(logits, batch).sum()
+            loss = al.losses.label_cross_entropy(logits, batch).sum()
         if backward:
             loss.backward()
 

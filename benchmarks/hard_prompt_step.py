@@ -59,13 +59,13 @@ def main() -> None:
         optimizer = al.hard_prompts.PEZ.optimizer([embeddings])
 
         def step() -> None:
-            trainable.backward(model, batch, al.label_cross_entropy)
+            trainable.backward(model, batch, al.losses.label_cross_entropy)
             optimizer.step()
             trainable.after_step(0)
 
         def floor() -> None:
             queries = queries_after(batch, torch.cat([bos, ids]))
-            run_pass(model, queries, loss=al.label_cross_entropy)
+            run_pass(model, queries, loss=al.losses.label_cross_entropy)
 
         pairs = [(seconds(step), seconds(floor)) for _ in range(arguments.repeats + 1)][1:]
     steps, floors = (statistics.median(times) for times in zip(*pairs, strict=True))

@@ -67,7 +67,7 @@ def transformers_alone(model: Any, batch: al.PromptBatch) -> torch.Tensor:
     for attention in hidden.attentions:
         attention.retain_grad()
     logits = model.get_output_embeddings()(hidden.last_hidden_state[:, -1])
-    al.label_cross_entropy(logits, batch).sum().backward()
+    al.losses.label_cross_entropy(logits, batch).sum().backward()
     chosen = [flow(batch)[0] for flow in (al.edges.wp, al.edges.pq, al.edges.ww)]
     flows = []
     for attention in hidden.attentions:
@@ -81,7 +81,7 @@ def floor(model: Any, batch: al.PromptBatch) -> torch.Tensor:
     embedded = model.get_input_embeddings()(batch.tokens).detach().requires_grad_()
     hidden = model.base_model(inputs_embeds=embedded).last_hidden_state
     logits = model.get_output_embeddings()(hidden[:, -1])
-    al.label_cross_entropy(logits, batch).sum().backward()
+    al.losses.label_cross_entropy(logits, batch).sum().backward()
     return torch.zeros(model.config.n_layer, 3)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import anchorlens as al
+from anchorlens.report.claims import Verdict
 
 LAYERS = 9
 SCALES = (0.02, 0.25)  # as new weights are drawn, and so large that the layers do something
@@ -73,7 +74,7 @@ def main() -> None:
             total.update(claim.verdict.value for claim in found)
             print(number, task, *(f"{claim.estimate} {claim.verdict};" for claim in found))
     print(f"{count} models:", dict(total))
-    if total[al.Verdict.AGREES.value]:
+    if total[Verdict.AGREES.value]:
         raise SystemExit("a model with random weights agrees with a claim of the paper")
 
 

@@ -54,7 +54,7 @@ def plain_transformers(weights: Any, batches: Sequence[al.PromptBatch]) -> None:
         ).last_hidden_state
         rows = torch.arange(len(batch))
         logits = weights.get_output_embeddings()(hidden[rows, batch.target_positions])
-        al.label_cross_entropy(logits, batch).sum().backward()
+        al.losses.label_cross_entropy(logits, batch).sum().backward()
 
 
 def compare(name: str, weights: Any, tokenizer: Any, repeats: int, prompts: int) -> None:
@@ -70,7 +70,7 @@ def compare(name: str, weights: Any, tokenizer: Any, repeats: int, prompts: int)
     def floor() -> None:
         with frozen_in_eval_mode(model):
             for batch in batches:
-                run_pass(model, batch, loss=al.label_cross_entropy)
+                run_pass(model, batch, loss=al.losses.label_cross_entropy)
 
     def flows() -> None:
         al.run(model, batches, [al.SaliencyFlows()], resamples=0, progress=False)

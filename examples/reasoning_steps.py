@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model = al.load_model(options.model)
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     parts: dict[str, Any] = {
         name: partial(al.edges.segment, name=name) for name in ("question", "step 1", "step 2")
     }

@@ -37,6 +37,13 @@ MADE_BY_THE_PACKAGE = (
     *(al.PromptBatch, al.EdgeSet, al.Results),
 )
 INTERNAL = {
+    "losses.NextTokenCrossEntropy",
+    "losses.NextTokenCrossEntropy.positions",
+    "losses.WordCrossEntropy",
+    "losses.WordCrossEntropy.continuations",
+    "losses.before_segment",
+    "losses.gold_of",
+    "losses.needs_positions",
     "edges.check_edges",
     "edges.as_edge_set",
     "edges.edge_sets",

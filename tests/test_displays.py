@@ -12,6 +12,8 @@ from tiny_models import questions
 from trained_contexts import trained
 
 import anchorlens as al
+from anchorlens.experiments.edge_sweep import SweepResults
+from anchorlens.report.claims import Verdict
 from anchorlens.results.in_short import interval_in_short, values_in_short
 
 HOSTILE = '<script>alert("x")</script>\n& more'
@@ -75,7 +77,7 @@ def instances(model: Any) -> Iterator[Any]:
     yield from (how, prompt, prompt.prefix)
     yield al.hard_prompt(model, [300] * 99, held_out=[held_out])
     flows = al.run(model, [batch], [al.SaliencyFlows()], resamples=0, progress=False)
-    yield from (*al.claims(flows), al.Verdict.AGREES)
+    yield from (*al.claims(flows), Verdict.AGREES)
     yield al.plot_prompt(model, batch)
     yield al.plot_answer(al.step_flows(model, batch.prompt(0), "text"))
     yield al.Verbalizer([[1, 2], [5]])
@@ -96,7 +98,7 @@ def test_every_public_object_prints_one_short_line(gpt2: Any) -> None:
         line = repr(instance)
         assert len(line) <= 200 and "\n" not in line and "tensor(" not in line, line
         assert line.lstrip("<")[:5] != "ancho", f"the default repr says nothing: {line}"
-    of_several_lines = {al.SweepResults}
+    of_several_lines = {SweepResults}
     assert {type(instance) for instance in shown} >= public_classes() - of_several_lines
 
 

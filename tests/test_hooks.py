@@ -331,7 +331,7 @@ def test_gradients_of_tensors_equal_finite_differences(
         with model.hooks(fwd_hooks=hooks(model, batch, values)):
             logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
         at_target = logits[torch.arange(len(batch)), batch.target_positions]
-        return al.label_cross_entropy(at_target, batch).sum()
+        return al.losses.label_cross_entropy(at_target, batch).sum()
 
     generator = torch.Generator().manual_seed(0)
     given = (0.5 + torch.rand(shape, dtype=torch.double, generator=generator)).requires_grad_()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import PromptError
 from ..models.hooked import HookedModel, device_of, vocabulary_of
-from ..passes.losses import Loss, check_loss, label_cross_entropy
+from ..passes.loss_checks import check_loss
+from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_batch, demonstrations_ids
 from ..prompts.plain_tokens import plain_tokens
 from ..prompts.segment_names import OTHER

@@ -26,7 +26,8 @@ from ..models.hooked import (
 )
 from ..models.kv_cache import KeyValues
 from ..models.load import ensure_prepared
-from ..passes.losses import Loss, check_loss, refuse_several_targets
+from ..passes.loss_checks import check_loss, refuse_several_targets
+from ..passes.losses import Loss
 from ..prompts.batch import PromptBatch, check_batch
 from ..results import figures
 from ..results.record import Record

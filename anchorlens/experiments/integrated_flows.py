@@ -24,7 +24,8 @@ from ..models.hooked import (
 from ..models.norm_after import FrozenNorms
 from ..passes.forward import losses_of, run_pass
 from ..passes.late_start import started, stored_starts
-from ..passes.losses import Loss, check_gradient_of_loss, check_loss
+from ..passes.loss_checks import check_gradient_of_loss, check_loss
+from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts import edges
 from ..prompts.batch import PromptBatch

@@ -10,7 +10,8 @@ from ..errors import PromptError
 from ..models.hooked import HookedModel, check_fits, device_of
 from ..models.model_state import frozen_in_eval_mode
 from ..passes.forward import run_pass
-from ..passes.losses import Loss, check_gradient_of_loss, check_loss, label_cross_entropy
+from ..passes.loss_checks import check_gradient_of_loss, check_loss
+from ..passes.losses import Loss, label_cross_entropy
 from ..prompts.batch import PromptBatch, check_prompts
 from ..system.arguments import checked
 from . import weights

@@ -103,7 +103,7 @@ def require_transformed_values(model: HookedModel) -> None:
     if not hasattr(model, "blocks"):
         raise MetricError(
             "the values of heads need the model, whose output projections no cache holds; give it: "
-            "al.from_caches(..., model=model)"
+            "al.caches.from_caches(..., model=model)"
         )
     if model not in _other_outputs:
         _other_outputs[model] = _layers_with_other_outputs(model)

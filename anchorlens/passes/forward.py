@@ -31,14 +31,8 @@ from ..prompts.batch import PromptBatch
 from ..system.checksum import row_sums
 from ..system.put_back import put_back, safe_context
 from .continuations import log_probs_after
-from .losses import (
-    Loss,
-    WordCrossEntropy,
-    columns_of,
-    continuations_of,
-    require_one_a_prompt,
-    targets_of,
-)
+from .loss_checks import continuations_of, require_one_a_prompt, targets_of
+from .losses import Loss, WordCrossEntropy, columns_of
 from .recompute import Checkpoints, checkpointed
 
 CHANGES, OBSERVERS = "hooks that change the run", "hooks that observe"

@@ -11,19 +11,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import MetricError, ModelError
-from ..models.hooked import HookedModel, device_of, refuse_longer_than, vocabulary_of
-from ..models.kv_cache import without_cache
-from ..models.rotary import refuse_another_rotation
+from ..errors import MetricError
 from ..prompts import edges
-from ..prompts.batch import PromptBatch, longest_prompt
+from ..prompts.batch import PromptBatch
 from ..system.arguments import checked, has_methods
-from ..system.texts import name_of
 
 WeightsOfBatch = Callable[
     [PromptBatch], Bool[Tensor, "batch position"] | Float[Tensor, "batch position"]
 ]
-_DRAWS = 8  # of random logits on which a loss is tried
 
 Loss = Callable[[Float[Tensor, "batch vocab"], PromptBatch], Float[Tensor, " batch"]]
 
@@ -50,10 +45,11 @@ def label_cross_entropy(
 
     Examples:
         >>> logits = torch.zeros(len(batch), model.cfg.d_vocab, device=batch.tokens.device)
-        >>> al.label_cross_entropy(logits, batch)[0].exp().round().item()  # as many as labels
+        >>> loss = al.losses.label_cross_entropy(logits, batch)
+        >>> loss[0].exp().round().item()  # as many as labels
         6.0
     """
-    gold = _gold_of(batch)
+    gold = gold_of(batch)
     verbalizer = batch.verbalizer
     scores = batch.label_scores(logits) if verbalizer is None else verbalizer.scores(logits)
     log_probs = scores.log_softmax(-1)
@@ -81,6 +77,7 @@ class LossAtPositions(Protocol):
         ...
 
 
+@checked
 def columns_of(
     positions: Bool[Tensor, "batch position"],
 ) -> tuple[Int[Tensor, "batch target"], Bool[Tensor, "batch target"]]:
@@ -91,8 +88,8 @@ def columns_of(
         that are no repetition.
 
     Examples:
-        >>> from anchorlens.passes.losses import columns_of
-        >>> columns_of(torch.tensor([[True, False, True], [False, True, False]]))[0].tolist()
+        >>> positions = torch.tensor([[True, False, True], [False, True, False]])
+        >>> al.losses.columns_of(positions)[0].tolist()
         [[0, 2], [1, 1]]
     """
     counts = positions.sum(1)
@@ -183,7 +180,7 @@ def next_token_cross_entropy(weights: WeightsOfBatch) -> NextTokenCrossEntropy:
         MetricError: ``weights`` is no function.
 
     Examples:
-        >>> loss = al.next_token_cross_entropy(
+        >>> loss = al.losses.next_token_cross_entropy(
         ...     lambda batch: al.edges.query(batch) & ~al.edges.target(batch))
         >>> al.saliency(model, batch, loss=loss).shape[0] == len(batch)
         True
@@ -212,7 +209,7 @@ def span_cross_entropy(segment: str) -> NextTokenCrossEntropy:
         there is no such segment, and a MetricError if it is empty in a prompt.
 
     Examples:
-        >>> loss = al.span_cross_entropy("query")
+        >>> loss = al.losses.span_cross_entropy("query")
         >>> results = al.run(model, batches, [al.SegmentFlows()], loss=loss, progress=False)
     """
     return NextTokenCrossEntropy(partial(before_segment, name=segment))
@@ -247,7 +244,7 @@ class WordCrossEntropy:
         self, log_probs: Float[Tensor, "batch class token"], batch: PromptBatch
     ) -> Float[Tensor, " batch"]:
         """Cross entropy of the true class; ``log_probs`` are 0 after the end of a word."""
-        gold = _gold_of(batch)
+        gold = gold_of(batch)
         scores = log_probs.sum(-1)
         if self.per_token:
             scores = scores / (self.continuations(batch) >= 0).sum(-1)
@@ -281,7 +278,7 @@ def word_cross_entropy(
         MetricError: ``words`` are no lists of token ids, or two classes have the same.
 
     Examples:
-        >>> loss = al.word_cross_entropy()
+        >>> loss = al.losses.word_cross_entropy()
         >>> results = al.run(model, batches, [al.SaliencyFlows()], loss=loss, progress=False)
     """
     rows = None if words is None else [tuple(word) for word in words]
@@ -302,7 +299,7 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
     if verbalizer is None or not verbalizer.has_one_word_a_class:
         raise MetricError(
             "the label word of each class must be known, one for each class; give their tokens, "
-            "al.word_cross_entropy([[...], [...]])"
+            "al.losses.word_cross_entropy([[...], [...]])"
         )
     words: dict[int, set[tuple[int, ...]]] = {}
     anchors = zip(batch.label_classes, batch.label_positions, batch.label_ends, strict=True)
@@ -316,125 +313,16 @@ def _words_of_demonstrations(batch: PromptBatch) -> tuple[tuple[int, ...], ...]:
             raise MetricError(
                 f"the demonstrations must write the label word of class {label} in one way, which "
                 f"begins with the token {first_token}; got {sorted(found)}. Give the tokens of "
-                "each class, al.word_cross_entropy([[...], [...]])"
+                "each class, al.losses.word_cross_entropy([[...], [...]])"
             )
     return tuple(next(iter(words[label])) for label in range(len(verbalizer.token_ids)))
 
 
-def _gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:
+def gold_of(batch: PromptBatch) -> Int[Tensor, " batch"]:
     if batch.gold is None:
         raise MetricError(
             "the cross entropy of labels needs the true label of each query; give queries with "
-            "labels (gold=...), or another loss, such as al.span_cross_entropy for a written answer"
+            "labels (gold=...), or another loss, such as al.losses.span_cross_entropy for a "
+            "written answer"
         )
     return batch.gold
-
-
-def targets_of(loss: Loss | None, batch: PromptBatch) -> Int[Tensor, "batch target"]:
-    """The positions whose logits a loss gets; none where it gets those of the target alone."""
-    if needs_positions(loss):
-        return columns_of(loss.positions(batch))[0]
-    return batch.tokens[:, :0]
-
-
-def check_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
-    """Raise an error if a loss does not give one number a prompt for these batches."""
-    if not callable(loss):
-        raise MetricError(
-            "loss is a function of (logits, batch), such as al.label_cross_entropy or "
-            f"al.span_cross_entropy('answer'); got {loss!r}"
-        )
-    device = device_of(model)
-    for number, batch in enumerate(batches):
-        if number and loss is label_cross_entropy:
-            _gold_of(batch)  # all else is equal in the batches of a run
-            continue
-        _shape_of_logits(loss, batch, model)  # an error if a prompt lacks what the loss needs
-        # The logits of two prompts, because those of a batch may not fit into memory.
-        first = batch.prompts(0, 2).to(device)
-        zeros = torch.zeros(len(first), *_shape_of_logits(loss, first, model), device=device)
-        require_one_a_prompt(loss(zeros, first), len(first))
-
-
-def _shape_of_logits(loss: Loss, batch: PromptBatch, model: HookedModel) -> tuple[int, ...]:
-    """The shape of what a loss gets for each prompt."""
-    if isinstance(loss, WordCrossEntropy):
-        return tuple(continuations_of(loss, batch, model).shape)
-    if needs_positions(loss):
-        return targets_of(loss, batch).shape[1], vocabulary_of(model)
-    return (vocabulary_of(model),)
-
-
-@torch.inference_mode(False)  # autograd takes no logits that were made in it
-@torch.enable_grad()
-def check_gradient_of_loss(loss: Loss, batches: Sequence[PromptBatch], model: HookedModel) -> None:
-    """Raise an error for a loss of a prompt that depends on the logits of others, or on none.
-
-    The gradient of the sum over prompts is not that of each prompt then. A loss minus its mean over
-    the batch is such a one: the sum is 0. Two prompts of a batch are tried, if one has several.
-    """
-    several = [batch for batch in batches if len(batch.tokens) > 1] or batches
-    batch = several[0].prompts(0, 2).to(device_of(model))
-    shape = _shape_of_logits(loss, batch, model)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_DRAWS):  # a hinge may have no gradient at some logits
-        logits = torch.randn(len(batch), *shape, generator=generator, device="cpu").to(
-            batch.tokens.device
-        )
-        losses = loss(logits.requires_grad_(), batch)
-        if not losses.requires_grad or not losses.isfinite().all():
-            return  # the pass says that it has no graph, or is not finite
-        (gradient,) = torch.autograd.grad(losses[0], logits, retain_graph=True)
-        (of_others,) = torch.autograd.grad(losses[1:].sum(), logits)
-        if gradient[1:].any() or of_others[:1].any():
-            raise MetricError(
-                "the loss of a prompt must depend on its own logits alone, but that of "
-                f"{name_of(loss)} depends on other prompts of the batch, as a mean over the batch "
-                "does; return a number for each prompt that is the same in every batch"
-            )
-        if gradient[0].any():
-            return
-    raise MetricError(
-        f"the loss {name_of(loss)} has no gradient: it is the same whatever the logits of a prompt "
-        "are, as a loss minus its mean over a batch of one prompt is"
-    )
-
-
-def continuations_of(
-    loss: WordCrossEntropy, batch: PromptBatch, model: HookedModel
-) -> Int[Tensor, "class token"]:
-    """The tokens of each text, or an error if the model cannot run them after the prompts."""
-    if model in without_cache:
-        raise ModelError(
-            f"{without_cache[model]}: no words can run after the prompts; use a loss of the "
-            "prompts alone, such as al.label_cross_entropy"
-        )
-    texts, count = loss.continuations(batch), vocabulary_of(model)
-    if texts.max() >= count:
-        raise MetricError(
-            f"the words of the loss have the token {int(texts.max())}, but the model has only "
-            f"{count}; give the tokens of this model's tokenizer"
-        )
-    after = texts.shape[1] - 1  # the last token is not run
-    refuse_longer_than(model.cfg.n_ctx - after, longest_prompt(batch))
-    longest = longest_prompt(batch)
-    refuse_another_rotation(model, longest, longest + after)
-    return texts
-
-
-def refuse_several_targets(loss: Loss) -> None:
-    """Raise an error for a loss of several tokens where only the target's logits are known."""
-    if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
-        raise MetricError(
-            f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
-            "target position; use al.label_cross_entropy, or a function of (logits, batch) of your "
-            "own"
-        )
-
-
-def require_one_a_prompt(losses: Tensor, count: int) -> None:
-    """Raise an error if the result of a loss is not one number a prompt."""
-    if losses.shape != (count,):
-        raise MetricError(
-            f"a loss must give one number a prompt, shape ({count},); got {tuple(losses.shape)}"
-        )

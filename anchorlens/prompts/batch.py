@@ -58,7 +58,7 @@ class PromptBatch:
         verbalizer: The label words of each class as tokens, and how they give its score; None in
             batches of segments, which have none. See ``label_scores`` and ``label_token_ids``.
         labels: The label words as texts, by class, if they are known; the first of each class.
-        segment_names: Names of the segments: ``al.SEGMENTS``, or your own.
+        segment_names: Names of the segments: ``label``, ``query`` and so on for tasks, or your own.
         begins_with_bos: Whether the tokenizer put a BOS before each prompt.
         first_query: Position of the first token that is run: 0, or after a cached prefix. See
             ``after``.
@@ -448,7 +448,7 @@ class PromptBatch:
             names: Names of the segments, all different.
             attention_mask: 1 or True for a token, 0 or False for padding; all 1 by default.
             target_positions: Where the next token is predicted; the last token of each row by
-                default. To predict several tokens, see ``al.span_cross_entropy``.
+                default. To predict several tokens, see ``al.losses.span_cross_entropy``.
             begins_with_bos: Whether the first token of each prompt is a BOS.
 
         Raises:

@@ -157,7 +157,7 @@ def build_segments(
         ...     model.tokenizer, [[("question", "Who?"), ("answer", " Me, of course.")]])
         >>> batch.segment_names
         ('question', 'answer')
-        >>> loss = al.span_cross_entropy("answer")
+        >>> loss = al.losses.span_cross_entropy("answer")
         >>> results = al.run(model, [batch], [al.SegmentFlows()], loss=loss, progress=False,
         ...                  resamples=0)
     """

@@ -79,11 +79,11 @@ def from_caches(
 
     Examples:
         >>> attention = al.AttentionAUCROC()
-        >>> names = al.names_filter([attention], model, batches[0])
+        >>> names = al.caches.names_filter([attention], model, batches[0])
         >>> moved = [each.to(model.cfg.device) for each in batches]
         >>> passes = (model.run_with_cache(each.tokens, attention_mask=each.attention_mask,
         ...                                names_filter=names) for each in moved)
-        >>> al.from_caches([attention], batches, passes, resamples=0)["attention_aucroc"]
+        >>> al.caches.from_caches([attention], batches, passes, resamples=0)["attention_aucroc"]
         AttentionAUCROCRecord(aucroc ...; 14 prompts)
     """
     check_resamples(resamples)
@@ -135,7 +135,7 @@ def names_filter(metrics: Sequence[Metric], model: HookedModel, batch: PromptBat
         AnchorlensError: The batch does not fit the model or a metric.
 
     Examples:
-        >>> al.names_filter([al.SaliencyFlows()], model, batch)[0]
+        >>> al.caches.names_filter([al.SaliencyFlows()], model, batch)[0]
         'blocks.0.attn.hook_pattern'
     """
     require_metrics(metrics)
@@ -171,7 +171,7 @@ def cache_of_attentions(
 
     Examples:
         >>> pattern = torch.full((1, 2, 3, 3), 1 / 3)
-        >>> list(al.cache_of_attentions([pattern], [pattern]))
+        >>> list(al.caches.cache_of_attentions([pattern], [pattern]))
         ['blocks.0.attn.hook_pattern', 'blocks.0.attn.hook_pattern_grad']
     """
     slopes = [] if gradients is None else [*gradients]
@@ -317,7 +317,7 @@ def _require_fit(
         cure = (
             "store gradients too (incl_bwd=True), or add them to the dict under this name"
             if name.endswith(_GRADIENT)
-            else "store it: names_filter=al.names_filter(metrics, model, batch)"
+            else "store it: names_filter=al.caches.names_filter(metrics, model, batch)"
         )
         raise MetricError(
             f"the cache of batch {number} has no {name!r}, which {owner} needs; {cure}"

@@ -11,7 +11,8 @@ from ..errors import HookError, MetricError
 from ..metrics.metric import Metric, Observation
 from ..models.batch_hooks import BatchHook, EdgeHook
 from ..models.hooked import HookedModel, device_of, refuse_folded_value_biases
-from ..passes.losses import Loss, check_gradient_of_loss, check_loss
+from ..passes.loss_checks import check_gradient_of_loss, check_loss
+from ..passes.losses import Loss
 from ..passes.shared_prefix import HooksOfBatch
 from ..prompts.batch import PromptBatch
 from ..prompts.edge_set import EdgeSet

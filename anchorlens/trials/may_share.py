@@ -16,7 +16,8 @@ from ..models.kv_cache import KeyValues
 from ..models.model_state import frozen_in_eval_mode, has_user_hooks
 from ..models.rotary import rotate_alike, rotates_by_length
 from ..passes.forward import run_pass, run_prefix
-from ..passes.losses import Loss, targets_of
+from ..passes.loss_checks import targets_of
+from ..passes.losses import Loss
 from ..passes.memory import of_what_fits
 from ..passes.shared_prefix import (
     HooksOfBatch,

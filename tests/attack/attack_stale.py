@@ -98,7 +98,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, batch: al.PromptBatch) -> Tensor:
         self.stop()
-        return self.scale(al.label_cross_entropy(logits, batch))
+        return self.scale(al.losses.label_cross_entropy(logits, batch))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from anchorlens.cli import work
 from anchorlens.cli.output import Output, PrintedTable, lasting_streams
 from anchorlens.models.quiet import quiet_datasets, quiet_libraries
 from anchorlens.replication.paper_parts import PaperNumber, PaperSetting
+from anchorlens.report.claims import Verdict
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -35,7 +36,7 @@ def test_json_is_one_document_of_the_numbers_in_the_records(
     assert document["model"] == str(model_folder)
     assert document["report"] == str(tmp_path / "report.html")
     (values,) = document["tasks"]
-    assert {claim["verdict"] for claim in values["claims"]} <= {*al.Verdict}
+    assert {claim["verdict"] for claim in values["claims"]} <= {*Verdict}
     assert len(values["claims"]) == 5
     flows = al.SaliencyFlowsRecord.load(tmp_path / "questions/saliency_flows.safetensors")
     deep = {name: value["value"] for name, value in values["saliency_flows"]["deep_share"].items()}

@@ -194,7 +194,9 @@ def test_the_gradient_is_that_at_the_projected_point(gpt2: Any) -> None:
     moved = (gpt2.W_E[[300, 17]] * 3 + 0.01).detach().requires_grad_()
     nearby = trainable_of(gpt2, batch, al.hard_prompts.PEZ, embeddings=moved)
     assert torch.equal(nearby.tokens, torch.tensor([300, 17]))
-    losses = [part.backward(gpt2, batch, al.label_cross_entropy) for part in (at_tokens, nearby)]
+    losses = [
+        part.backward(gpt2, batch, al.losses.label_cross_entropy) for part in (at_tokens, nearby)
+    ]
     assert losses[0] == losses[1]
     assert at_tokens.embeddings.grad is not None and moved.grad is not None
     assert torch.equal(moved.grad, at_tokens.embeddings.grad) and moved.grad.any()
@@ -213,11 +215,11 @@ def test_the_gradient_equals_central_differences(hooked: Any, sentencepiece_like
     def objective(values: Tensor) -> float:
         hooks = [replaced_embeddings(values, n_bos)]
         queries, parts = queries_after(batch, tokens), prompts_of_next_tokens(batch, tokens)
-        task = al.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
+        task = al.losses.label_cross_entropy(run_pass(model, queries, hooks=hooks), queries).mean()
         fluency = next_token_loss(run_pass(model, parts, hooks=hooks), tokens).mean()
         return float(0.75 * task + 0.25 * fluency)
 
-    loss = trainable.backward(model, batch, al.label_cross_entropy)
+    loss = trainable.backward(model, batch, al.losses.label_cross_entropy)
     gradient, point = trainable.embeddings.grad, embeddings_of(model, batch, tokens)[n_bos:]
     assert loss == pytest.approx(objective(point), abs=1e-12)
     assert gradient is not None
@@ -254,8 +256,8 @@ def test_the_tokens_nearest_to_p_are_run_and_give_the_logits_of_plain_tokens(
     hooks = [replaced_embeddings(point, n_bos)]
     assert torch.equal(run_pass(model, placeholders, hooks=hooks), expected)
     assert difference(trainable.query_pass(model, batch).logits(model), expected) < 1e-5
-    loss = trainable.backward(model, batch, al.label_cross_entropy)
-    assert loss == float(al.label_cross_entropy(expected, queries).mean())
+    loss = trainable.backward(model, batch, al.losses.label_cross_entropy)
+    assert loss == float(al.losses.label_cross_entropy(expected, queries).mean())
     trainable.after_step(0)
     assert torch.equal(nearby.detach(), point), "projected into the space of the embeddings"
 
@@ -340,7 +342,7 @@ def test_the_objective_is_a_weighted_sum_of_both_losses(gpt2: Any) -> None:
     def objective(weight: float) -> tuple[float, Tensor]:
         method = replace(al.hard_prompts.PEZ, fluency=weight)
         trainable = trainable_of(gpt2, batch, method)
-        loss = trainable.backward(gpt2, batch, al.label_cross_entropy)
+        loss = trainable.backward(gpt2, batch, al.losses.label_cross_entropy)
         gradient = trainable.embeddings.grad
         assert gradient is not None
         return loss, gradient
@@ -365,7 +367,7 @@ def test_autoprompt_is_a_projected_step_of_gradient_descent(
     trainable = trainable_of(model, batch, method, embeddings=start)
     before = start.detach().clone()
     optimizer = SGD([start])
-    trainable.backward(model, batch, al.label_cross_entropy)
+    trainable.backward(model, batch, al.losses.label_cross_entropy)
     assert start.grad is not None
     expected = trainable.nearest.ids(before - 30.0 * start.grad)
     optimizer.step()

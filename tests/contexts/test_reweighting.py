@@ -80,7 +80,7 @@ def test_the_gradient_equals_finite_differences(cached: bool) -> None:
         model,
         ready,
         hooks=al.reweight_anchors(model, ready, beta),
-        loss=lambda logits, batch: al.label_cross_entropy(logits, batch) / len(batch),
+        loss=lambda logits, batch: al.losses.label_cross_entropy(logits, batch) / len(batch),
         into=[beta],
         prefix=prefix,
     )
@@ -110,7 +110,7 @@ def test_training_equals_adam_by_hand(model: Any) -> None:
             seen: list[Tensor] = []
 
             def store_loss(logits: Tensor, batch: al.PromptBatch, seen: Any = seen) -> Tensor:
-                seen.append(al.label_cross_entropy(logits, batch))
+                seen.append(al.losses.label_cross_entropy(logits, batch))
                 return seen[-1]
 
             hooks = al.reweight_anchors(model, batches[number], tensor)
@@ -238,7 +238,7 @@ def test_training_that_never_improves_returns_the_start(gpt2: Any) -> None:
 
     def growing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         calls.append(1)
-        return al.label_cross_entropy(logits, batch) + len(calls)
+        return al.losses.label_cross_entropy(logits, batch) + len(calls)
 
     batches = questions(gpt2, 3, batch_size=1)
     call: dict[str, Any] = {"loss": growing_loss, "check_every": 3, **QUIET}
@@ -258,7 +258,7 @@ def test_training_leaves_the_model_as_it_was(gpt2: Any) -> None:
     def failing_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         if len(logits) == 1:
             raise RuntimeError("in the middle")
-        return al.label_cross_entropy(logits, batch)
+        return al.losses.label_cross_entropy(logits, batch)
 
     batches = [*questions(gpt2, 2), *questions(gpt2, 1)]
     with pytest.raises(RuntimeError, match="in the middle"):

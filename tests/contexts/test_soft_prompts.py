@@ -79,10 +79,12 @@ def test_the_gradient_equals_central_differences(hooked: Any, byte_level: Any) -
 
     def mean_loss(values: Tensor) -> float:
         logits = run_pass(model, queries, hooks=[replaced_embeddings(values, n_bos)])
-        return float(al.label_cross_entropy(logits, queries).mean())
+        return float(al.losses.label_cross_entropy(logits, queries).mean())
 
     hooks = [replaced_embeddings(leaf, n_bos)]
-    loss = mean_loss_with_gradient(model, queries, al.label_cross_entropy, [leaf], hooks=hooks)
+    loss = mean_loss_with_gradient(
+        model, queries, al.losses.label_cross_entropy, [leaf], hooks=hooks
+    )
     assert loss == pytest.approx(mean_loss(embeddings), abs=1e-12)
     assert leaf.grad is not None
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +95,7 @@ def test_the_gradient_equals_central_differences(hooked: Any, byte_level: Any) -
         assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-6)
     offset = torch.zeros_like(leaf, requires_grad=True)
     hooks = [moved_embeddings(offset, n_bos)]
-    mean_loss_with_gradient(model, queries, al.label_cross_entropy, [offset], hooks=hooks)
+    mean_loss_with_gradient(model, queries, al.losses.label_cross_entropy, [offset], hooks=hooks)
     assert offset.grad is not None
     torch.testing.assert_close(offset.grad, leaf.grad)
 

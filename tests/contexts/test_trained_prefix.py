@@ -36,12 +36,12 @@ def test_gradients_are_those_of_central_differences(hooked: Any, byte_level: Any
     with frozen_in_eval_mode(model):
         prefix = prefix_of_tokens(model, batch, torch.cat([bos, random_tokens(model, 2, seed=0)]))
         trainable = TrainedKeys(bos, *_split(prefix, len(bos)))
-        trainable.backward(model, batch, al.label_cross_entropy)
+        trainable.backward(model, batch, al.losses.label_cross_entropy)
 
         def loss() -> float:
             run = trainable.query_pass(model, batch)
             logits = run.logits(model)
-            return float(al.label_cross_entropy(logits, run.batch).mean())
+            return float(al.losses.label_cross_entropy(logits, run.batch).mean())
 
         for parameter in trainable.parameters:
             assert parameter.shape[2] == 2 and parameter.grad is not None

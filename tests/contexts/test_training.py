@@ -208,7 +208,7 @@ def test_the_folder_of_another_start_or_method_is_refused(gpt2: Any, tmp_path: P
 
 
 def half_loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-    return al.label_cross_entropy(logits, batch) / 2
+    return al.losses.label_cross_entropy(logits, batch) / 2
 
 
 def test_the_folder_of_another_training_is_refused(gpt2: Any, tmp_path: Path) -> None:
@@ -343,7 +343,9 @@ def test_held_out_numbers_are_means_over_queries_of_unequal_batches(gpt2: Any) -
     several = replace(several, gold=(predicted[0] + 1) % len(several.label_token_ids))
     held_out = [several, replace(single, gold=predicted[1])]
     record = trained(gpt2, batches=[first], held_out=held_out, steps=0).training
-    losses = [al.label_cross_entropy(context.logits(gpt2, batch), batch) for batch in held_out]
+    losses = [
+        al.losses.label_cross_entropy(context.logits(gpt2, batch), batch) for batch in held_out
+    ]
     assert record is not None and float(record.best_accuracy) == pytest.approx(1 / 5)
     assert float(record.held_out_loss) == pytest.approx(float(torch.cat(losses).mean()))
     assert losses[0].mean() != losses[1].mean()
@@ -373,7 +375,7 @@ def test_a_model_without_a_cache_is_refused_before_any_step(byte_level: Any, mak
 
     def loss(logits: Tensor, batch: al.PromptBatch) -> Tensor:
         steps.append(logits.requires_grad)
-        return al.label_cross_entropy(logits, batch)
+        return al.losses.label_cross_entropy(logits, batch)
 
     reason = "native does not run from a key-value cache, which a context needs: .* takes no key"
     with pytest.raises(ModelError, match=reason):

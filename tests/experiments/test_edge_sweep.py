@@ -15,6 +15,7 @@ from torch import Tensor
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, RunError, StoreError
 from anchorlens.experiments import edge_sweep
+from anchorlens.experiments.edge_sweep import SweepResults
 from anchorlens.prompts import edges
 from anchorlens.trials import how_to_run
 
@@ -289,11 +290,11 @@ def test_records_have_intervals_and_info_and_are_drawn(gpt2: Any, tmp_path: Path
     assert al.load_record(cut.save(tmp_path / "cut.safetensors")).plot() == cut.plot()
     others = al.run(gpt2, batches, [al.Accuracy()], **QUIET)
     with pytest.raises(MetricError, match=r"no CutEdgesRecord .*\['AccuracyRecord'\]"):
-        al.SweepResults(others).plot()
+        SweepResults(others).plot()
     isolations = {"first": record, "last": record}
-    both = al.SweepResults(isolations | others).plot()
+    both = SweepResults(isolations | others).plot()
     assert len(both.data) == 4 and len(both.data[0].y) == 2
-    assert al.SweepResults({**cuts, **isolations}).plot().data[0].name == "edges cut"
+    assert SweepResults({**cuts, **isolations}).plot().data[0].name == "edges cut"
     text = al.write_report({**cuts, **isolations}, tmp_path / "report.html").read_text("utf-8")
     # Both windows are in one figure.
     titles = [

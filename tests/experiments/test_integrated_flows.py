@@ -119,7 +119,7 @@ def plain_attribution(
 
 @pytest.mark.every_kind
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("output", [None, al.span_cross_entropy("answer")])
+@pytest.mark.parametrize("output", [None, al.losses.span_cross_entropy("answer")])
 def test_flows_equal_plain_transformers(
     name: str,
     output: Any,

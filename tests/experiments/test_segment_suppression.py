@@ -15,7 +15,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, NotFiniteError, StoreError
 from anchorlens.experiments import segment_suppression as experiment
 from anchorlens.passes import forward
-from anchorlens.prompts import edges
+from anchorlens.prompts import edges, segment_names
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -126,7 +126,7 @@ def test_segments_are_names_or_functions(gpt2: Any) -> None:
     batches = questions(gpt2, 3, batch_size=2, padding_side="left")
     named = al.segment_suppression(gpt2, batches, ["label", "query"], **QUIET)
     functions: Any = {
-        "asked": lambda batch: batch.segments == al.SEGMENTS.index("query"),
+        "asked": lambda batch: batch.segments == segment_names.SEGMENTS.index("query"),
         "label": partial(edges.segment, name="label"),
         "rest": lambda batch: batch.segments == -1,
     }

@@ -94,7 +94,7 @@ def test_logits_predictions_and_losses_equal_the_published_code(
     predicted = observed(model, batch, al.AttentionAUCROC())["predicted"]
     assert predicted.tolist() == [case["predicted"] for case in cases]
     losses = torch.tensor([case["loss"] for case in cases])
-    assert difference(al.label_cross_entropy(logits, batch), losses) <= TOLERANCE
+    assert difference(al.losses.label_cross_entropy(logits, batch), losses) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

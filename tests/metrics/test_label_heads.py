@@ -15,6 +15,7 @@ import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.label_heads import SCORES
 from anchorlens.passes.forward import run_pass
+from anchorlens.prompts.segment_names import SEGMENTS
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
 # The limits of test_matrix.py in float64.
@@ -147,8 +148,8 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     batch = replace(bare_batch(), label_positions=torch.tensor([[1, 2, 7], [1, 2, 7]]))
     batch = replace(batch, label_ends=batch.label_positions)
     batch.segments[:, 2], batch.segments[:, 3] = (
-        al.SEGMENTS.index("label"),
-        al.SEGMENTS.index("label"),
+        SEGMENTS.index("label"),
+        SEGMENTS.index("label"),
     )
     metric = al.LabelHeads(times=1.2, draws=1)
     observation = metric.observe(gpt2, batch)
@@ -266,7 +267,7 @@ def test_tokens_after_the_target_do_not_matter(gpt2: Any) -> None:
         alone,
         tokens=torch.cat([alone.tokens, more], 1),
         attention_mask=torch.cat([alone.attention_mask, more > 0], 1),
-        segments=torch.cat([alone.segments, torch.full_like(more, al.SEGMENTS.index("query"))], 1),
+        segments=torch.cat([alone.segments, torch.full_like(more, SEGMENTS.index("query"))], 1),
     )
     assert_same(heads_of(gpt2, [longer]), heads_of(gpt2, [alone]))
 

@@ -129,7 +129,7 @@ def test_the_loss_is_that_of_the_scores(gpt2: Any) -> None:
     scores = log_softmax(scores_by_hand(gpt2, batches), axis=1)
     expected = -scores[np.arange(len(scores)), GOLD]
     for batch in batches:
-        losses = al.label_cross_entropy(run_pass(gpt2, batch), batch)
+        losses = al.losses.label_cross_entropy(run_pass(gpt2, batch), batch)
         np.testing.assert_allclose(losses, expected[batch.index], atol=1e-5)
 
     def by_hand(logits: Any, batch: Any) -> Any:

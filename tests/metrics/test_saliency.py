@@ -246,7 +246,7 @@ def test_saliency_equals_finite_differences(
             return pattern
 
         logits = run_pass(model, batch, hooks=[(pattern_name(layer), scale)])
-        return float(al.label_cross_entropy(logits, batch)[0])
+        return float(al.losses.label_cross_entropy(logits, batch)[0])
 
     target, anchors = int(batch.target_positions[0]), batch.label_positions[0].tolist()
     pairs = [(i, j) for i in (*anchors, target - 1, target) for j in {0, anchors[0], i - 1, i}]

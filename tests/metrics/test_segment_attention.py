@@ -40,7 +40,9 @@ def test_scores_and_kurtosis_of_a_matrix_made_by_hand() -> None:
     cache = {pattern_name(layer): patterns[layer] for layer in range(3)}
     logits = torch.zeros(1, 20)
     metric = al.SegmentAttention(apart=apart)
-    record: Any = al.from_caches([metric], [batch], [(logits, cache)], resamples=0)[metric.name]
+    record: Any = al.caches.from_caches([metric], [batch], [(logits, cache)], resamples=0)[
+        metric.name
+    ]
     spans = [
         range(sum(lengths[:number]), sum(lengths[: number + 1])) for number in range(len(lengths))
     ]
@@ -137,7 +139,7 @@ def test_a_function_that_is_true_under_padding_adds_no_edges(gpt2: Any) -> None:
 def test_equal_scores_have_no_kurtosis() -> None:
     batch = sentences([1] * 6)
     cache = {pattern_name(0): torch.full((1, 1, 6, 6), 0.25)}
-    [record] = al.from_caches(
+    [record] = al.caches.from_caches(
         [al.SegmentAttention(apart=1)], [batch], [(torch.zeros(1, 20), cache)], resamples=0
     ).values()
     assert record.kurtosis.isnan().all()

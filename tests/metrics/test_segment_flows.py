@@ -16,6 +16,7 @@ from anchorlens.errors import MetricError, NotFiniteError, PromptError, RunError
 from anchorlens.models.hooked import pattern_name
 from anchorlens.passes.forward import run_pass
 from anchorlens.passes.losses import columns_of
+from anchorlens.prompts import segment_names
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -75,7 +76,7 @@ def test_flows_of_a_written_answer_equal_plain_transformers(
         al.SegmentFlows(weight=al.weights.signed, name="signed"),
         al.SegmentFlows(weight=al.weights.saliency_of_heads, name="of heads"),
     ]
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     results = al.run(model, [batch], metrics, loss=loss, **QUIET)
     tolerance = 1e-4 if kind_of_model != "bridge" else 1e-5
     expected: dict[str, list[Tensor]] = {name: [] for name in results}
@@ -139,7 +140,7 @@ def test_anchors_target_and_rest_give_the_flows_of_the_paper(
 def test_signed_totals_of_a_span_are_the_sums_of_its_steps(
     precise: Any, batch: al.PromptBatch
 ) -> None:
-    span = al.span_cross_entropy("answer")
+    span = al.losses.span_cross_entropy("answer")
     positions = span.positions(batch)
     steps = []
     for number in range(2):
@@ -154,7 +155,7 @@ def test_signed_totals_of_a_span_are_the_sums_of_its_steps(
     def totals(row: int, mask: Tensor) -> dict[str, Tensor]:
         prompt = batch.prompt(row)
         own = mask[row][batch.attention_mask[row]][None]
-        loss = al.next_token_cross_entropy(lambda _: own)
+        loss = al.losses.next_token_cross_entropy(lambda _: own)
         results = al.run(precise, [prompt], metrics, loss=loss, **QUIET)
         return {name: record.total for name, record in results.items()}
 
@@ -176,7 +177,7 @@ def test_rows_after_a_predicted_token_are_zero_and_those_before_do_not_see_it(
     prompt = batch.prompt(0)
     for t in (3, 6):
         at_t = torch.arange(9)[None] == t
-        loss = al.next_token_cross_entropy(lambda _, at_t=at_t: at_t)  # type: ignore[misc]
+        loss = al.losses.next_token_cross_entropy(lambda _, at_t=at_t: at_t)  # type: ignore[misc]
         whole = al.saliency(precise, prompt, loss=loss)
         assert not whole[:, :, t + 1 :].any()
         assert whole[:, :, : t + 1].any()
@@ -195,7 +196,7 @@ def test_the_signed_total_of_a_cell_is_a_central_difference(
     precise: Any, batch: al.PromptBatch
 ) -> None:
     """If the edges of a cell are scaled by 1 +- e, the loss changes by e times the signed total."""
-    prompt, step, loss = batch.prompt(1), 1e-4, al.span_cross_entropy("answer")
+    prompt, step, loss = batch.prompt(1), 1e-4, al.losses.span_cross_entropy("answer")
     metric = al.SegmentFlows(weight=al.weights.signed)
     record = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
     losses: list[float] = []
@@ -231,7 +232,7 @@ def test_the_signed_total_of_a_cell_is_a_central_difference(
 def test_totals_of_merged_segments_add_up_to_every_edge(
     precise: Any, batch: al.PromptBatch
 ) -> None:
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     prompt = batch.prompt(0)
 
     def segment(*names: str) -> Callable[[al.PromptBatch], Tensor]:
@@ -253,7 +254,10 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
 def test_results_do_not_depend_on_batches_and_checkpoints(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss, metrics = al.span_cross_entropy("answer"), [al.SegmentFlows(["question", "answer"])]
+    loss, metrics = (
+        al.losses.span_cross_entropy("answer"),
+        [al.SegmentFlows(["question", "answer"])],
+    )
     together = al.run(gpt2, [batch], metrics, loss=loss, **QUIET)["segment_flows"]
     split = [replace(batch.prompt(row), index=torch.tensor([row])) for row in range(2)]
     alone = al.run(gpt2, split, metrics, loss=loss, **QUIET)["segment_flows"]
@@ -268,7 +272,7 @@ def test_results_do_not_depend_on_batches_and_checkpoints(gpt2: Any, batch: al.P
 @pytest.mark.usefixtures("kind_of_model")
 def test_a_span_in_the_query_is_the_same_after_shared_demonstrations(gpt2: Any) -> None:
     batches = questions(gpt2, 4)
-    loss = al.span_cross_entropy("target")
+    loss = al.losses.span_cross_entropy("target")
     metrics: list[al.Metric] = [al.SegmentFlows(), al.SaliencyFlows()]
     shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
     whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
@@ -276,14 +280,14 @@ def test_a_span_in_the_query_is_the_same_after_shared_demonstrations(gpt2: Any) 
     for name in shared:
         assert_same(shared[name], whole[name], 1e-4)
     # Label words are predicted in the tokens that would be shared.
-    loss = al.span_cross_entropy("label")
+    loss = al.losses.span_cross_entropy("label")
     record = al.run(gpt2, batches, metrics, loss=loss, **QUIET)["segment_flows"]
     assert record.info["shared_prefix"].startswith("off")
 
 
 def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> None:
-    span = al.span_cross_entropy("answer")
-    mean = al.next_token_cross_entropy(
+    span = al.losses.span_cross_entropy("answer")
+    mean = al.losses.next_token_cross_entropy(
         lambda batch: span.positions(batch) / span.positions(batch).sum(1, keepdim=True).double()
     )
     metrics = [al.SegmentFlows()]
@@ -297,7 +301,7 @@ def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> N
 
 
 def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     record = al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)["segment_flows"]
     assert record.axis_names("segment") == tuple(NAMES)
     some = al.run(gpt2, [batch], [al.SegmentFlows(["answer", "question"])], loss=loss, **QUIET)[
@@ -310,7 +314,7 @@ def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
     assert "answer ← step" in rows
     assert "question ← answer" not in rows
     own = al.run(gpt2, questions(gpt2, 2), [al.SegmentFlows()], **QUIET)["segment_flows"]
-    assert own.axis_names("segment") == al.SEGMENTS
+    assert own.axis_names("segment") == segment_names.SEGMENTS
 
 
 @pytest.mark.parametrize(
@@ -353,7 +357,7 @@ def test_what_does_not_fit_raises_an_error(
     metric: Any, loss: str, message: str, gpt2: Any, batch: al.PromptBatch
 ) -> None:
     with pytest.raises((MetricError, PromptError), match=message), does_not_run(gpt2):
-        al.run(gpt2, [batch], [metric], loss=al.span_cross_entropy(loss), **QUIET)
+        al.run(gpt2, [batch], [metric], loss=al.losses.span_cross_entropy(loss), **QUIET)
 
 
 def without_some(weight: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
@@ -371,7 +375,7 @@ def without_some(weight: Callable[..., Tensor], value: float) -> Callable[..., T
 def test_a_weight_that_is_not_finite_raises_an_error_that_names_it(
     value: float, gpt2: Any, batch: al.PromptBatch
 ) -> None:
-    weight, loss = without_some(al.weights.signed, value), al.span_cross_entropy("answer")
+    weight, loss = without_some(al.weights.signed, value), al.losses.span_cross_entropy("answer")
     metrics = [al.SegmentFlows(weight=weight), al.SegmentFlows(name="others")]
     with pytest.raises(RunError, match="the weight broken gives NaN or infinite") as caught:
         al.run(gpt2, [batch], metrics, loss=loss, **QUIET)
@@ -407,7 +411,7 @@ def test_a_gradient_that_is_not_finite_raises_an_error(share: bool, gpt2: Any) -
 
 
 def test_a_weight_may_count_heads(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss, prompt = al.span_cross_entropy("answer"), [batch.prompt(0)]
+    loss, prompt = al.losses.span_cross_entropy("answer"), [batch.prompt(0)]
     counts, signs = (
         al.run(gpt2, prompt, [al.SegmentFlows(weight=weight)], loss=loss, **QUIET)["segment_flows"]
         for weight in (lambda a, g: (a > 0).sum(1), lambda a, g: (a > 0).all(1))
@@ -417,7 +421,7 @@ def test_a_weight_may_count_heads(gpt2: Any, batch: al.PromptBatch) -> None:
 
 
 def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     functions = (lambda batch: batch.tokens >= 0, lambda batch: batch.attention_mask)
     every, tokens = (
         al.run(gpt2, [batch], [al.SegmentFlows({"all": of})], loss=loss, **QUIET)["segment_flows"]
@@ -440,7 +444,7 @@ def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch
 def test_wrong_weights_of_a_loss_raise_an_error(
     weights: Any, message: str, gpt2: Any, batch: al.PromptBatch
 ) -> None:
-    loss = al.next_token_cross_entropy(weights)
+    loss = al.losses.next_token_cross_entropy(weights)
     with pytest.raises(MetricError, match=message):
         al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)
     with pytest.raises(MetricError, match=message):
@@ -452,12 +456,14 @@ def test_a_prompt_without_the_segment_of_a_loss_is_named(gpt2: Any) -> None:
     pieces = [[("question", "Who is it?"), ("answer", " I")], [("question", "Who?")]]
     batches = al.build_segments(gpt2.tokenizer, pieces)
     with pytest.raises(MetricError, match=r"prompt 1 has no token to predict.* lacks the segment"):
-        al.run(gpt2, batches, [al.SegmentFlows()], loss=al.span_cross_entropy("answer"), **QUIET)
+        al.run(
+            gpt2, batches, [al.SegmentFlows()], loss=al.losses.span_cross_entropy("answer"), **QUIET
+        )
 
 
 def test_training_refuses_a_loss_of_several_tokens(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2)
-    training = al.Training(loss=al.span_cross_entropy("target"), progress=False)
+    training = al.Training(loss=al.losses.span_cross_entropy("target"), progress=False)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
         al.train_reweighting(gpt2, batches, training)
     with pytest.raises(MetricError, match="needs the logits at several positions"):
@@ -502,7 +508,7 @@ def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> Non
 
 def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_path: Any) -> None:
     """Functions are stored by name: their addresses differ in every process."""
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
 
     def record() -> al.Record:
         parts = {name: partial(al.edges.segment, name=name) for name in NAMES}

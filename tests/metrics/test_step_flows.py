@@ -32,7 +32,7 @@ def precise(hooked: Any, byte_level: Any) -> Any:
 
 
 def loss_of(step: int) -> Any:
-    return al.next_token_cross_entropy(lambda batch: torch.arange(10)[None] == FIRST + step)
+    return al.losses.next_token_cross_entropy(lambda batch: torch.arange(10)[None] == FIRST + step)
 
 
 def test_signed_totals_of_the_steps_add_up_to_those_of_the_answer(
@@ -40,7 +40,7 @@ def test_signed_totals_of_the_steps_add_up_to_those_of_the_answer(
 ) -> None:
     steps = al.step_flows(precise, prompt, "answer", weight=al.weights.signed)
     metric = al.SegmentFlows(weight=al.weights.signed)
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     whole = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
     assert steps.total.shape == (4, 3, 3, 3)
     assert difference(steps.total.sum(0), whole.total) <= 1e-12

@@ -82,7 +82,9 @@ def test_norms_equal_those_by_hand_in_plain_transformers(
 ) -> None:
     model = request.getfixturevalue(name)
     centred = kind_of_model != "bridge" and name == "gpt2"  # as TransformerLens centres W_O
-    record = al.run(model, [batch], [NORM], loss=al.span_cross_entropy("answer"), **QUIET)["norm"]
+    record = al.run(model, [batch], [NORM], loss=al.losses.span_cross_entropy("answer"), **QUIET)[
+        "norm"
+    ]
     flows, heads = [], []
     for row in range(2):
         mask = batch.attention_mask[row]
@@ -138,7 +140,7 @@ def test_a_function_of_ones_own_gets_the_values_a_few_rows_at_a_time(
         shapes.add(tuple(tuple(each.shape) for each in (pattern, gradient, values)))
         return (pattern[..., None] * values[:, :, None]).sum(1).norm(dim=-1)
 
-    loss = al.span_cross_entropy("answer")
+    loss = al.losses.span_cross_entropy("answer")
     metrics = [al.SegmentFlows(weight=al.weights.WithValues(norm)), NORM]
     expected = al.run(gpt2, [batch], metrics, loss=loss, **QUIET)
     assert shapes == {
@@ -169,7 +171,7 @@ def test_prompts_run_whole_because_shared_values_are_not_computed_again(gpt2: An
 def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
     batches = questions(gpt2, 3)
     [expected] = al.run(gpt2, batches, [NORM], **QUIET).values()
-    names = al.names_filter([NORM], gpt2, batches[0])
+    names = al.caches.names_filter([NORM], gpt2, batches[0])
     assert "blocks.1.attn.hook_v" in names
     cache: dict[str, Tensor] = {}
     hooks = [(name, lambda t, hook, n=name: cache.__setitem__(n, t.detach())) for name in names]
@@ -178,10 +180,10 @@ def test_a_cache_needs_the_model_for_values(gpt2: Any) -> None:
     # The weight does not use the gradient.
     slopes = {f"{n}_grad": t for n, t in cache.items() if n.endswith("pattern")}
     passes = [(logits, cache | slopes)]
-    [record] = al.from_caches([NORM], batches, passes, model=gpt2, resamples=0).values()
+    [record] = al.caches.from_caches([NORM], batches, passes, model=gpt2, resamples=0).values()
     assert_same(record, replace(expected, info=record.info))
     with pytest.raises(AnchorlensError, match=r"need the model.*model=model"):
-        al.from_caches([NORM], batches, passes)
+        al.caches.from_caches([NORM], batches, passes)
 
 
 def test_where_there_are_no_values_an_error_names_the_cure(

@@ -47,7 +47,7 @@ def whole(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
 
     observers, backward_hooks = product_hooks(model, store)
     options: dict[str, Any] = {"observers": observers, "backward_hooks": backward_hooks}
-    logits = run_pass(model, batch, hooks=hooks, loss=al.label_cross_entropy, **options)
+    logits = run_pass(model, batch, hooks=hooks, loss=al.losses.label_cross_entropy, **options)
     return logits, products
 
 
@@ -61,7 +61,7 @@ def fused(model: Any, batch: al.PromptBatch, hooks: list[Hook]) -> tuple[Tensor,
 
     with fused_attention(model, store, hooks):
         others = outside_attention(model, hooks)
-        logits = run_pass(model, batch, hooks=others, loss=al.label_cross_entropy)
+        logits = run_pass(model, batch, hooks=others, loss=al.losses.label_cross_entropy)
     return logits, products
 
 

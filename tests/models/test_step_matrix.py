@@ -39,7 +39,7 @@ def test_gradients_of_a_step_equal_those_of_its_loss(name: str, kind: str) -> No
     assert ("patterns" in route) == (name in FROM_PATTERNS)
     for step, position in enumerate((20, 40)):
         at_step = torch.arange(positions.shape[1])[None] == position
-        loss = al.next_token_cross_entropy(lambda _, at_step=at_step: at_step)  # type: ignore[misc]
+        loss = al.losses.next_token_cross_entropy(lambda _, at_step=at_step: at_step)  # type: ignore[misc]
         expected = al.saliency(model, prompt, loss=loss, weight=al.weights.signed, per_head=True)[0]
         for layer in range(model.cfg.n_layers):
             assert difference(products[step, layer], expected[layer]) <= limit

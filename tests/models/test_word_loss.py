@@ -63,7 +63,7 @@ def test_saliency_is_that_of_whole_texts_of_each_class(
 ) -> None:
     model = request.getfixturevalue(name)
     batch = long_labels(model, side)
-    ours = al.saliency(model, batch, loss=al.word_cross_entropy())
+    ours = al.saliency(model, batch, loss=al.losses.word_cross_entropy())
     reference = MAKE[name](model.W_E.shape[0])
     reference.set_attn_implementation("eager")
     words = [
@@ -82,7 +82,7 @@ def test_words_after_padded_prompts_equal_whole_texts(name: str) -> None:
     model, batch = hooked_architecture(name, torch.float32, "bridge"), batch_of("right")
     first = batch.label_token_ids.tolist()
     words = [(first[0], 9, 11), (first[1], 40), (first[2],), (first[3], 8, 30)]
-    ours = al.saliency(model, batch, loss=al.word_cross_entropy(words))
+    ours = al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))
     for row, prompt in enumerate(plain.prompts_of(batch)):
         length = prompt.tokens.shape[1]
         expected = one_class_at_a_time(
@@ -96,7 +96,10 @@ def test_words_of_one_token_give_the_loss_of_labels(hooked: Any, byte_level: Any
     batch = questions(model, 3)[0]
     words = [[token] for token in batch.label_token_ids.tolist()]
     expected = al.saliency(model, batch)
-    for loss in (al.word_cross_entropy(words), al.word_cross_entropy(words, per_token=True)):
+    for loss in (
+        al.losses.word_cross_entropy(words),
+        al.losses.word_cross_entropy(words, per_token=True),
+    ):
         assert difference(al.saliency(model, batch, loss=loss), expected) <= 1e-12
 
 
@@ -105,7 +108,7 @@ def test_words_of_one_token_give_the_loss_of_labels(hooked: Any, byte_level: Any
 def test_words_run_after_a_shared_prefix_too(gpt2: Any) -> None:
     batches = [long_labels(gpt2)]
     metrics: list[al.Metric] = [al.SaliencyFlows(), al.SegmentFlows()]
-    loss = al.word_cross_entropy()
+    loss = al.losses.word_cross_entropy()
     before = hooks_on(gpt2)
     shared = al.run(gpt2, batches, metrics, loss=loss, **QUIET)
     whole = al.run(gpt2, batches, metrics, loss=loss, share_prefix=False, **QUIET)
@@ -124,14 +127,14 @@ def test_words_follow_the_target_and_not_the_tokens_after_it(gpt2: Any) -> None:
         attention_mask=torch.ones(1, length + 2, dtype=torch.bool),
         segments=torch.cat([batch.segments, batch.segments[:, -3:-1]], dim=1),
     )
-    expected = al.saliency(gpt2, batch, loss=al.word_cross_entropy())
-    ours = al.saliency(gpt2, longer, loss=al.word_cross_entropy())
+    expected = al.saliency(gpt2, batch, loss=al.losses.word_cross_entropy())
+    ours = al.saliency(gpt2, longer, loss=al.losses.word_cross_entropy())
     assert difference(ours[..., :length, :length], expected) <= 1e-5
     assert not ours[:, :, length:].any()
 
 
 def test_scores_can_be_divided_by_the_number_of_tokens() -> None:
-    loss = al.word_cross_entropy([[1, 2, 3], [4]], per_token=True)
+    loss = al.losses.word_cross_entropy([[1, 2, 3], [4]], per_token=True)
     batch = al.PromptBatch.from_positions(
         torch.tensor([[1, 4, 5]]),
         label_positions=[[0, 1]],
@@ -154,7 +157,7 @@ def test_hooks_act_in_the_prompt_alone(gpt2: Any) -> None:
     def note(pattern: Tensor, hook: Any) -> None:
         seen.append(tuple(pattern.shape[2:]))
 
-    loss = al.word_cross_entropy()
+    loss = al.losses.word_cross_entropy()
     hooks = al.isolate_labels(gpt2, batch, range(2))
     point = "blocks.0.attn.hook_pattern"
     run_pass(gpt2, batch, hooks=hooks, observers=[(point, note)], loss=loss)
@@ -166,16 +169,16 @@ def test_wrong_words_raise_an_error(gpt2: Any) -> None:
     wrong: list[Any] = [[], [[]], [[1], [1]], [[-1], [2]]]
     for words in wrong:
         with pytest.raises(MetricError, match="words are the token ids"):
-            al.word_cross_entropy(words)
+            al.losses.word_cross_entropy(words)
     batch = long_labels(gpt2)
     saliency = {"model": gpt2, "batch": batch}
     with pytest.raises(MetricError, match="words of 3 classes, but these prompts have 2"):
-        al.saliency(**saliency, loss=al.word_cross_entropy([[1], [2], [3]]))
+        al.saliency(**saliency, loss=al.losses.word_cross_entropy([[1], [2], [3]]))
     with pytest.raises(MetricError, match="have the token 100000, but the model has only"):
-        al.saliency(**saliency, loss=al.word_cross_entropy([[1], [100_000]]))
+        al.saliency(**saliency, loss=al.losses.word_cross_entropy([[1], [100_000]]))
     with pytest.raises(PromptError, match="the model's context is"):
-        al.saliency(**saliency, loss=al.word_cross_entropy([[1], [2] * gpt2.cfg.n_ctx]))
-    loss = al.word_cross_entropy()
+        al.saliency(**saliency, loss=al.losses.word_cross_entropy([[1], [2] * gpt2.cfg.n_ctx]))
+    loss = al.losses.word_cross_entropy()
     with pytest.raises(MetricError, match="which gradient_checkpointing=True does not store"):
         al.saliency(**saliency, loss=loss, gradient_checkpointing=True)
     with pytest.raises(MetricError, match="needs the true label"):
@@ -195,4 +198,4 @@ def test_models_without_a_cache_are_refused() -> None:
     batch = batch_of("right")
     words = [[token, 3] for token in batch.label_token_ids.tolist()]
     with pytest.raises(ModelError, match=r"takes no key-value cache.* al\.label_cross_entropy"):
-        al.saliency(model, batch, loss=al.word_cross_entropy(words))
+        al.saliency(model, batch, loss=al.losses.word_cross_entropy(words))

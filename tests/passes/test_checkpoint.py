@@ -128,7 +128,7 @@ def observed(model: Any, batch: al.PromptBatch, checkpoint: bool) -> tuple[Any, 
             batch,
             observers=[watch("forward ")],
             backward_hooks=[watch("backward ")],
-            loss=al.label_cross_entropy,
+            loss=al.losses.label_cross_entropy,
             gradient_checkpointing=checkpoint,
         )
     return seen, sizes
@@ -246,7 +246,7 @@ def test_a_layer_without_gradient_is_refused(gpt2: Any) -> None:
             gpt2,
             questions(gpt2, 2)[0],
             hooks=cut,
-            loss=al.label_cross_entropy,
+            loss=al.losses.label_cross_entropy,
             gradient_checkpointing=True,
         )
 
@@ -271,7 +271,7 @@ def test_observers_that_are_not_read_only_are_refused(gpt2: Any) -> None:
                 gpt2,
                 batch,
                 observers=[(pattern_name(1), observer)],
-                loss=al.label_cross_entropy,
+                loss=al.losses.label_cross_entropy,
                 gradient_checkpointing=True,
             )
 
@@ -299,7 +299,10 @@ def test_no_trace_is_left_after_checkpoints(gpt2: Any) -> None:
     batch = questions(gpt2, 2)[0]
     replaced = vars(gpt2.blocks[1])["forward"] = gpt2.blocks[1].forward  # by another library
     before = [vars(block).get("forward") for block in gpt2.blocks]
-    options: dict[str, Any] = {"loss": al.label_cross_entropy, "gradient_checkpointing": True}
+    options: dict[str, Any] = {
+        "loss": al.losses.label_cross_entropy,
+        "gradient_checkpointing": True,
+    }
     bad: list[dict[str, Any]] = [
         {"loss": lambda logits, batch: logits},  # refused before the backward pass
         {"hooks": failing(pattern_name(1))},

@@ -16,7 +16,7 @@ import anchorlens as al
 from anchorlens.errors import AnchorlensError, MetricError, ModelError, PromptError
 from anchorlens.models.hooked import Hook, pattern_name
 from anchorlens.passes.forward import run_pass
-from anchorlens.passes.losses import check_gradient_of_loss
+from anchorlens.passes.loss_checks import check_gradient_of_loss
 
 # Four prompts are too few for six classes, so metrics warn.
 pytestmark = [
@@ -250,7 +250,7 @@ def test_a_custom_loss_replaces_the_cross_entropy(gpt2: Any) -> None:
     batch = batch_of(gpt2)
 
     def twice(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-        return 2 * al.label_cross_entropy(logits, batch)
+        return 2 * al.losses.label_cross_entropy(logits, batch)
 
     torch.testing.assert_close(al.saliency(gpt2, batch, loss=twice), 2 * al.saliency(gpt2, batch))
     custom = al.run(gpt2, [batch], METRICS[:1], loss=twice, resamples=0, progress=False)
@@ -274,7 +274,7 @@ def minus_mean(logits: Tensor, batch: al.PromptBatch) -> Tensor:
 
 
 def shared_maximum(logits: Tensor, batch: al.PromptBatch) -> Tensor:
-    return al.label_cross_entropy(logits, batch) - logits.amax()
+    return al.losses.label_cross_entropy(logits, batch) - logits.amax()
 
 
 @pytest.mark.parametrize("loss", [minus_mean, shared_maximum])
@@ -308,7 +308,12 @@ def test_a_loss_that_is_the_same_whatever_the_logits_are_is_refused(gpt2: Any) -
 
 
 @pytest.mark.parametrize(
-    "loss", [al.label_cross_entropy, al.word_cross_entropy(), al.span_cross_entropy("query")]
+    "loss",
+    [
+        al.losses.label_cross_entropy,
+        al.losses.word_cross_entropy(),
+        al.losses.span_cross_entropy("query"),
+    ],
 )
 def test_losses_of_the_package_depend_on_their_own_prompts(gpt2: Any, loss: Any) -> None:
     state = torch.get_rng_state()
@@ -326,7 +331,7 @@ def test_label_cross_entropy_equals_a_computation_by_hand() -> None:
     )
     logits = torch.tensor([[9.0, 0.0, 1.0, 9.0]])  # only those of tokens 1 and 2 count
     expected = torch.log1p(torch.exp(torch.tensor(-1.0)))
-    torch.testing.assert_close(al.label_cross_entropy(logits, batch)[0], expected)
+    torch.testing.assert_close(al.losses.label_cross_entropy(logits, batch)[0], expected)
 
 
 def test_only_metrics_with_a_loss_need_true_labels(gpt2: Any, byte_level: Any) -> None:

@@ -92,7 +92,7 @@ def test_flows_do_not_depend_on_the_side_of_the_padding(byte_level: Any) -> None
     flows = []
     for side in ("left", "right"):
         batches = al.build_segments(byte_level, [PIECES, SHORT], padding_side=side)
-        loss = al.span_cross_entropy("answer")
+        loss = al.losses.span_cross_entropy("answer")
         results = al.run(
             model, batches, [al.SegmentFlows()], loss=loss, resamples=0, progress=False
         )

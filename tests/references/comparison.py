@@ -180,7 +180,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
         backward_hooks=[
             hook for observation in observations for hook in observation.backward_hooks
         ],
-        loss=al.label_cross_entropy,
+        loss=al.losses.label_cross_entropy,
     )
     flows, attention, segments = (o.contributions(logits, None) for o in observations)
     beta = beta_of(model.cfg.n_layers, model.cfg.n_heads, dtype)

@@ -13,6 +13,7 @@ from tiny_models import questions
 
 import anchorlens as al
 from anchorlens.errors import MetricError
+from anchorlens.prompts import segment_names
 from anchorlens.report import answer_flows
 
 pytestmark = pytest.mark.without_jaxtyping
@@ -61,7 +62,7 @@ def test_numbers_are_the_saliency_of_the_loss_of_each_token(gpt2: Any) -> None:
         def predicts(batch: al.PromptBatch, row: int = position - 1) -> Any:
             return torch.arange(10)[None] == row
 
-        loss = al.next_token_cross_entropy(predicts)
+        loss = al.losses.next_token_cross_entropy(predicts)
         maps[step] = al.saliency(gpt2, prompt(), loss=loss)[0].double()
     for step, layer, read in reads(data):
         row = POSITIONS[step] - 1
@@ -138,7 +139,7 @@ def test_tokens_without_any_weight_are_not_among_the_strongest(flows: al.StepFlo
 def test_segments_and_tokens_are_those_of_the_record(gpt2: Any, tmp_path: Path) -> None:
     batch = questions(gpt2, 3)[0].prompt(1)
     whole = al.step_flows(gpt2, batch, "query")
-    assert al.plot_answer(whole).names == al.SEGMENTS
+    assert al.plot_answer(whole).names == segment_names.SEGMENTS
     some = al.step_flows(gpt2, batch, "query", segments={"labels": al.edges.anchors})
     page = al.plot_answer(al.StepFlowsRecord.load(some.save(tmp_path / "flows.safetensors")))
     assert page.names == ("labels", "no segment")

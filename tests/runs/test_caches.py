@@ -56,7 +56,7 @@ def cached(model: Any, batch: al.PromptBatch, names: list[str]) -> tuple[Tensor,
     with model.hooks(fwd_hooks=[(name, store) for name in names], bwd_hooks=backward):
         logits = model(batch.tokens, attention_mask=batch.attention_mask)
         targets = logits[torch.arange(len(batch)), batch.target_positions]
-        al.label_cross_entropy(targets, batch).sum().backward()
+        al.losses.label_cross_entropy(targets, batch).sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
     return logits, cache
@@ -65,7 +65,7 @@ def cached(model: Any, batch: al.PromptBatch, names: list[str]) -> tuple[Tensor,
 def passes_of(
     model: Any, batches: list[al.PromptBatch], metrics: list[al.Metric]
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    names = al.names_filter(metrics, model, batches[0])
+    names = al.caches.names_filter(metrics, model, batches[0])
     return (cached(model, batch, names) for batch in batches)
 
 
@@ -75,7 +75,7 @@ def test_metrics_of_caches_equal_those_of_a_run(model: Any, side: Any) -> None:
     batches = questions(model, 7, batch_size=3, padding_side=side)
     expected = al.run(model, batches, PURE, resamples=20, progress=False)
     turned = batches[::-1]  # rows are sorted by query
-    results = al.from_caches(PURE, turned, passes_of(model, turned, PURE), resamples=20)
+    results = al.caches.from_caches(PURE, turned, passes_of(model, turned, PURE), resamples=20)
     assert [*results] == [*expected]
     for name, record in expected.items():
         assert_same(results[name], replace(record, info=results[name].info), 1e-5)
@@ -85,23 +85,23 @@ def test_metrics_of_caches_equal_those_of_a_run(model: Any, side: Any) -> None:
 def test_distances_of_caches_need_the_model_and_equal_those_of_a_run(gpt2: Any) -> None:
     batches, metrics = questions(gpt2, 7, batch_size=3), [al.AnchorDistances(directions=2)]
     [expected] = al.run(gpt2, batches, metrics, resamples=0, progress=False).values()
-    [record] = al.from_caches(
+    [record] = al.caches.from_caches(
         metrics, batches, passes_of(gpt2, batches, [*metrics]), model=gpt2, resamples=0
     ).values()
     assert_same(record, replace(expected, info=record.info), 1e-5)
     with pytest.raises(AnchorlensError, match="model"):
-        al.from_caches(metrics, batches, passes_of(gpt2, batches, [*metrics]))
+        al.caches.from_caches(metrics, batches, passes_of(gpt2, batches, [*metrics]))
 
 
 def test_a_cache_of_transformer_lens_is_read(gpt2: Any) -> None:
     batches = questions(gpt2, 4, batch_size=2, padding_side="left")
     attention = [al.AttentionAUCROC()]
-    names = al.names_filter(attention, gpt2, batches[0])
+    names = al.caches.names_filter(attention, gpt2, batches[0])
     passes = (
         gpt2.run_with_cache(batch.tokens, attention_mask=batch.attention_mask, names_filter=names)
         for batch in batches
     )
-    [record] = al.from_caches(attention, batches, passes, resamples=0).values()
+    [record] = al.caches.from_caches(attention, batches, passes, resamples=0).values()
     [expected] = al.run(gpt2, batches, attention, resamples=0, progress=False).values()
     assert_same(record, replace(expected, info=record.info), 1e-5)
 
@@ -116,11 +116,11 @@ def test_attentions_of_plain_transformers_give_the_same_flows(byte_level: Any, h
     for batch in batches:
         output = weights(batch.tokens, attention_mask=batch.attention_mask, output_attentions=True)
         targets = output.logits[torch.arange(len(batch)), batch.target_positions]
-        loss = al.label_cross_entropy(targets, batch).sum()
+        loss = al.losses.label_cross_entropy(targets, batch).sum()
         gradients = torch.autograd.grad(loss, output.attentions)
-        cache = al.cache_of_attentions(output.attentions, gradients)
+        cache = al.caches.cache_of_attentions(output.attentions, gradients)
         passes.append((targets.detach(), cache))
-    results = al.from_caches(metrics, batches, passes, resamples=0)
+    results = al.caches.from_caches(metrics, batches, passes, resamples=0)
     for name, expected in al.run(model, batches, metrics, resamples=0, progress=False).items():
         assert_same(results[name], replace(expected, info=results[name].info), 1e-5)
 
@@ -147,7 +147,7 @@ def test_nothing_that_was_given_is_changed(gpt2: Any) -> None:
     before = [
         (logits.clone(), {k: v.clone() for k, v in cache.items()}) for logits, cache in passes
     ]
-    al.from_caches(PURE, batches, passes, resamples=0)
+    al.caches.from_caches(PURE, batches, passes, resamples=0)
     for (logits, cache), (old_logits, old_cache) in zip(passes, before, strict=True):
         assert torch.equal(logits, old_logits) and cache.keys() == old_cache.keys()
         assert all(torch.equal(cache[name], old_cache[name]) for name in cache)
@@ -204,28 +204,28 @@ def test_a_pass_that_does_not_fit_is_refused(gpt2: Any, change: str) -> None:
     damage, error, message = WRONG[change]
     [(logits, cache)] = passes_of(gpt2, batches, [*metrics])
     with pytest.raises(error, match=message):
-        al.from_caches(metrics, batches, [damage(logits.detach(), cache)])
+        al.caches.from_caches(metrics, batches, [damage(logits.detach(), cache)])
 
 
 def test_the_numbers_of_passes_and_metrics_must_fit(gpt2: Any) -> None:
     batches, metrics = questions(gpt2, 4, batch_size=2), [al.SaliencyFlows()]
     passes = [*passes_of(gpt2, batches, [*metrics])]
     with pytest.raises(MetricError, match="there are 2 batches, but 1 passes"):
-        al.from_caches(metrics, batches, passes[:1])
+        al.caches.from_caches(metrics, batches, passes[:1])
     with pytest.raises(MetricError, match="there are 1 batches, but more passes"):
-        al.from_caches(metrics, batches[:1], passes)
+        al.caches.from_caches(metrics, batches[:1], passes)
     with pytest.raises(MetricError, match="nothing to compute"):
-        al.from_caches([], batches, passes)
+        al.caches.from_caches([], batches, passes)
     with pytest.raises(MetricError, match="need different names"):
-        al.from_caches(metrics * 2, batches, passes)
+        al.caches.from_caches(metrics * 2, batches, passes)
     with pytest.raises(RunError, match="no result for saliency_flows: its contributions"):
         other = {name: values for name, values in passes[1][1].items() if "blocks.2" not in name}
-        al.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
+        al.caches.from_caches(metrics, batches, [passes[0], (passes[1][0], other)])
     with pytest.raises(MetricError, match="loyalty"):
-        al.from_caches([al.Loyalty()], batches, passes)
+        al.caches.from_caches([al.Loyalty()], batches, passes)
     with pytest.raises(ArgumentError, match="an instance is needed"):
-        al.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
+        al.caches.names_filter([al.SaliencyFlows], gpt2, batches[0])  # type: ignore[list-item]
     with pytest.raises(MetricError, match="no pattern in layers"):
-        al.cache_of_attentions([None, None])
+        al.caches.cache_of_attentions([None, None])
     with pytest.raises(MetricError, match="2 patterns, but 1 gradients"):
-        al.cache_of_attentions([torch.ones(1, 1, 2, 2)] * 2, [torch.ones(1, 1, 2, 2)])
+        al.caches.cache_of_attentions([torch.ones(1, 1, 2, 2)] * 2, [torch.ones(1, 1, 2, 2)])

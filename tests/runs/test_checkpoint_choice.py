@@ -109,7 +109,7 @@ def test_passes_without_a_gradient_store_nothing(gpt2: Any) -> None:
 def test_all_processes_checkpoint_if_one_must(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = questions(gpt2, 3)
     monkeypatch.setattr(must_checkpoint, "free_for_layers", lambda devices: 10**12)
-    options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.label_cross_entropy}
+    options: Any = {"metrics": [al.SaliencyFlows()], "loss": al.losses.label_cross_entropy}
     assert not how_to_run(SharedPrefixes(gpt2), prompts, [no_hooks], **options).is_checkpointed
 
     def elsewhere(trial: str, reason: str) -> list[str]:

@@ -210,7 +210,7 @@ def test_a_reason_is_given_where_patterns_stay_whole(gpt2: Any) -> None:
     )
     with gpt2.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda resid, hook: None)]):
         assert attention([flows]) == f"{whole}hooks may act on them"
-    words = attention([flows], loss=al.word_cross_entropy())
+    words = attention([flows], loss=al.losses.word_cross_entropy())
     assert words == f"{whole}the words of the loss continue the prompts"
 
 
@@ -287,7 +287,7 @@ def test_no_tensor_is_as_large_as_a_pattern(
     own = al.PromptBatch.from_segments(tokens, segments, ["text", "answer"])
     labels: Any = {"label_positions": [[100, 200, 300, 400]], "label_classes": [[0, 1, 0, 1]]}
     batch = al.PromptBatch.from_positions(tokens, label_token_ids=[5, 6], gold=[0], **labels)
-    answer: dict[str, Any] = {"loss": al.span_cross_entropy("answer")}
+    answer: dict[str, Any] = {"loss": al.losses.span_cross_entropy("answer")}
     run = {
         "segments": lambda: al.run(model, [own], [al.SegmentFlows()], **answer, **QUIET),
         "flows": lambda: al.run(model, [batch], [al.SaliencyFlows(), al.Accuracy()], **QUIET),

@@ -373,7 +373,7 @@ def optimizer_of(lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
 
 
 def loss_of(sign: float) -> Callable[[Tensor, al.PromptBatch], Tensor]:
-    return lambda logits, batch: sign * al.label_cross_entropy(logits, batch)
+    return lambda logits, batch: sign * al.losses.label_cross_entropy(logits, batch)
 
 
 @pytest.mark.changes_model

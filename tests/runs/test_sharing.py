@@ -385,7 +385,9 @@ def test_a_prefix_of_inference_mode_can_be_differentiated_after_it(gpt2: Any) ->
     def gradient(values: torch.Tensor, hook: Any) -> None:
         given.append(values)
 
-    expected = run_pass(gpt2, ready, prefix=run_prefix(gpt2, before), loss=al.label_cross_entropy)
+    expected = run_pass(
+        gpt2, ready, prefix=run_prefix(gpt2, before), loss=al.losses.label_cross_entropy
+    )
     name = "blocks.0.hook_resid_post"
     with torch.inference_mode():
         plain, with_graph = (
@@ -393,7 +395,7 @@ def test_a_prefix_of_inference_mode_can_be_differentiated_after_it(gpt2: Any) ->
             run_prefix(gpt2, before, backward_hooks=[(name, gradient)]),
         )
     for prefix in (plain, with_graph):
-        logits = run_pass(gpt2, ready, prefix=prefix, loss=al.label_cross_entropy)
+        logits = run_pass(gpt2, ready, prefix=prefix, loss=al.losses.label_cross_entropy)
         assert torch.equal(logits, expected)
     assert given[0].shape == (3, 12, 24) and given[0].abs().sum() > 0
 

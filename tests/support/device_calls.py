@@ -31,7 +31,7 @@ RETURNED = {
     *("AnswerFlows", "Claim", "CompressedContext", "GenerationTrace", "HardPrompt"),
     *("KeyValues", "LossAtPositions", "Observation", "PrefixContext", "PromptFlows"),
     *("Contributions", "QueryPass", "Results"),
-    *("ReweightedContext", "SoftPrompt", "SweepResults", "Verdict"),
+    *("ReweightedContext", "SoftPrompt", "SweepResults"),
 }
 
 
@@ -77,7 +77,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
     batch, single = batches[0], prompts(0, 2, batch_size=1)
     pieces = [("question", "Who wrote it?"), ("answer", " Nobody knows, but many ask.")]
     written = al.build_segments(tokenizer, [pieces, [("question", "Why?"), ("answer", " So.")]])
-    answer = al.span_cross_entropy("answer")
+    answer = al.losses.span_cross_entropy("answer")
     two_steps = al.Training(steps=2, check_every=1, progress=False)
     searched: dict[str, Any] = {"held_out": held_out, "length": 2}
 
@@ -103,7 +103,7 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
 
     def caches(**options: Any) -> Any:
         metrics: list[al.Metric] = [al.AttentionAUCROC(), al.AnchorDistances(directions=2)]
-        names = al.names_filter(metrics, model, batch)
+        names = al.caches.names_filter(metrics, model, batch)
         passes = (
             model.run_with_cache(
                 each.tokens.to(device),
@@ -113,14 +113,16 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
             )
             for each in batches
         )
-        return al.from_caches(metrics, batches, passes, model=model, resamples=0)
+        return al.caches.from_caches(metrics, batches, passes, model=model, resamples=0)
 
     def of_attentions() -> Any:
         draw, length = torch.Generator().manual_seed(0), batch.tokens.shape[1]
         patterns = [torch.rand(3, 2, length, length, generator=draw, device="cpu")] * 3
-        cache = al.cache_of_attentions([pattern.to(device) for pattern in patterns])
+        cache = al.caches.cache_of_attentions([pattern.to(device) for pattern in patterns])
         logits = torch.zeros(3, len(tokenizer)).to(device)
-        return al.from_caches([al.AttentionAUCROC()], [batch], [(logits, cache)], resamples=0)
+        return al.caches.from_caches(
+            [al.AttentionAUCROC()], [batch], [(logits, cache)], resamples=0
+        )
 
     def report() -> str:
         results = run(al.SaliencyFlows(), al.AttentionAUCROC(), al.AnchorDistances(directions=2))
@@ -185,9 +187,11 @@ def calls(model: Any, tokenizer: Any, folder: Path) -> dict[str, Callable[[], An
         "losses": lambda: [
             run(al.SaliencyFlows(), loss=loss)
             for loss in (
-                al.word_cross_entropy(),
-                al.label_cross_entropy,
-                al.next_token_cross_entropy(lambda each: each.attention_mask.cumsum(1) <= 60),
+                al.losses.word_cross_entropy(),
+                al.losses.label_cross_entropy,
+                al.losses.next_token_cross_entropy(
+                    lambda each: each.attention_mask.cumsum(1) <= 60
+                ),
             )
         ],
         "stored rows": stored_rows,

@@ -30,7 +30,7 @@ class StopsOnce:
         self.calls += 1
         if self.calls == self.at_call:
             raise KeyboardInterrupt
-        return al.label_cross_entropy(logits, batch)
+        return al.losses.label_cross_entropy(logits, batch)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

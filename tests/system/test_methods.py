@@ -46,6 +46,6 @@ def test_other_objects_and_classes_are_no_contexts(value: Any) -> None:
 
 
 def test_losses_say_what_they_need() -> None:
-    assert needs_positions(al.span_cross_entropy("query"))
-    assert not needs_positions(al.word_cross_entropy([[1], [2]]))
-    assert not needs_positions(al.label_cross_entropy)
+    assert needs_positions(al.losses.span_cross_entropy("query"))
+    assert not needs_positions(al.losses.word_cross_entropy([[1], [2]]))
+    assert not needs_positions(al.losses.label_cross_entropy)
