@@ -1,4 +1,4 @@
-"""Whether a loss fits batches and model, tried before the first pass; the positions that it needs."""
+"""Whether a loss fits batches and model, tried before the first pass."""
 
 from collections.abc import Sequence
 
@@ -121,8 +121,8 @@ def refuse_several_targets(loss: Loss) -> None:
     if needs_positions(loss) or isinstance(loss, WordCrossEntropy):
         raise MetricError(
             f"{loss!r} needs the logits at several positions, but here the loss gets those of the "
-            "target position; use al.losses.label_cross_entropy, or a function of (logits, batch) of your "
-            "own"
+            "target position; use al.losses.label_cross_entropy, or a function of (logits, batch) "
+            "of your own"
         )
 
 
