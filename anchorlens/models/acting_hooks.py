@@ -36,14 +36,7 @@ def acting_hooks(
 ) -> SafeContext[None]:
     """Inside, hooks act; every pass of the package runs in it, also a pass without hooks.
 
-    Args:
-        model: A hooked model.
-        forward: Hooks on what hook points give out.
-        backward: Hooks on the gradients there.
-        of_modules: Functions of (module, inputs, output) that see what modules give out.
-
-    Raises:
-        HookError: The model has no such hook point.
+    ``forward`` are on what hook points give out, ``backward`` on the gradients there.
     """
     points = model.hook_dict if forward or backward else {}  # made anew at each access
     added = [

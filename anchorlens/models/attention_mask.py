@@ -13,18 +13,13 @@ Seen = Bool[Tensor, "batch _ query key"]
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which query sees which key.
+    """Which query sees which key."""
 
-    Attributes:
-        seen: From some query rows and keys to True where a row sees a key.
-        ends: Function of ``start`` and ``stop`` to the keys that the query rows from ``start`` up
-            to ``stop`` see: the first key, and the one after the last.
-        is_causal: Whether each query sees all keys up to its own position.
-    """
-
-    seen: Callable[[slice, slice], Seen]
+    seen: Callable[[slice, slice], Seen]  # of some query rows and keys
+    # From the first query row and the one after the last to the keys that these rows see: the first
+    # key, and the one after the last.
     ends: Callable[[int, int], tuple[int, int]]
-    is_causal: bool = False
+    is_causal: bool = False  # each query sees all keys up to its own position
 
     def without(self, edges: Callable[[slice], Bool[Tensor, "batch _ query key"]]) -> "Mask":
         """The mask without some edges, which are a function of some query rows."""

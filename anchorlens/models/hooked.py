@@ -58,18 +58,11 @@ class LearnedBeta(Protocol):
 
 @dataclass(frozen=True)
 class Operands:
-    """The hook points of the queries and keys that a layer's attention multiplies.
-
-    Attributes:
-        query: Hook point of the queries.
-        key: Hook point of the keys, with one head for each group of query heads.
-        heads_first: Whether the axes are (batch, head, position, d_head). Otherwise they are
-            (batch, position, head, d_head).
-    """
+    """The hook points of the queries and keys that a layer's attention multiplies."""
 
     query: str
-    key: str
-    heads_first: bool
+    key: str  # with one head for all query heads that share it
+    heads_first: bool  # (batch, head, position, d_head), else (batch, position, head, d_head)
 
 
 # Models whose hooks prepare_model verified, with each layer's operands, or None if no hook point

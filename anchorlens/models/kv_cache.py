@@ -20,27 +20,19 @@ without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The graph that computed a prefix, for gradients of prompts that continue it.
+    """The graph that computed a prefix, for gradients of prompts that continue it."""
 
-    Attributes:
-        outputs: Keys, then values, of each layer, with their graph.
-        points: Tensors at hook points, each with the function that receives its gradient.
-    """
-
-    outputs: tuple[Float[Tensor, "batch _ position _"], ...]
-    points: tuple[tuple[Tensor, HookFunction], ...]
+    outputs: tuple[Float[Tensor, "batch _ position _"], ...]  # keys, then values, of each layer
+    points: tuple[tuple[Tensor, HookFunction], ...]  # each with what receives its gradient
 
     def pass_gradients_on(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
-        """Pass the gradients of the prompts' copies of ``outputs`` to the prefix's hook points.
-
-        One backward pass serves all prompts. The graph stays usable for the next batch.
-        """
+        """Pass the gradients of the prompts' copies of ``outputs`` to the hook points, at once."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         at_points = torch.autograd.grad(
             self.outputs,
             [tensor for tensor, _ in self.points],
             [gradient[:, None] for gradient in gradients],
-            retain_graph=True,
+            retain_graph=True,  # for the next batch
             allow_unused=True,  # keys and values do not depend on the last layer's patterns
             is_grads_batched=True,
         )
@@ -54,22 +46,14 @@ class KeyValues:
     """Keys and values of the tokens before the first query row of a batch.
 
     The batch axis has one row for all prompts, or one row for each prompt.
-
-    Attributes:
-        keys: Keys of each layer, as the model caches them.
-        values: Values of each layer, as the model caches them.
-        attention_mask: False where a column is padding.
-        next_position: The position of the next token, as the model counts positions.
-        text_length: Tokens of the longest text in whose pass the keys were rotated; see rotary.py.
-        graph: For gradients through the prefix; None if it was computed without gradients.
     """
 
-    keys: tuple[Float[Tensor, "batch _ position _"], ...]
+    keys: tuple[Float[Tensor, "batch _ position _"], ...]  # of each layer, as the model caches them
     values: tuple[Float[Tensor, "batch _ position _"], ...]
-    attention_mask: Bool[Tensor, "batch position"]
-    next_position: Int[Tensor, " batch"]
-    text_length: int
-    graph: Graph | None = None
+    attention_mask: Bool[Tensor, "batch position"]  # False where a column is padding
+    next_position: Int[Tensor, " batch"]  # as the model counts positions
+    text_length: int  # of the longest text in whose pass the keys were rotated; see rotary.py
+    graph: Graph | None = None  # for gradients through the prefix
 
     def __len__(self) -> int:
         return self.attention_mask.shape[1]
@@ -174,14 +158,9 @@ def prefix_of(
     points: Sequence[tuple[Tensor, HookFunction]] = (),
     before: KeyValues | None = None,
 ) -> KeyValues:
-    """The prefix that a pass over prompts, itself perhaps after a prefix, stored in its cache.
+    """The prefix that a pass stored in its cache, with the prefix ``before`` it.
 
-    Args:
-        cache: The cache that the model filled.
-        attention_mask: False where a column that was run is padding.
-        points: Tensors at hook points of that pass, each with the function that receives its
-            gradient; none if it ran without gradients.
-        before: The prefix from which that pass continued.
+    The mask is that of the columns that were run; ``points`` are empty without gradients.
     """
     next_position, text_length = attention_mask.sum(1), _text_length(attention_mask, before)
     if before is not None:

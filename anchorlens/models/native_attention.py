@@ -49,10 +49,7 @@ def wrap_attention(attention: Any) -> bool:
 
 
 def wrap_operands(attention: Any) -> bool:
-    """Replace ``forward`` so that rotated queries and keys pass through their hook points.
-
-    False where there are no such points, or where it was replaced before.
-    """
+    """Replace ``forward`` to call the hook points of rotated operands; False where it need not."""
     if not isinstance(attention, _bridge_class()) or not _has_rotary_points(attention):
         return False
     if "forward" in vars(attention):
@@ -62,11 +59,7 @@ def wrap_operands(attention: Any) -> bool:
 
 
 def rename_cache(attention: Any) -> None:
-    """Replace ``forward`` so that a bridge's own attention gets ``cache`` as ``past_key_values``.
-
-    Nothing is done where transformers computes the attention, or another library replaced
-    ``forward``.
-    """
+    """Replace ``forward`` so that a bridge's attention gets ``cache`` as ``past_key_values``."""
     if not isinstance(attention, _bridge_class()) or is_native(attention):
         return
     run = _replacement(attention) or type(attention).forward

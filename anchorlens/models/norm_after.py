@@ -16,10 +16,7 @@ from .kinds import NORMS_AFTER
 
 
 class FrozenNorms:
-    """The norms after the attention as linear functions, each as it acts in one clean pass.
-
-    A layer without such a norm has no hooks.
-    """
+    """The norms after the attention as linear functions, each as it acts in one clean pass."""
 
     def __init__(self, model: HookedModel) -> None:
         self._model = model
@@ -78,10 +75,7 @@ class FrozenNorms:
             self._factors[layer] = ratio.nan_to_num(0.0, 0.0, 0.0)
 
     def _first_and_last(self, layer: int, name: str) -> tuple[str, str]:
-        """Where the input of the norm is, and its output.
-
-        A HookedTransformer has no hook point of the input. There the divisor is taken itself.
-        """
+        """Where the norm's input is, and its output; without an input the divisor itself."""
         norm = f"blocks.{layer}.{name}"
         has_input = f"{norm}.hook_in" in self._points
         return f"{norm}.hook_in", f"{norm}.{'hook_out' if has_input else 'hook_scale'}"

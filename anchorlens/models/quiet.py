@@ -11,10 +11,7 @@ _LIBRARIES = ("transformers", "transformer_lens", "huggingface_hub", "datasets",
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside, other libraries draw no bars, and log errors only. Afterwards all is as before.
-
-    The bars of downloads stay, because a download may take minutes.
-    """
+    """Inside, other libraries log errors only and draw no bars but those of downloads."""
     # Imported first, because at their import they set the level of their loggers.
     from huggingface_hub.utils import (
         are_progress_bars_disabled,

@@ -35,19 +35,12 @@ _STEPS = ("calculate_attention_scores", "apply_causal_mask", "calculate_z_scores
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """How scores follow from queries and keys, and which keys a query sees.
+    """How scores follow from queries and keys, and which keys a query sees."""
 
-    Attributes:
-        scale: Factor of the scores.
-        mask: Which query sees which key.
-        soft_cap: Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
-        sinks: For each head a score that takes part in the softmax and has no key.
-    """
-
-    scale: float
+    scale: float  # of the scores
     mask: Mask
-    soft_cap: float | None = None
-    sinks: Float[Tensor, " head"] | None = None
+    soft_cap: float | None = None  # scores s become soft_cap * tanh(s / soft_cap)
+    sinks: Float[Tensor, " head"] | None = None  # scores without keys, which the softmax takes in
 
 
 # Gets the layer, queries, keys, values and terms, and returns the outputs of heads before W_O.
@@ -56,11 +49,7 @@ Attend = Callable[[int, Heads, SharedHeads, SharedHeads, Terms], Heads]
 
 @safe_context
 def attention_by(model: HookedModel, attend: Attend) -> Iterator[None]:
-    """Inside, ``attend`` computes the attention of every layer of a prepared model.
-
-    Raises:
-        ModelError: No function can replace the attention of this model.
-    """
+    """Inside, ``attend`` computes the attention of every layer, or a ModelError says why not."""
     with (_in_bridge if is_bridge(model) else _in_hooked_transformer)(model, attend):
         yield
 
@@ -148,10 +137,7 @@ def _mask_of_interface(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Mask | None:
-    """The mask of a batch, as ``Terms`` has it; parameters have the names of transformers.
-
-    transformers makes a table of queries and keys from the same arguments.
-    """
+    """The mask of a batch, of the arguments from which transformers makes a table."""
     if use_vmap:
         raise ModelError("its mask cannot be computed for some rows alone")
     padding = None if attention_mask is None or attention_mask.all() else attention_mask.bool()

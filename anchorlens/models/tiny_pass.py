@@ -49,11 +49,7 @@ def trial_of(
 
 
 def logits_of(model: Any, tokens: Int[Tensor, "1 position"]) -> Float[Tensor, "1 position vocab"]:
-    """The logits of a whole prompt, from a hooked model or one of transformers.
-
-    Raises:
-        ModelError: The model cannot run in its type of numbers, or takes no attention mask.
-    """
+    """The logits of a whole prompt, from a hooked model or one of transformers."""
     name = getattr(getattr(model, "cfg", None), "model_name", type(model).__name__)
     try:
         output = model(tokens, **inputs_without_cache(model, torch.ones_like(tokens).bool()))

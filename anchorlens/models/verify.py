@@ -29,13 +29,9 @@ class _Layer:
 
 
 def verify_hooks(model: HookedModel) -> tuple[dict[int, str], tuple[Operands | None, ...]]:
-    """Run one forward and backward over ``n_tokens_of`` tokens.
+    """The layers whose hooks fail in one forward and backward, with the reason; and all operands.
 
-    Returns the layers whose score or pattern hooks fail, each with the reason; and the hook points
-    of the queries and keys that each layer's attention multiplies.
-
-    Raises:
-        ModelError: The model cannot run, or has no backward pass.
+    Operands are the hook points of the queries and keys that a layer's attention multiplies.
     """
     n_heads, length = model.cfg.n_heads, n_tokens_of(model)
     layers = [_Layer() for _ in range(model.cfg.n_layers)]

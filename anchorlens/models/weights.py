@@ -28,11 +28,7 @@ class ModelFiles(NamedTuple):
 
 
 def read_model_files(name: str) -> ModelFiles:
-    """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights.
-
-    Raises:
-        ModelError: They cannot be read.
-    """
+    """Configuration and tokenizer of a hub name, a folder or a .gguf file, without the weights."""
     from transformers import AutoConfig, AutoTokenizer
 
     with _reading(name):

@@ -23,11 +23,7 @@ class Sealed(NamedTuple):
 
 
 def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of a safetensors file: the same bytes for the same contents, in every process.
-
-    Raises:
-        StoreError: Json cannot store the header, or would change it.
-    """
+    """The bytes of a safetensors file: the same bytes for the same contents, in every process."""
     # Copies, because safetensors raises an error for tensors that share memory.
     copies = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     text = _json(header)
@@ -37,11 +33,7 @@ def to_bytes_with_digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 
 def read_with_digest(path: str | Path) -> Sealed:
-    """Read a file of the bytes that ``to_bytes_with_digest`` gave.
-
-    Raises:
-        StoreError: The file cannot be read, is of another kind, or is damaged.
-    """
+    """Read a file of the bytes that ``to_bytes_with_digest`` gave, if it is whole."""
     data = bytes_of(path)
     cure = "use a copy of it, or compute the result again and save it"
     metadata, header, tensors = parsed(path, data, _contents, "file that anchorlens saved", cure)
@@ -54,11 +46,7 @@ def read_with_digest(path: str | Path) -> Sealed:
 
 
 def read_tensors(path: str | Path) -> Sealed:
-    """Read a safetensors file of any program; the header is empty if it is not one of ours.
-
-    Raises:
-        StoreError: The file cannot be read, is of another kind, or is damaged.
-    """
+    """Read a safetensors file of any program; the header is empty if it is not one of ours."""
     data = bytes_of(path)
     metadata, _, tensors = parsed(path, data, _contents, "safetensors file", "use a copy of it")
     return read_with_digest(path) if _KEY in metadata else Sealed({}, tensors)

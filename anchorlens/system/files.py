@@ -22,12 +22,7 @@ _MACHINE = re.sub(r"\W", "-", platform.node())
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename, so that this name never holds a part of a file.
-
-    Raises:
-        StoreError: The disk is full, the folder does not exist, or it may not be written into. An
-            earlier file of this name is unchanged, and no temporary file is left.
-    """
+    """Write under a temporary name and rename, so that this name never holds a part of a file."""
     # Threads share the number of their process, and containers may share it and their name.
     writer = f"{secrets.token_hex(4)}-{threading.get_native_id()}"
     temporary = path.with_name(f"{path.name}.{_MACHINE}.{writer}.{os.getpid()}.tmp")
@@ -70,11 +65,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def bytes_of(path: str | Path, error: type[AnchorlensError] = StoreError) -> bytes:
-    """The bytes of a file; a pipe, from which nothing may ever come, is not waited for.
-
-    Raises:
-        AnchorlensError: Of the class ``error``: the file cannot be read.
-    """
+    """The bytes of a file; a pipe, from which nothing may ever come, is not waited for."""
     try:
         if stat.S_ISFIFO(Path(path).stat().st_mode):
             raise error(f"{path} cannot be read: it is a pipe, not a file")

@@ -88,9 +88,6 @@ def gather_from_processes(what: str, value: T) -> list[T]:
     """The values of all processes, returned on every process; ``[value]`` if there is only one.
 
     ``what`` names the exchange, by which processes at different calls are recognised.
-
-    Raises:
-        ProcessError: A process failed (see ``fails_together``), died, or made another call.
     """
     return [value] if is_single_process() else _exchange(what, value)
 
@@ -130,11 +127,7 @@ def failed_elsewhere() -> bool:
 
 
 def require_equal_settings(what: Mapping[str, str]) -> None:
-    """Raise an error if the processes got different settings: their rows do not belong together.
-
-    Raises:
-        ProcessError: In all processes; the message names the difference.
-    """
+    """Raise an error in all processes if they got different settings: their rows do not fit."""
     first, *others = gather_from_processes("settings", dict(what))
     for number, other in enumerate(others, start=1):
         different = [

@@ -49,6 +49,7 @@ def calls() -> list[Call]:
     examples: list[Any] = [[], [al.Example("x")], [al.Example("x", -1)], [al.Example("x", 7)]]
     sizes: list[Any] = [0, *COUNTS]
     sites = [*LAYERS, *(al.Site(0, heads=heads) for heads in HEADS), al.Site(0, keep_bos=True)]
+    named_sites = [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}]
     at = {"model": models, "site": sites}
     vector = torch.zeros(3)
     hooks = odd_hooks()
@@ -218,7 +219,7 @@ def calls() -> list[Call]:
             {**all_of, "sites": {"first": al.Site([0])}, "draws": 1, **QUICK},
             {
                 "batches": bad_lists,
-                "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
+                "sites": named_sites,
                 "draws": sizes,
                 "metrics": [[None], [al.Accuracy], [al.SaliencyFlows()], "x"],
             },
@@ -233,7 +234,7 @@ def calls() -> list[Call]:
                 "batches": bad_lists,
                 "edges": [None, edges, lambda batch: None, lambda batch: batch.tokens],
                 "control": [None, edges, lambda *_: None, lambda batch, *_: batch.tokens],
-                "sites": [{}, *({"x": al.Site(value)} for value in LAYERS), {3: al.Site([0])}],
+                "sites": named_sites,
                 "draws": sizes,
             },
         ),

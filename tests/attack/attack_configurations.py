@@ -12,6 +12,7 @@ from architectures import ROWS
 from comparison import batch_of, class_attention, precise, tokenizer
 from measures import difference, hooks_on
 from sklearn.metrics import roc_auc_score
+from tiny_models import with_dropout
 from torch import Tensor
 
 import anchorlens as al
@@ -49,17 +50,6 @@ def configured(rng: random.Random) -> tuple[Architecture, dict[str, Any]]:
     return replace(row, options=options | changes), changes
 
 
-def with_dropout(model: torch.nn.Module, share: float) -> Any:
-    """Turn dropout on, as in a model that comes from training."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = share
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, share)
-    return model.train()
-
-
 def random_configurations(rng: random.Random) -> None:
     row, changes = configured(rng)
     dtype = rng.choice([torch.float32, torch.float32, torch.float64])
@@ -79,7 +69,7 @@ def random_configurations(rng: random.Random) -> None:
     training = training and dtype == torch.float32
     source = copy.deepcopy(weights)
     try:
-        with_drop = with_dropout(source, 0.3) if training else source
+        with_drop = with_dropout(source, 0.3).train() if training else source
         with precise(dtype):
             model = al.load_model(with_drop, tokenizer=tokenizer())
     except ModelError as error:

@@ -6,8 +6,9 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,95 +25,90 @@ from anchorlens.errors import AnchorlensError, DataError, StoreError
 from anchorlens.prompts.task_file import read_entries
 from anchorlens.system.digest_file import read_with_digest, to_bytes_with_digest
 
-Damage = Callable[[Path, random.Random], None]
-
 JSON: list[Any] = [
     *(None, 3, "text", [], {}, [1, 2], {"digest": "x"}, {"run": {}}, {"digest": None}, True),
     *({"anchorlens": 1}, {"info": []}, {"record": "SaliencyFlowsRecord"}),
 ]
 
 
-def flip(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 1, 5])):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
+def flipped(data: bytes, rng: random.Random, end: int, count: int = 1) -> bytes:
+    changed = bytearray(data)
+    for _ in range(count):
+        changed[rng.randrange(min(len(data), end))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
 
 
-def flip_near_the_start(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(min(len(data), 600))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def cut(path: Path, rng: random.Random) -> None:
-    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
-def lengthen(path: Path, rng: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 40)))
-
-
-def blank(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
+def blank(data: bytes, rng: random.Random) -> bytes:
     start = rng.randrange(len(data))
     count = min(len(data) - start, rng.choice([1, 16, 512]))
-    data[start : start + count] = bytes(count)
-    path.write_bytes(data)
+    return data[:start] + bytes(count) + data[start + count :]
 
 
-def swap_parts(path: Path, rng: random.Random) -> None:
-    data = path.read_bytes()
+def swapped(data: bytes, rng: random.Random) -> bytes:
     first, second = sorted(rng.sample(range(len(data)), 2))
-    path.write_bytes(data[second:] + data[first:second] + data[:first])
+    return data[second:] + data[first:second] + data[:first]
 
 
-def other_json(path: Path, rng: random.Random) -> None:
-    path.write_text(json.dumps(rng.choice(JSON)))
+def another_header(data: bytes, rng: random.Random) -> bytes:
+    """Change a letter or a digit of the header, if it is a file of tensors, or anywhere."""
+    size = int.from_bytes(data[:8], "little")
+    end = 8 + size if size < len(data) else len(data)
+    position = rng.choice([k for k in range(8, end) if chr(data[k]).isalnum()] or [0])
+    return data[:position] + rng.choice(b"0123456789abcF").to_bytes() + data[position + 1 :]
 
 
-def deep_json(path: Path, rng: random.Random) -> None:
-    path.write_text(rng.choice(["[", '{"a":']) * 100_000)
+# What becomes of the bytes of a file.
+GENERAL: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "a bit": lambda data, rng: flipped(data, rng, len(data)),
+    "some bits": lambda data, rng: flipped(data, rng, len(data), rng.choice([1, 5])),
+    "a bit near the start": lambda data, rng: flipped(data, rng, 600),
+    "cut": lambda data, rng: data[: rng.randrange(len(data))],
+    "longer": lambda data, rng: data + rng.randbytes(rng.randint(1, 40)),
+    "blank": blank,
+    "swapped parts": swapped,
+    "another header": another_header,
+    "other json": lambda data, rng: json.dumps(rng.choice(JSON)).encode(),
+    "deep json": lambda data, rng: rng.choice([b"[", b'{"a":']) * 100_000,
+    "no text": lambda data, rng: rng.randbytes(rng.randrange(300)),
+}
+TOML: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "deep": lambda data, rng: b"template = " + rng.choice([b"[", b"{a=", b"[[a."]) * 5000,
+    "digits": lambda data, rng: b"template = " + rng.choice("123456789").encode() * 5000,
+}
+STORED = {name: damage for name, damage in DAMAGES.items() if "another" not in name}
 
 
-def not_text(path: Path, rng: random.Random) -> None:
-    path.write_bytes(rng.randbytes(rng.randrange(300)))
+def damaged(path: Path, rng: random.Random, *more: str) -> str | None:
+    """Damage a file and describe it; None if this file cannot be damaged in the drawn way.
+
+    ``more`` are other ways: one of TOML, "stored" for one of DAMAGES, "pipe".
+    """
+    name = rng.choice([*GENERAL, *more, "folder"])
+    if name == "stored":
+        name = rng.choice([*STORED])
+        try:
+            STORED[name](path)
+        except ValueError:  # the file does not hold the word to damage
+            return None
+    elif name in ("pipe", "folder"):
+        path.unlink()
+        path.mkdir() if name == "folder" else os.mkfifo(path)
+    else:
+        path.write_bytes((GENERAL | TOML)[name](path.read_bytes(), rng))
+    return f"{path.name}: {name}"
 
 
-def a_folder(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def another_header(path: Path, rng: random.Random) -> None:
-    """Change a letter or a digit of the header."""
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
-    positions = [k for k in range(8, end) if chr(data[k]).isalnum()] or [0]
-    position = rng.choice(positions)
-    path.write_bytes(
-        data[:position] + rng.choice(b"0123456789abcF").to_bytes() + data[position + 1 :]
-    )
-
-
-def a_pipe(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def deep_toml(path: Path, rng: random.Random) -> None:
-    path.write_text("template = " + rng.choice(["[", "{a=", "[[a."]) * 5000)
-
-
-def many_digits(path: Path, rng: random.Random) -> None:
-    path.write_text("template = " + rng.choice("123456789") * 5000)
-
-
-TOML: list[Damage] = [deep_toml, many_digits]
-GENERAL: list[Damage] = [
-    *(flip, flip, flip_near_the_start, cut, lengthen, blank, swap_parts, another_header),
-    *(other_json, deep_json, not_text, a_folder),
-]
+@contextmanager
+def refused_or(case: str | None, *refusals: type[Exception]) -> Iterator[None]:
+    """Inside, the refusals end the block, and other errors but assertions are faults."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except refusals:
+        pass
+    except Exception as error:
+        raise AssertionError(f"{case}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def folder() -> Path:
@@ -136,71 +132,35 @@ def damaged_rows(rng: random.Random) -> None:
     """Damage a file in a folder of ``al.run``, and run again in that folder."""
     stored, expected = whole()
     run_folder = shutil.copytree(stored, folder() / "rows")
-    paths = sorted(run_folder.iterdir())
-    path, damage = rng.choice(paths), rng.choice([*GENERAL, a_pipe])
-    if path.suffix == ".safetensors" and rng.random() < 0.3:
-        # The damages with "another" need more batches.
-        name = rng.choice([key for key in DAMAGES if "another" not in key])
-        damage = lambda path, rng: DAMAGES[name](path)  # noqa: E731
-        damage.__name__ = name
-    description = apply_damage(path, damage, rng)
-    if description is None:
+    path = rng.choice(sorted(run_folder.iterdir()))
+    case = damaged(path, rng, "pipe", *["stored"] * 4 * (path.suffix == ".safetensors"))
+    if case is None:
         return
-    try:
+    with refused_or(case, StoreError):
         results = al.run(scene().model, scene().batches, rows_metrics(), folder=run_folder, **QUICK)
-    except StoreError:
-        return
-    except Exception as error:
-        raise AssertionError(
-            f"{description}: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
-    if not same(results, expected):
-        raise AssertionError(f"{description}: other numbers")
-
-
-def apply_damage(path: Path, damage: Damage, rng: random.Random) -> str | None:
-    """Damage a file and describe the damage; None if this file cannot be damaged in this way."""
-    try:
-        damage(path, rng)
-    except ValueError:  # the file does not hold the word to damage
-        return None
-    return f"{path.name}: {damage.__name__}"
+        assert same(results, expected), f"{case}: other numbers"
 
 
 def damaged_record(rng: random.Random) -> None:
     setup = scene()
     record = rng.choice([*setup.results.values(), setup.beta, setup.isolation])
     path = record.save(folder() / "record.safetensors")
-    description = apply_damage(path, rng.choice(GENERAL), rng)
-    try:
+    case = f"{type(record).__name__}, {damaged(path, rng)}"
+    with refused_or(case, StoreError):
         loaded = type(record).load(path)
-        equal = same({"": loaded}, {"": record}) and loaded.info == record.info
         loaded.to_frame()
-    except StoreError:
-        return
-    except Exception as error:
-        raise AssertionError(
-            f"{type(record).__name__}, {description}: {type(error).__name__}: {error}"
-        ) from error
-    if not equal:
-        raise AssertionError(f"{type(record).__name__}, {description}: loads, with other numbers")
+        equal = same({"": loaded}, {"": record}) and loaded.info == record.info
+        assert equal, f"{case}: loads, with other numbers"
 
 
 def damaged_context(rng: random.Random) -> None:
     setup = scene()
     path = setup.context.save(folder() / "context.safetensors")
-    description = apply_damage(path, rng.choice(GENERAL), rng)
-    try:
-        loaded = al.CompressedContext.load(path)
-        logits = loaded.logits(setup.model, setup.batch)
-    except AnchorlensError:
-        return
-    except Exception as error:
-        raise AssertionError(
-            f"context, {description}: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
-    if not torch.equal(logits, setup.context.logits(setup.model, setup.batch)):
-        raise AssertionError(f"context, {description}: loads, with other numbers")
+    case = damaged(path, rng)
+    with refused_or(case, AnchorlensError):
+        logits = al.CompressedContext.load(path).logits(setup.model, setup.batch)
+        expected = setup.context.logits(setup.model, setup.batch)
+        assert torch.equal(logits, expected), f"{case}: loads, with other numbers"
 
 
 def forged(value: Any, rng: random.Random) -> Any:
@@ -249,7 +209,7 @@ def forged_files(rng: random.Random) -> None:
         tensors = forged_tensors(tensors, rng)
     header.pop("digest", None)
     path.write_bytes(to_bytes_with_digest(header, tensors))
-    try:
+    with refused_or(f"{kind}, {header}", AnchorlensError):
         if kind == "record":
             repr(al.load_record(path).to_frame())
         elif kind == "adapter":
@@ -258,12 +218,6 @@ def forged_files(rng: random.Random) -> None:
             loaded = al.load_context(path)
             repr(loaded)
             loaded.logits(setup.model, setup.batch)
-    except AnchorlensError:
-        return
-    except Exception as error:
-        raise AssertionError(
-            f"{kind}, {header}: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
 
 
 def odd_settings(rng: random.Random) -> None:
@@ -273,24 +227,18 @@ def odd_settings(rng: random.Random) -> None:
     if kind == "toml":
         path = folder() / "task.toml"
         path.write_text('template = "{text}{label}"\nlabels = [" a", " b"]\nprefix = "P"\n')
-        damages = [*GENERAL, *TOML]
+        case = damaged(path, rng, *TOML)
+        read: Callable[[], Any] = partial(read_entries, path)
     else:
         al.context_to_peft(setup.prefix, setup.model, folder_of_adapter := folder())
-        path, damages = folder_of_adapter / "adapter_config.json", [*GENERAL, a_pipe]
-    description = apply_damage(path, rng.choice(damages), rng)
-    try:
-        if kind == "toml":
-            read_entries(path)
-        else:
-            al.context_from_peft(path.parent, setup.model)
-    except AnchorlensError as error:
-        if path.parent.name not in str(error):
-            raise AssertionError(f"{description}: no file is named: {error}") from error
-        return
-    except Exception as error:
-        raise AssertionError(
-            f"{description}: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
+        path = folder_of_adapter / "adapter_config.json"
+        case = damaged(path, rng, "pipe")
+        read = partial(al.context_from_peft, path.parent, setup.model)
+    with refused_or(case):
+        try:
+            read()
+        except AnchorlensError as error:
+            assert path.parent.name in str(error), f"{case}: no file is named: {error}"
 
 
 def written(kind: str) -> Path:
@@ -312,7 +260,7 @@ def written(kind: str) -> Path:
 def damaged_data(rng: random.Random) -> None:
     """A changed text cannot be detected. The result must be examples with classes, or an error."""
     path = written(rng.choice(["jsonl", "json", "csv", "parquet"]))
-    description = apply_damage(path, rng.choice(GENERAL), rng)
+    description = damaged(path, rng)
     # In a separate process, because the library that reads the file may end the whole process.
     status, ending = end_of(forked(lambda: examples_of(path)))
     if status != 0:

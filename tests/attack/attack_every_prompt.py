@@ -7,7 +7,6 @@ has alone, or the prompts are refused. The oracle for rotations is plain transfo
 
 import copy
 import random
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,28 +14,13 @@ from attack_scene import QUIET, scene
 from chat_tokenizers import chat_tokenizer
 from measures import difference
 from plain_prompts import rows
-from rotary_models import SIZES, longrope, scaled
-from tiny_models import byte_level_tokenizer, randomize
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from rotary_models import alone, rotating
 
 import anchorlens as al
 from anchorlens.errors import AnchorlensError, PromptError
 
 RUN: dict[str, Any] = {"resamples": 0, **QUIET}
 SWITCHES = (45, 55, 65, 75, 90)  # prompts have 40 to 100 tokens
-
-
-@cache
-def rotating(kind: str, switch: int) -> tuple[Any, Any]:
-    """A hooked model, and the same weights in plain transformers."""
-    tokenizer = byte_level_tokenizer()
-    rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
-    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **rope)
-    weights: Any = randomize(LlamaForCausalLM(config))
-    plain = copy.deepcopy(weights)
-    plain.set_attn_implementation("eager")
-    return al.load_model(weights, tokenizer=tokenizer), plain
 
 
 def words(rng: random.Random, most: int) -> str:
@@ -58,11 +42,10 @@ def built(rng: random.Random, tokenizer: Any, most: int) -> list[al.PromptBatch]
     return al.build_prompts(tokenizer, task, sets, queries, batch_size=size, padding_side=side)
 
 
-def alone(plain: Any, batches: list[al.PromptBatch]) -> Tensor:
-    """The logits at the target of each prompt, in plain transformers."""
-    with torch.no_grad():
-        found = [plain(torch.tensor([row.tokens])).logits[0, -1] for row in rows(batches)]
-    return torch.stack(found)
+def singles_of(batches: list[al.PromptBatch]) -> list[al.PromptBatch]:
+    """Each prompt as a batch, in the order of the queries."""
+    singles = [batch.prompt(k) for batch in batches for k in range(len(batch))]
+    return sorted(singles, key=lambda batch: int(batch.index))
 
 
 def odd_lengths(rng: random.Random) -> None:
@@ -74,7 +57,7 @@ def odd_lengths(rng: random.Random) -> None:
         logits = al.target_logits(model, batches, **QUIET)
     except AnchorlensError:
         return
-    expected = alone(plain, batches)
+    expected = alone(plain, *singles_of(batches))
     if not difference(logits, expected) <= 1e-5:
         raise AssertionError(f"{case}: other logits than alone")
     for batch in batches:
@@ -100,8 +83,7 @@ def odd_edges(rng: random.Random) -> None:
         return edges & chosen[batch.index][:, None, None].expand(edges.shape)
 
     metric = al.SaliencyFlows(edges={"some": of_some, "all": kind})
-    singles = [batch.prompt(k) for batch in batches for k in range(len(batch))]
-    singles.sort(key=lambda batch: int(batch.index))
+    singles = singles_of(batches)
 
     def cut(batch: al.PromptBatch) -> Any:
         return al.block_edges(setup.model, batch, of_some(batch), range(2))

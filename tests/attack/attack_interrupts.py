@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from tiny_models import questions
 from torch import Tensor
-from unchanged import global_state
+from unchanged import everything_of
 
 import anchorlens as al
-from anchorlens.models.kinds import modules_of
 from anchorlens.passes.fused_attention import fused_attention
 
 QUIET: dict[str, Any] = {"progress": False}
-TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "fwd_hooks", "bwd_hooks")
-VALUES = ("training", "forward", "context_level", "is_caching", "_is_full_backward_hook")
 
 
 def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
@@ -54,28 +51,6 @@ def calls_of(model: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def state_of(model: Any) -> dict[str, Any]:
-    """Everything that an interrupt could leave, to be compared by ==."""
-    from transformers import AttentionInterface
-
-    state: dict[str, Any] = dict(global_state(with_python=True))
-    state["hooks of saved tensors"] = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    state["attention"] = model.original_model.config._attn_implementation
-    state["interface"] = sorted(AttentionInterface._global_mapping)
-    for number, module in enumerate(modules_of(model)):
-        attributes = vars(module)
-        for name in TABLES:
-            table = attributes.get(name) or ()
-            kept = table.values() if isinstance(table, dict) else table
-            state[f"{number} {name}"] = [id(hook) for hook in kept]
-        state[f"{number}"] = [attributes.get(name) for name in VALUES]
-        state[f"{number} _pattern"] = id(attributes.get("_pattern"))
-        state[f"{number} frozen"] = [
-            parameter.requires_grad for parameter in module.parameters(recurse=False)
-        ]
-    return state
-
-
 @dataclass
 class Interrupts:
     """Attempts on one model.
@@ -98,12 +73,12 @@ class Interrupts:
         logits = al.target_logits(model, batches, **QUIET)
         for call in calls_of(model).values():
             call()  # a model gets hooks of libraries in its first passes
-        return cls(model, batches, state_of(model), logits)
+        return cls(model, batches, everything_of(model), logits)
 
     def check(self, name: str) -> None:
         """Compare everything with the state before."""
         self.counts[name] = self.counts.get(name, 0) + 1
-        after = state_of(self.model)
+        after = everything_of(self.model)
         changed = [key for key in after if after[key] != self.before[key]]
         if changed:
             self.left.append(f"{name}: {changed[:3]}")

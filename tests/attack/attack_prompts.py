@@ -23,52 +23,15 @@ ODD_LABELS = [
 ]
 SIMPLE_BETWEEN = ["\nSentiment:", " ->", " =", "\nAnswer Type:", " |"]
 ODD_FORMAT = [
-    *(
-        "",
-        " ",
-        "\n",
-        ": ",
-        "Review: ",
-        "(",
-        ")",
-        "|",
-        "###",
-        "\n\n",
-        "\u0301",
-        "  ",
-        "{",
-        "}",
-        "😀",
-    ),
-    *(
-        "<|user|>",
-        "<end>",
-        "\t",
-        "\r\n",
-        "«",
-        "x",
-        "\u200b",
-        "Sentiment: Positive",
-        "e",
-        "▁",
-        "\u202e",
-    ),
+    *("", " ", "\n", ": ", "Review: ", "(", ")", "|", "###", "\n\n", "\u0301", "  ", "{", "}"),
+    *("😀", "<|user|>", "<end>", "\t", "\r\n", "«", "x", "\u200b", "Sentiment: Positive", "e"),
+    *("▁", "\u202e"),
 ]
 PARTS = [
     *("", " ", "\n", " Positive", "Negative\n", "Sentiment:", "{text}{label}", "😀é", "e\u0301"),
-    *(
-        "a fine film",
-        "who? ",
-        "naïve ",
-        "שלום",
-        " 日本語",
-        "\u0301",
-        "👩‍👩‍👧",
-        "<mask>",
-        "  ",
-        "x" * 40,
-    ),
-    *("Å", "½", "ﬁ", "İ", "\u00a0", "▁", "\ufeff", "<s>", "[SEP]", "'s", "12345", "\t", "ΑΣ"),
+    *("a fine film", "who? ", "naïve ", "שלום", " 日本語", "\u0301", "👩‍👩‍👧", "<mask>", "  "),
+    *("x" * 40, "Å", "½", "ﬁ", "İ", "\u00a0", "▁", "\ufeff", "<s>", "[SEP]", "'s", "12345"),
+    *("\t", "ΑΣ"),
 ]
 # Their tokens spell the prompt byte for byte. For other kinds spaces are not compared.
 EXACT = {
@@ -89,13 +52,8 @@ class Case(NamedTuple):
 
 def characters(rng: random.Random) -> str:
     blocks = [(32, 127), (32, 127), (160, 0x250), (0x300, 0x370), (0x370, 0x400), (0x5D0, 0x5EA)]
-    blocks += [
-        (0x4E00, 0x4F00),
-        (0xAC00, 0xAD00),
-        (0x1F600, 0x1F640),
-        (0x2000, 0x2070),
-        (0xFB00, 7),
-    ]
+    blocks += [(0x4E00, 0x4F00), (0xAC00, 0xAD00), (0x1F600, 0x1F640), (0x2000, 0x2070)]
+    blocks += [(0xFB00, 7)]
     low, high = rng.choice(blocks)
     return "".join(chr(rng.randrange(low, max(high, low + 7))) for _ in range(rng.randrange(6)))
 

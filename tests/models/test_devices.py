@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_models import gptj
-from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2
+from architectures import native
+from tiny_models import questions, tiny_gemma3, tiny_gpt2
 
 import anchorlens as al
 
@@ -18,7 +18,7 @@ pytestmark = [
 MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),
     "Gemma 3": (tiny_gemma3, "sentencepiece_like"),
-    "GPT-J": (lambda size: randomize(gptj()), "byte_level"),
+    "GPT-J": (partial(native, "GPT-J"), "byte_level"),
 }
 
 

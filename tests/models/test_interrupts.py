@@ -11,10 +11,9 @@ from interrupting import at_every_moment
 from test_model_state import functions_of
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
-from unchanged import global_state
+from unchanged import everything_of, global_state
 
 from anchorlens.models import acting_hooks, model_state
-from anchorlens.models.kinds import modules_of
 from anchorlens.models.replaced_attention import attention_by
 from anchorlens.system import put_back, torch_state
 from anchorlens.system.torch_state import own_random_state, torch_modes
@@ -38,36 +37,24 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
-def state_of(model: Any) -> Any:
-    modules: list[Any] = modules_of(model)
-    points = [
-        (len(module.fwd_hooks), len(module.bwd_hooks), vars(module).get("_is_full_backward_hook"))
-        for module in modules
-        if hasattr(module, "fwd_hooks")
-    ]
-    forwards = [vars(module).get("forward") for module in modules]
-    steps = [vars(block.attn).get("calculate_z_scores") for block in model.blocks]
-    return functions_of(model), points, forwards, steps, global_state(with_python=False)
-
-
 @pytest.mark.every_kind
 @pytest.mark.changes_model
 @pytest.mark.parametrize("interrupts", [1, 2])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_interrupts_at_every_moment_leave_nothing(gpt2: Any, name: str, interrupts: int) -> None:
     gpt2.blocks[0].register_forward_hook(lambda module, inputs, output: None)
-    before = state_of(gpt2)
+    before = everything_of(gpt2)
 
     def enter() -> None:
         with CONTEXTS[name](gpt2):
             pass
 
     with CONTEXTS[name](gpt2):
-        assert state_of(gpt2) != before
+        assert everything_of(gpt2) != before
     tried = 0
     for moments in at_every_moment(MODULES, interrupts, enter):
         tried += 1
-        assert state_of(gpt2) == before, moments
+        assert everything_of(gpt2) == before, moments
     assert tried > 5
 
 

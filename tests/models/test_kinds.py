@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import BY_NAME
 from measures import difference
-from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -93,23 +93,7 @@ def test_other_analyses_of_a_folded_model_give_the_same_numbers(raw: Any, byte_l
 
 def test_folding_breaks_a_model_with_attention_sinks(raw: Any, byte_level: Any) -> None:
     """Rows of attention do not sum to 1 here. TransformerLens folds anyway, and logits change."""
-    weights = randomize(
-        GptOssForCausalLM(
-            GptOssConfig(
-                vocab_size=len(byte_level),
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=8,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-                max_position_embeddings=512,
-                pad_token_id=0,
-            )
-        )
-    )
+    weights = BY_NAME["GPT-OSS"].build(len(byte_level), max_position_embeddings=512)
     unfolded, folded = (raw(deepcopy(weights), byte_level, fold=fold) for fold in (False, True))
     batch = questions(unfolded, 2)[0]
     ours = run_pass(al.prepare_model(unfolded), batch)

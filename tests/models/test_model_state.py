@@ -13,7 +13,7 @@ from comparison import DEMONSTRATIONS, QUERIES, TASK, tokenizer
 from hooked_transformers import with_its_bos
 from measures import difference
 from test_matrix import LINE, cases
-from tiny_models import boot, questions, tiny_gpt2
+from tiny_models import boot, questions, tiny_gpt2, with_dropout
 
 import anchorlens as al
 from anchorlens.models.hooked import pattern_name
@@ -36,24 +36,9 @@ def as_before(model: Any) -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def with_dropout(name: str) -> Any:
-    """Return the tiny model of a row with every dropout of its configuration."""
-    weights = BY_NAME[name].build(len(tokenizer()))
-    for field, value in vars(weights.config).items():
-        if ("drop" in field or field.endswith("_pdrop")) and isinstance(value, float):
-            setattr(weights.config, field, 0.5)
-    for module in weights.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-        for field, value in list(vars(module).items()):
-            if "drop" in field and isinstance(value, float):
-                setattr(module, field, 0.5)
-    return weights
-
-
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
-    weights = with_dropout(name).train()
+    weights = with_dropout(BY_NAME[name].build(len(tokenizer())), 0.5).train()
     state = torch.get_rng_state()
     model = al.load_model(weights, tokenizer=with_its_bos(tokenizer()))
     assert torch.equal(torch.get_rng_state(), state)
@@ -70,11 +55,7 @@ def test_dropout_is_off_in_both_modes(name: str, kind: str) -> None:
 
 @pytest.mark.every_kind
 def test_every_experiment_runs_without_dropout(byte_level: Any, raw: Any) -> None:
-    dropout = {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}
-    weights = tiny_gpt2(len(byte_level))
-    for module in weights.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = dropout["embd_pdrop"]
+    weights = with_dropout(tiny_gpt2(len(byte_level)), 0.5)
     model: Any = al.prepare_model(raw(weights, byte_level))
     batches = questions(model, 4)
     calls = [

@@ -1,8 +1,6 @@
 """Loading a model, and verifying that its hooks act."""
 
-import copy
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,31 +207,6 @@ def test_loading_a_model_of_images_installs_nothing(
     model = al.load_model(weights, tokenizer=sentencepiece_like)
     assert al.saliency(model, questions(model, 1)[0]).isfinite().all()
     assert not commands
-
-
-def test_loading_replaces_nothing_that_other_threads_use(byte_level: Any) -> None:
-    """Three threads load at once, and each sees the original functions of ``subprocess``."""
-    functions = ("check_call", "run", "Popen")
-    before = [getattr(subprocess, name) for name in functions]
-    seen: list[Any] = []
-
-    class Watching(type(byte_level)):  # type: ignore[misc]
-        def encode(self, *args: Any, **kwargs: Any) -> Any:  # TransformerLens calls this first
-            seen.append([getattr(subprocess, name) for name in functions])
-            return super().encode(*args, **kwargs)
-
-    def load(_: int) -> Any:
-        tokenizer = copy.deepcopy(byte_level)
-        tokenizer.__class__ = Watching
-        return al.load_model(tiny_gpt2(len(tokenizer)), tokenizer=tokenizer)
-
-    with ThreadPoolExecutor(3) as threads:
-        models = list(threads.map(load, range(3)))
-    assert len(seen) >= 3 and all(functions == before for functions in seen)
-    assert [getattr(subprocess, name) for name in functions] == before
-    batch = questions(models[0], 2)[0]
-    first, *others = (run_pass(model, batch) for model in models)
-    assert all(torch.equal(other, first) for other in others)
 
 
 def test_a_device_that_cannot_compute_is_refused_before_weights_are_read(

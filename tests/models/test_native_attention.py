@@ -1,17 +1,16 @@
 """Attention that transformers computes itself: its hook points act, and restoring is complete."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import plain
 import pytest
 import torch
+from architectures import BY_NAME, NATIVE, native
 from measures import centred, difference, hooks_on, logits_of
-from native_models import NATIVE, TOKENS, gpt_neo, gptj, opt
 from tiny_models import boot, questions, randomize
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import ModelError
@@ -19,34 +18,9 @@ from anchorlens.models.hooked import pattern_name, scores_name, verified_operand
 
 pytestmark = [pytest.mark.every_kind, pytest.mark.without_jaxtyping]
 
-Make = Callable[..., Any]
 
-
-def bridge_of(make: Make, tokenizer: Any, **options: Any) -> Any:
-    return boot(randomize(make(**options)), tokenizer)
-
-
-def hand_masked(weights: Any, batch: al.PromptBatch, cut: Tensor, layers: range) -> Tensor:
-    """Return target logits of the transformers model with edges cut in its attention masks."""
-    logits: list[Tensor] = []
-    attentions = [m for m in weights.modules() if type(m).__name__ in ("GPTJAttention",)]
-    for row in range(len(batch)):
-        real = batch.attention_mask[row].nonzero().flatten()
-        edges = cut[row][real][:, real]
-
-        def edit(module: Any, args: Any, kwargs: Any, edges: Tensor = edges) -> Any:
-            mask = kwargs["attention_mask"]
-            lowest = torch.finfo(mask.dtype).min
-            return args, kwargs | {"attention_mask": mask.masked_fill(edges, lowest)}
-
-        handles = [
-            attentions[layer].register_forward_pre_hook(edit, with_kwargs=True) for layer in layers
-        ]
-        with torch.no_grad():
-            logits.append(centred(weights(batch.tokens[row, real][None]).logits[0, -1]))
-        for handle in handles:
-            handle.remove()
-    return torch.stack(logits)
+def bridge_of(name: str, tokenizer: Any) -> Any:
+    return boot(native(name), tokenizer)
 
 
 def scaled_pattern(layer: int, factor: float = 0.5) -> tuple[str, Any]:
@@ -56,23 +30,25 @@ def scaled_pattern(layer: int, factor: float = 0.5) -> tuple[str, Any]:
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_isolation_in_gptj_equals_masks_by_hand(byte_level: Any) -> None:
     """The hooks do nothing on the raw bridge; if this part fails, TransformerLens has fixed it."""
-    weights: Any = randomize(gptj())
-    weights.set_attn_implementation("eager")  # gives every attention a mask to edit
+    weights = native("GPT-J")  # eager, which gives every attention a mask to edit
     raw = boot(copy.deepcopy(weights), byte_level)
     model = al.prepare_model(boot(copy.deepcopy(weights), byte_level))
     batch = questions(model, 3)[0]
     cuts = al.isolate_labels(model, batch, range(2))
     clean, cut = logits_of(model, batch, []), logits_of(model, batch, cuts)
-    edges = al.edges.between(al.edges.anchors(batch), batch.attention_mask)
-    expected = hand_masked(weights, batch, edges, range(2))
+    by_hand = [
+        plain.with_cut_masks(weights, prompt, plain.isolation_edges(prompt), range(2))
+        for prompt in plain.prompts_of(batch)
+    ]
+    expected = centred(torch.stack(by_hand))
     assert difference(cut, expected) <= 1e-5
     assert difference(clean, expected) >= 0.01
     assert torch.equal(logits_of(raw, batch, cuts), logits_of(raw, batch, []))
 
 
-@pytest.mark.parametrize("make", NATIVE)
-def test_each_hook_is_called_once_in_each_direction(make: Make, byte_level: Any) -> None:
-    model = bridge_of(make, byte_level)
+@pytest.mark.parametrize("name", NATIVE)
+def test_each_hook_is_called_once_in_each_direction(name: str, byte_level: Any) -> None:
+    model = bridge_of(name, byte_level)
     batch = questions(model, 2)[0]
     before = logits_of(model, batch, [])
     hooked_before = hooks_on(model)
@@ -92,10 +68,10 @@ def test_each_hook_is_called_once_in_each_direction(make: Make, byte_level: Any)
     assert hooks_on(model) == hooked_before
 
 
-@pytest.mark.parametrize("make", [gptj, gpt_neo, opt])  # XGLM of transformers has no float64
-def test_the_gradient_agrees_with_a_finite_difference(make: Make, byte_level: Any) -> None:
+@pytest.mark.parametrize("name", ["GPT-J", "GPT-Neo", "OPT"])  # XGLM of transformers has no float64
+def test_the_gradient_agrees_with_a_finite_difference(name: str, byte_level: Any) -> None:
     """A backward hook gives the gradient, and hooks that scale the pattern give the difference."""
-    model = al.load_model(randomize(make()), tokenizer=byte_level, dtype=torch.float64)
+    model = al.load_model(native(name), tokenizer=byte_level, dtype=torch.float64)
     batch = questions(model, 1)[0]
     seen: dict[str, Tensor] = {}
     observer = (pattern_name(1), lambda pattern, hook: seen.update(pattern=pattern.detach()))
@@ -115,9 +91,9 @@ def test_the_gradient_agrees_with_a_finite_difference(make: Make, byte_level: An
 
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
-@pytest.mark.parametrize("make", NATIVE)
-def test_restore_model_removes_what_prepare_model_added(make: Make, byte_level: Any) -> None:
-    model: Any = bridge_of(make, byte_level)
+@pytest.mark.parametrize("name", NATIVE)
+def test_restore_model_removes_what_prepare_model_added(name: str, byte_level: Any) -> None:
+    model: Any = bridge_of(name, byte_level)
     batch = questions(model, 2)[0]
     clean = logits_of(model, batch, [])
     modules = list(model.modules())
@@ -135,7 +111,7 @@ def test_restore_model_removes_what_prepare_model_added(make: Make, byte_level: 
 
 
 def test_fused_kernels_are_restored(byte_level: Any) -> None:
-    model = bridge_of(opt, byte_level)
+    model = bridge_of("OPT", byte_level)
     batch = questions(model, 2)[0]
     fused = model.original_model
     fused.set_attn_implementation("sdpa")
@@ -151,8 +127,8 @@ def test_fused_kernels_are_restored(byte_level: Any) -> None:
 
 def test_models_do_not_affect_each_other(byte_level: Any) -> None:
     """A model runs inside the hook of another, and a hook computes a softmax itself."""
-    model, other = (al.prepare_model(bridge_of(make, byte_level)) for make in (gptj, opt))
-    raw = bridge_of(gpt_neo, byte_level)
+    model, other = (al.prepare_model(bridge_of(name, byte_level)) for name in ("GPT-J", "OPT"))
+    raw = bridge_of("GPT-Neo", byte_level)
     batch = questions(model, 2)[0]
     expected = logits_of(model, batch, [scaled_pattern(1)])
     inside = logits_of(other, batch, [scaled_pattern(0)])
@@ -187,7 +163,7 @@ def test_models_do_not_affect_each_other(byte_level: Any) -> None:
 
 def test_a_fused_kernel_that_is_set_later_is_refused(byte_level: Any) -> None:
     """Its softmax cannot be hooked. Without an error, isolation would seem to change nothing."""
-    model: Any = al.prepare_model(bridge_of(opt, byte_level))
+    model: Any = al.prepare_model(bridge_of("OPT", byte_level))
     batch = questions(model, 2)[0]
     model.original_model.set_attn_implementation("sdpa")
     with pytest.raises(ModelError, match=r"needs exactly one softmax .* ran 0.*restore_model"):
@@ -198,7 +174,7 @@ def test_a_fused_kernel_that_is_set_later_is_refused(byte_level: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:A hook on .* returned a modified tensor")
 def test_a_replaced_forward_of_another_library_is_not_changed(byte_level: Any) -> None:
-    model = bridge_of(opt, byte_level)
+    model = bridge_of("OPT", byte_level)
     attention = model.blocks[1].attn
     vars(attention)["forward"] = replaced = partial(type(attention).forward, attention)
     with pytest.raises(ModelError, match=r"layers \[1\]: an edit of the scores"):
@@ -207,9 +183,9 @@ def test_a_replaced_forward_of_another_library_is_not_changed(byte_level: Any) -
     assert "forward" not in vars(model.blocks[0].attn)
 
 
-@pytest.mark.parametrize("make", NATIVE)
-def test_no_hook_is_left_after_an_exception(make: Make, byte_level: Any) -> None:
-    model: Any = al.prepare_model(bridge_of(make, byte_level))
+@pytest.mark.parametrize("name", NATIVE)
+def test_no_hook_is_left_after_an_exception(name: str, byte_level: Any) -> None:
+    model: Any = al.prepare_model(bridge_of(name, byte_level))
     batch = questions(model, 2)[0]
     clean = logits_of(model, batch, [])
     hooked_before = hooks_on(model)
@@ -225,7 +201,9 @@ def test_no_hook_is_left_after_an_exception(make: Make, byte_level: Any) -> None
 
 
 def test_saliency_of_a_model_in_train_mode_has_no_dropout(byte_level: Any) -> None:
-    model: Any = al.prepare_model(bridge_of(gptj, byte_level, dropout=0.5))
+    source = native("GPT-J")
+    source.config.attn_pdrop = 0.5
+    model: Any = al.prepare_model(boot(randomize(type(source)(source.config)), byte_level))
     batch = questions(model, 2)[0]
     hooks = [scaled_pattern(layer, 0.0) for layer in range(3)]
     clean, zeroed = logits_of(model, batch, []), logits_of(model, batch, hooks)
@@ -242,9 +220,9 @@ def test_saliency_of_a_model_in_train_mode_has_no_dropout(byte_level: Any) -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("make", NATIVE)
-def test_copies_have_their_own_hooks(make: Make, byte_level: Any) -> None:
-    model: Any = al.prepare_model(bridge_of(make, byte_level))
+@pytest.mark.parametrize("name", NATIVE)
+def test_copies_have_their_own_hooks(name: str, byte_level: Any) -> None:
+    model: Any = al.prepare_model(bridge_of(name, byte_level))
     batch = questions(model, 2)[0]
     expected = logits_of(model, batch, [scaled_pattern(1)])
     clean = logits_of(model, batch, [])
@@ -262,9 +240,8 @@ def test_copies_have_their_own_hooks(make: Make, byte_level: Any) -> None:
 
 def test_rebuilt_attention_calls_its_rotary_hooks(byte_level: Any) -> None:
     """The bridge of GPT-NeoX has hook points for rotated queries and keys, but never calls them."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GPTNeoXConfig(**TOKENS, **sizes, intermediate_size=48, max_position_embeddings=512)
-    model = boot(randomize(GPTNeoXForCausalLM(config)), byte_level)
+    row = BY_NAME["GPT-NeoX (Pythia)"]
+    model = boot(row.build(len(byte_level), max_position_embeddings=512), byte_level)
     batch = questions(model, 2)[0]
     names = [f"blocks.1.attn.hook_rot_{kind}" for kind in "qk"]
     seen: dict[str, Tensor] = {}

@@ -14,10 +14,9 @@ import pytest
 import torch
 from measures import difference
 from peft_oracle import peft_logits
-from rotary_models import SIZES, longrope, scaled
-from tiny_models import byte_level_tokenizer, questions, randomize
+from rotary_models import alone, longrope, rotating
+from tiny_models import questions
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import anchorlens as al
 from anchorlens.errors import PromptError
@@ -36,47 +35,16 @@ pytestmark = [
 
 QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 SWITCH = 237  # the prompts have 232 to 246 tokens, and the demonstrations 205
+AFTER_SWITCH = 150  # a switch before the end of the demonstrations
 CACHED = "keys that were cached in a text of .* tokens .*longrope"
-MAKE: dict[str, Callable[[int], Any]] = {
-    "Llama longrope": lambda v: LlamaForCausalLM(
-        LlamaConfig(vocab_size=v, **SIZES, **longrope(SWITCH))
-    ),
-    "Phi-3 longrope": lambda v: Phi3ForCausalLM(
-        Phi3Config(vocab_size=v, **SIZES, **longrope(SWITCH))
-    ),
-    "Llama yarn": lambda v: LlamaForCausalLM(
-        LlamaConfig(vocab_size=v, **SIZES, **scaled("yarn", 1024))
-    ),
-    "Llama dynamic": lambda v: LlamaForCausalLM(
-        LlamaConfig(vocab_size=v, **SIZES, **scaled("dynamic", 1024))
-    ),
+MAKE: dict[str, tuple[str, int, bool]] = {
+    "Llama longrope": ("longrope", SWITCH, False),
+    "Phi-3 longrope": ("longrope", SWITCH, True),
+    "Llama yarn": ("yarn", 1024, False),
+    "Llama dynamic": ("dynamic", 1024, False),
 }
 CHANGING = ["Llama longrope", "Phi-3 longrope"]
 STAYING = ["Llama yarn", "Llama dynamic"]
-
-
-@pytest.fixture(scope="module")
-def models() -> Callable[[str], tuple[Any, Any]]:
-    """By name: a hooked model, and the same weights in plain transformers."""
-    made: dict[str, tuple[Any, Any]] = {}
-
-    def of(name: str) -> tuple[Any, Any]:
-        if name not in made:
-            tokenizer = byte_level_tokenizer()
-            weights: Any = randomize(MAKE[name](len(tokenizer)))
-            plain = copy.deepcopy(weights)
-            plain.set_attn_implementation("eager")
-            made[name] = al.load_model(weights, tokenizer=tokenizer), plain
-        return made[name]
-
-    return of
-
-
-def alone(plain: Any, batch: al.PromptBatch) -> Tensor:
-    """The logits at the target of a batch of one prompt, in plain transformers."""
-    with torch.no_grad():
-        logits: Tensor = plain(batch.tokens[:, : int(batch.target_positions[0]) + 1]).logits
-    return logits[:, -1]
 
 
 def prompts(model: Any, count: int = 20, seed: int = 1) -> list[al.PromptBatch]:
@@ -94,10 +62,10 @@ def length_of_demonstrations(batch: al.PromptBatch) -> int:
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
 @pytest.mark.parametrize("large", [may_fuse.LARGE, 0], ids=["whole", "fused"])
 def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
-    models: Any, name: str, large: int, monkeypatch: pytest.MonkeyPatch
+    name: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(may_fuse, "LARGE", large)
-    model, plain = models(name)
+    model, plain = rotating(*MAKE[name])
     examples = al.load_examples("questions")
     demos = al.sample_demonstrations(examples, shots=2, seed=3)  # all above the switch
     queries = [example for example in examples if example not in demos][:3]
@@ -111,27 +79,24 @@ def test_runs_with_several_sets_have_the_logits_of_whole_prompts(
     assert ("the model rotates differently" if name in CHANGING else "run once") in status
     logits = al.target_logits(model, batches, progress=False)
     ordered = [batch for each in sets for batch in sorted(each, key=lambda b: int(b.index[0]))]
-    expected = [alone(plain, batch) for batch in ordered]
-    assert difference(logits, torch.cat(expected)) < 1e-5
+    assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_prompts_on_one_side_still_share_their_demonstrations(models: Any, name: str) -> None:
-    model, plain = models(name)
+def test_prompts_on_one_side_still_share_their_demonstrations(name: str) -> None:
+    model, plain = rotating(*MAKE[name])
     batches = on_side(prompts(model), is_long=False)
     record = al.run(model, batches, [al.SaliencyFlows()], **QUIET)["saliency_flows"]
     assert "run once" in record.info["shared_prefix"]
     assert "cached" not in record.info["shared_prefix"]
     logits = al.target_logits(model, batches, progress=False)
     ordered = sorted(batches, key=lambda batch: int(batch.index[0]))
-    assert difference(logits, torch.cat([alone(plain, batch) for batch in ordered])) < 1e-5
+    assert difference(logits, alone(plain, *ordered)) < 1e-5
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-def test_contexts_answer_as_the_whole_prompt_or_refuse(
-    models: Any, name: str, tmp_path: Path
-) -> None:
-    model, plain = models(name)
+def test_contexts_answer_as_the_whole_prompt_or_refuse(name: str, tmp_path: Path) -> None:
+    model, plain = rotating(*MAKE[name])
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
     beta = torch.zeros(2, 4, short.label_positions.shape[1])
     made = al.compress(model, short, al.selection.everything)
@@ -161,18 +126,8 @@ def test_contexts_answer_as_the_whole_prompt_or_refuse(
         few.logits(model, long)
 
 
-@pytest.fixture(scope="module")
-def after_switch() -> tuple[Any, Any]:
-    """A model whose switch at 150 tokens comes before the end of the demonstrations."""
-    tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **longrope(150))
-    weights: Any = randomize(LlamaForCausalLM(config))
-    plain = copy.deepcopy(weights)
-    return al.load_model(weights, tokenizer=tokenizer), plain
-
-
-def test_demonstrations_above_the_switch_are_cached(after_switch: Any) -> None:
-    model, plain = after_switch
+def test_demonstrations_above_the_switch_are_cached() -> None:
+    model, plain = rotating("longrope", AFTER_SWITCH)
     batches = prompts(model, 4)
     context = al.compress(model, batches[0], al.selection.everything)
     for batch in batches:
@@ -182,15 +137,15 @@ def test_demonstrations_above_the_switch_are_cached(after_switch: Any) -> None:
 
 
 @pytest.mark.parametrize("positions", [al.placement.restarted, al.placement.rebased])
-def test_keys_above_the_switch_do_not_move_below_it(after_switch: Any, positions: Any) -> None:
-    model, _ = after_switch
+def test_keys_above_the_switch_do_not_move_below_it(positions: Any) -> None:
+    model, _ = rotating("longrope", AFTER_SWITCH)
     with pytest.raises(PromptError, match=CACHED):
         al.compress(model, prompts(model, 1)[0], al.selection.label_words, positions=positions)
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-def test_everything_before_the_target_is_cached_on_one_side_alone(models: Any, name: str) -> None:
-    model, plain = models(name)
+def test_everything_before_the_target_is_cached_on_one_side_alone(name: str) -> None:
+    model, plain = rotating(*MAKE[name])
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     for length in (SWITCH, SWITCH + 1):
         batch = batches[length]
@@ -233,8 +188,8 @@ def words_alone(plain: Any, batch: al.PromptBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-def test_label_words_of_several_tokens(models: Any, name: str) -> None:
-    model, plain = models(name)
+def test_label_words_of_several_tokens(name: str) -> None:
+    model, plain = rotating(*MAKE[name])
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     for length in (232, 236, SWITCH, SWITCH + 1):  # two more tokens of a word are run
         loss = WordLogProbs()
@@ -249,8 +204,8 @@ def test_label_words_of_several_tokens(models: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*CHANGING, *STAYING])
-def test_a_generated_text_stays_on_one_side(models: Any, name: str) -> None:
-    model, plain = models(name)
+def test_a_generated_text_stays_on_one_side(name: str) -> None:
+    model, plain = rotating(*MAKE[name])
     text = model.tokenizer.decode(prompts(model, 1)[0].tokens[0])
     length = len(model.tokenizer(text)["input_ids"])
     if name in CHANGING:
@@ -261,14 +216,6 @@ def test_a_generated_text_stays_on_one_side(models: Any, name: str) -> None:
     for stop in range(length, tokens.shape[1]):
         with torch.no_grad():
             assert int(plain(tokens[:, :stop]).logits[0, -1].argmax()) == int(tokens[0, stop])
-
-
-@pytest.fixture(scope="module")
-def switch_in_queries() -> Any:
-    """A model whose switch at 34 tokens is in the queries after a trained context."""
-    tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **longrope(34))
-    return al.load_model(randomize(LlamaForCausalLM(config)), tokenizer=tokenizer)
 
 
 TRAIN: dict[str, Callable[..., Any]] = {
@@ -284,10 +231,8 @@ TRAIN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_trained_contexts_refuse_queries_beyond_the_switch(
-    switch_in_queries: Any, kind: str, tmp_path: Path
-) -> None:
-    model = switch_in_queries
+def test_trained_contexts_refuse_queries_beyond_the_switch(kind: str, tmp_path: Path) -> None:
+    model, _ = rotating("longrope", 34)  # in the queries after a trained context
     batches = prompts(model)
     lengths = [int(b.target_positions[0] - b.query_start[0]) + 1 for b in batches]
     shortest, longest = min(lengths), max(lengths)
@@ -303,11 +248,7 @@ def test_trained_contexts_refuse_queries_beyond_the_switch(
 
 def test_dynamic_rotations_do_not_depend_on_earlier_passes() -> None:
     """From the limit on, transformers rotates by the longest text of all passes before."""
-    tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **scaled("dynamic", SWITCH))
-    weights: Any = randomize(LlamaForCausalLM(config))
-    plain = copy.deepcopy(weights)
-    model = al.load_model(weights, tokenizer=tokenizer)
+    model, plain = rotating("dynamic", SWITCH)
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     inside = batches[SWITCH - 1]
     context = al.compress(model, inside, al.selection.everything)
@@ -329,9 +270,9 @@ def test_dynamic_rotations_do_not_depend_on_earlier_passes() -> None:
         al.target_logits(model, [batches[SWITCH + 1]], progress=False)
 
 
-def test_padding_counts_as_the_model_counts_it(after_switch: Any) -> None:
+def test_padding_counts_as_the_model_counts_it() -> None:
     """Columns of padding after a short prompt would rotate it as a long one."""
-    model, _ = after_switch
+    model, _ = rotating("longrope", AFTER_SWITCH)
     tokens = torch.arange(160)[None] % 600
     mask = torch.arange(160)[None] < 140
     batch = al.PromptBatch.from_segments(tokens, mask.long() - 1, ["text"], attention_mask=mask)
@@ -368,8 +309,8 @@ def test_settings_of_one_layer_type_and_of_older_code_are_read(
         assert rotate_alike(model, length, 800) == all(alike)
 
 
-def test_peft_has_the_logits_of_a_context_on_its_side(models: Any, tmp_path: Path) -> None:
-    model, plain = models("Phi-3 longrope")
+def test_peft_has_the_logits_of_a_context_on_its_side(tmp_path: Path) -> None:
+    model, plain = rotating(*MAKE["Phi-3 longrope"])
     short, long = (on_side(prompts(model), is_long)[0] for is_long in (False, True))
     context = al.compress(model, short, al.selection.everything)
     al.context_to_peft(context, model, tmp_path)
@@ -382,8 +323,8 @@ def test_peft_has_the_logits_of_a_context_on_its_side(models: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_reweighting_is_trained_on_whole_prompts_at_the_switch(models: Any, name: str) -> None:
-    model, _ = models(name)
+def test_reweighting_is_trained_on_whole_prompts_at_the_switch(name: str) -> None:
+    model, _ = rotating(*MAKE[name])
     batches = {batch.tokens.shape[1]: batch for batch in prompts(model)}
     trained = al.train_reweighting(
         model, [batches[SWITCH], batches[SWITCH + 1]], al.Training(steps=2, progress=False)

@@ -33,10 +33,8 @@ if LINE.startswith("3."):
 
 @pytest.fixture(params=list(MAKE))
 def toy(request: pytest.FixtureRequest, byte_level: Any) -> Any:
-    row = BY_NAME["Toy (grouped keys)"]
-    options = {"n_ctx": 512}
-    plain = type(row)(**{**vars(row), "options": {**row.options, **options}})
-    return MAKE[request.param](plain.build(len(byte_level)), byte_level)
+    plain = BY_NAME["Toy (grouped keys)"].build(len(byte_level), n_ctx=512)
+    return MAKE[request.param](plain, byte_level)
 
 
 def native(tokenizer: Any = None, **options: Any) -> Any:

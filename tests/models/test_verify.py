@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import native
 from measures import hooks_on
-from native_models import opt
 from tiny_models import boot, questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 
@@ -18,47 +18,39 @@ from anchorlens.models.verify import verify_hooks
 
 pytestmark = pytest.mark.every_kind
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 700,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXTS: dict[str, Any] = {"vocab_size": 700, "max_position_embeddings": 512}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 HYBRID: dict[str, Any] = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
 GPT1: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+
+
+def made(name: str, ending: str = "ForCausalLM", **options: Any) -> Any:
+    """A model of transformers, by the beginning of the names of its classes."""
+    config = getattr(transformers, f"{name}Config")(**options)
+    return getattr(transformers, f"{name}{ending}")(config)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (
-        lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=700, **T5)
-        ),
+        lambda: made("T5", "ForConditionalGeneration", vocab_size=700, **T5),
         "is an encoder-decoder; these analyses are for left-to-right",
     ),
     # The bridge uses the padding mask of this model as a causal one, so its logits are wrong.
     "GPT-1": (
-        lambda: transformers.OpenAIGPTLMHeadModel(
-            transformers.OpenAIGPTConfig(vocab_size=700, **GPT1)
-        ),
+        lambda: made("OpenAIGPT", "LMHeadModel", vocab_size=700, **GPT1),
         r"layers \[0, 1\]: tokens attend to later ones",
     ),
     "state space": (
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=700, hidden_size=32, num_hidden_layers=2)
-        ),
+        lambda: made("Mamba", vocab_size=700, hidden_size=32, num_hidden_layers=2),
         r"layers \[0, 1\] of .* have no attention pattern",
     ),
     "hybrid": (
-        lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SIZES, **HYBRID)),
+        lambda: made("Lfm2", **TEXTS, **SIZES, intermediate_size=48, **HYBRID),
         r"layers \[0\] of .* have no attention pattern",
     ),
     "images": (
-        lambda: transformers.ViTForImageClassification(
-            transformers.ViTConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32
-            )
-        ),
+        lambda: made("ViT", "ForImageClassification", **SIZES, intermediate_size=32),
         "is no left-to-right language model",
     ),
 }
@@ -132,9 +124,7 @@ def test_a_model_with_nan_is_refused(byte_level: Any) -> None:
 def test_a_score_hook_that_comes_too_late_is_refused(byte_level: Any, monkeypatch: Any) -> None:
     """This is the error for attention whose forward is not replaced."""
     monkeypatch.setattr("anchorlens.models.load.wrap_attention", lambda attention: False)
-    weights = opt()
-    weights.set_attn_implementation("eager")
-    model = boot(randomize(weights), byte_level)
+    model = boot(native("OPT"), byte_level)
     message = r"layers \[0, 1, 2\]: an edit of the scores does not reach the pattern; load it with"
     with pytest.raises(ModelError, match=message):
         al.prepare_model(model)

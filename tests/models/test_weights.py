@@ -8,14 +8,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from architectures import BY_NAME
 from safetensors.torch import load_file, save_file
 from tiny_models import questions, randomize, tiny_gpt2, tiny_llama
 from torch import Tensor
 from transformers import (
     GPT2ForSequenceClassification,
     LlamaForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 import anchorlens as al
@@ -69,30 +68,28 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path, byte_level:
         load(folder, byte_level)
 
 
-@pytest.mark.usefixtures("nothing_runs")
-def test_missing_tensors_are_named(tmp_path: Path, byte_level: Any) -> None:
-    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
-    names = ["transformer.h.1.attn.c_proj.weight", "transformer.ln_f.bias"]
-    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in names])
-    with pytest.raises(ModelError, match=rf"2 tensors \({', '.join(names)}\) are missing"):
-        load(folder, byte_level)
+LOST = ["transformer.h.1.attn.c_proj.weight", "transformer.ln_f.bias"]
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_more_layers_than_weights_are_refused(tmp_path: Path, byte_level: Any) -> None:
+@pytest.mark.parametrize(
+    ("lost", "config", "message"),
+    [
+        (LOST, {}, rf"2 tensors \({', '.join(LOST)}\) are missing"),
+        ([], {"n_layer": 5}, r"24 tensors \(transformer\.h\.3\.attn.* are missing"),
+        (
+            [],
+            {"n_positions": 256},
+            r"1 tensor \(transformer\.wpe\.weight \(\(512, 24\), not \(256, 24\)\)\) is of another",
+        ),
+    ],
+)
+def test_tensors_that_are_missing_or_of_another_shape_are_named(
+    lost: list[str], config: dict[str, int], message: str, tmp_path: Path, byte_level: Any
+) -> None:
     folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
-    change_config(folder, n_layer=5)
-    with pytest.raises(ModelError, match=r"24 tensors \(transformer\.h\.3\.attn.* are missing"):
-        load(folder, byte_level)
-
-
-@pytest.mark.usefixtures("nothing_runs")
-def test_tensors_of_another_shape_are_refused(tmp_path: Path, byte_level: Any) -> None:
-    folder = save(tiny_gpt2(VOCABULARY), byte_level, tmp_path)
-    change_config(folder, n_positions=256)
-    message = (
-        r"1 tensor \(transformer\.wpe\.weight \(\(512, 24\), not \(256, 24\)\)\) is of another"
-    )
+    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in lost])
+    change_config(folder, **config)
     with pytest.raises(ModelError, match=message):
         load(folder, byte_level)
 
@@ -232,17 +229,11 @@ def write_gguf(path: Path, weights: Any, without: tuple[str, ...] = ()) -> None:
         write()
 
 
-def qwen2(**options: Any) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
-    return randomize(Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **sizes, **options)))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_gives_the_logits_of_its_weights(
     tmp_path: Path, byte_level: Any, tied: bool
 ) -> None:
-    weights = qwen2(tie_word_embeddings=tied)
+    weights = BY_NAME["Qwen2"].build(VOCABULARY, tie_word_embeddings=tied)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, weights, without=("lm_head.weight",) if tied else ())
     model = load(path, byte_level)
@@ -254,7 +245,8 @@ def test_a_gguf_file_gives_the_logits_of_its_weights(
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, byte_level: Any) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
-    write_gguf(tmp_path / "tiny.gguf", qwen2(tie_word_embeddings=False), without=(missing,))
+    weights = BY_NAME["Qwen2"].build(VOCABULARY)
+    write_gguf(tmp_path / "tiny.gguf", weights, without=(missing,))
     with pytest.raises(ModelError, match=rf"1 tensor \({missing}\) is missing"):
         load(tmp_path / "tiny.gguf", byte_level)
 

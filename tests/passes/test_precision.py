@@ -1,14 +1,15 @@
 """bfloat16 and float16 give numbers near those of float32 with the same weights, and no NaN."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import plain
 import pytest
 import torch
+from architectures import native
 from measures import difference
-from native_models import gpt_neo, gptj, opt
-from tiny_models import questions, randomize, tiny_gemma3, tiny_gpt2, tiny_llama
+from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
@@ -20,9 +21,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "GPT-2": (tiny_gpt2, "byte_level"),
     "Llama": (tiny_llama, "sentencepiece_like"),
     "Gemma 3": (tiny_gemma3, "sentencepiece_like"),
-    "GPT-J": (lambda size: randomize(gptj()), "byte_level"),
-    "GPT-Neo": (lambda size: randomize(gpt_neo()), "byte_level"),
-    "OPT": (lambda size: randomize(opt()), "byte_level"),
+    **{name: (partial(native, name), "byte_level") for name in ("GPT-J", "GPT-Neo", "OPT")},
 }
 # The arithmetic of transformers itself changes the mean flows of these three layers by so much.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}

@@ -1,7 +1,7 @@
 """One row of the matrix of architectures: how its tiny random model is made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -27,13 +27,12 @@ COMMON: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Row:
     """One row of the matrix.
 
     Attributes:
         name: Its usual name.
         special: How its attention differs from others.
-        config: Name of its configuration class in transformers.
         options: Options of its configuration.
         scale: Standard deviation of every parameter, such that attention is neither near uniform
             nor near one-hot.
@@ -46,11 +45,17 @@ class Architecture:
 
     name: str
     special: str
-    config: str
     options: Mapping[str, Any]
-    scale: float
-    refused: Mapping[str, str]
-    wrong: Mapping[str, str]
+    scale: float = 0.25
+    refused: Mapping[str, str] = field(default_factory=dict)
+    wrong: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Row):
+    """One of transformers, whose configuration class there is ``config``."""
+
+    config: str
 
     @property
     def model_class(self) -> str:
@@ -63,9 +68,9 @@ class Architecture:
         converted = LINE.startswith("3.") and self.model_class in CONVERTED
         return ("bridge", "processed") + ("HookedTransformer",) * converted
 
-    def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """Return the model, with the same weights at every call."""
-        options = {**self.options, "vocab_size": vocab_size}
+    def build(self, vocab_size: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+        """Return the model, with the same weights at every call; ``changes`` replace options."""
+        options = {**self.options, **changes, "vocab_size": vocab_size}
         config = getattr(transformers, self.config)(**options)
         for name, value in vars(config).items():
             if ("drop" in name or name.endswith("_pdrop")) and isinstance(value, float):
@@ -82,17 +87,11 @@ class Architecture:
 
 
 def row(
-    name: str,
-    special: str,
-    config: str,
-    *shared: Mapping[str, Any],
-    scale: float = 0.25,
-    refused: Mapping[str, str] | None = None,
-    wrong: Mapping[str, str] | None = None,
-    **options: Any,
+    name: str, special: str, config: str, *shared: Mapping[str, Any], **options: Any
 ) -> Architecture:
-    """Return a row, in which later options replace earlier ones."""
+    """Return a row, in which later options replace earlier ones; some are of the row itself."""
+    of_row = {key: options.pop(key) for key in ("scale", "refused", "wrong") if key in options}
     merged = dict(COMMON)
     for more in (*shared, options):
         merged |= more
-    return Architecture(name, special, config, merged, scale, refused or {}, wrong or {})
+    return Architecture(name, special, merged, config=config, **of_row)

@@ -1,5 +1,7 @@
 """A tiny random model of every architecture: one row each, nothing downloaded."""
 
+from typing import Any
+
 from architecture_row import Architecture, row
 from toys import TOYS, Toy
 from transformers.models.codegen import modeling_codegen
@@ -284,3 +286,10 @@ ROWS = [
 ]
 ALL: list[Architecture | Toy] = [*ROWS, *TOYS]
 BY_NAME = {row.name: row for row in ALL}
+# Their attention is left to transformers by a bridge, so that the package replaces its forward.
+NATIVE = ("GPT-J", "GPT-Neo", "OPT", "XGLM")
+
+
+def native(name: str, vocab_size: int = 700) -> Any:
+    """The model of a row of ``NATIVE``, for prompts of up to 512 tokens."""
+    return BY_NAME[name].build(vocab_size, max_position_embeddings=512)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from architecture_row import LINE
+from architecture_row import LINE, Row
 from hooked_transformers import with_its_bos
 from tiny_models import randomize
 from torch import Tensor, nn
@@ -196,42 +196,25 @@ RESCALED: dict[str | None, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Toy:
-    """A row of the matrix; see ``Architecture``.
+@dataclass(frozen=True, kw_only=True)
+class Toy(Row):
+    """A toy, whose options are settings that both lines of TransformerLens accept.
 
     Attributes:
-        name: Its usual name.
-        special: How it differs from others.
-        options: Settings that both lines of TransformerLens accept.
         kinds: Kinds of model that this line of TransformerLens makes of it.
-        scale: As in ``Architecture``.
-        refused: As in ``Architecture``.
-        wrong: As in ``Architecture``.
     """
 
-    name: str
-    special: str
-    options: Mapping[str, Any]
     kinds: tuple[str, ...]
-    scale: float
-    refused: Mapping[str, str]
-    wrong: Mapping[str, str]
 
-    def build(self, vocab_size: int, dtype: torch.dtype = torch.float32) -> PlainToy:
-        model = PlainToy({**self.options, "d_vocab": vocab_size})
+    def build(
+        self, vocab_size: int, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> PlainToy:
+        model = PlainToy({**self.options, **changes, "d_vocab": vocab_size})
         randomize(model, scale=self.scale)
         return model.to(dtype)
 
 
-def toy(
-    name: str,
-    special: str,
-    scale: float = 0.25,
-    refused: Mapping[str, str] | None = None,
-    wrong: Mapping[str, str] | None = None,
-    **options: Any,
-) -> Toy:
+def toy(name: str, special: str, scale: float = 0.25, **options: Any) -> Toy:
     merged = COMMON | options
     is_rotary = merged["positional_embedding_type"] == "rotary"
     # boot_native rotates adjacent pairs only, whatever the setting is.
@@ -240,7 +223,7 @@ def toy(
     # HookedTransformer of 3.9 does not support rope_scaling.
     hooked = LINE.startswith("3.") and "rope_scaling" not in merged
     kinds = ("bridge", "processed") * native + ("HookedTransformer",) * hooked
-    return Toy(name, special, merged, kinds, scale, refused or {}, wrong or {})
+    return Toy(name, special, merged, scale, kinds=kinds)
 
 
 def native_bridge(toy: PlainToy, tokenizer: Any) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import BY_NAME
+from architectures import BY_NAME, native
 from comparison import tokenizer
-from native_models import xglm
 from tiny_models import questions
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -233,7 +232,7 @@ def test_rows_must_be_dense_and_have_values(gpt2: Any, change: Any, message: str
 def test_a_model_that_cannot_run_in_a_type_is_refused(byte_level: Any) -> None:
     """XGLM of transformers puts the lowest number of float64 into a float32."""
     with pytest.raises(ModelError, match=r"XGLMForCausalLM cannot run in float64: .*; use float32"):
-        al.load_model(xglm(), tokenizer=byte_level, dtype=torch.float64)
+        al.load_model(native("XGLM"), tokenizer=byte_level, dtype=torch.float64)
 
 
 def test_a_bridge_that_cannot_run_in_a_type_is_refused() -> None:

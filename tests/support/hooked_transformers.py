@@ -8,30 +8,11 @@ from torch.random import fork_rng
 
 # The architectures that 3.9 converts; it has no converter for any other decoder. The matrix
 # compares each with transformers.
-CONVERTED = (
-    "ApertusForCausalLM",
-    "BloomForCausalLM",
-    "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "GPTNeoForCausalLM",
-    "GPTNeoXForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GemmaForCausalLM",
-    "GptOssForCausalLM",  # only with fold_value_biases=False: its sinks take a share of each row
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "OPTForCausalLM",
-    "Olmo2ForCausalLM",  # only with as many key heads as query heads
-    "Olmo3ForCausalLM",
-    "OlmoForCausalLM",  # only with as many key heads as query heads
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+# OLMo and OLMo 2 only with as many key heads as query heads, GPT-OSS only with
+# fold_value_biases=False: its sinks take a share of each row.
+_NAMES = "Apertus Bloom GPTJ GPTNeo GPTNeoX Gemma2 Gemma3 Gemma GptOss Llama Mistral Mixtral OPT"
+_NAMES += " Olmo2 Olmo3 Olmo Olmoe Phi3 Phi Qwen2 Qwen3"
+CONVERTED = ("GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in _NAMES.split()))
 
 # 3.9 knows these by the name of a released model, which also decides the sizes.
 RELEASED = {

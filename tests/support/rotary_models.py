@@ -1,6 +1,15 @@
-"""Configurations of models whose rotations depend on the length of the text."""
+"""Models whose rotations depend on the length of the text, hooked and in plain transformers."""
 
+import copy
+from functools import cache
 from typing import Any
+
+import torch
+from tiny_models import byte_level_tokenizer, randomize
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+import anchorlens as al
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -34,3 +43,25 @@ def scaled(kind: str, longest: int) -> dict[str, Any]:
     if kind == "yarn":
         rope["original_max_position_embeddings"] = 64
     return {"max_position_embeddings": longest, "rope_parameters": rope}
+
+
+@cache
+def rotating(kind: str, switch: int, of_phi3: bool = False) -> tuple[Any, Any]:
+    """A hooked model, and the same weights in plain transformers."""
+    tokenizer = byte_level_tokenizer()
+    rope = longrope(switch) if kind == "longrope" else scaled(kind, switch)
+    config, model = (Phi3Config, Phi3ForCausalLM) if of_phi3 else (LlamaConfig, LlamaForCausalLM)
+    weights: Any = randomize(model(config(vocab_size=len(tokenizer), **SIZES, **rope)))
+    plain = copy.deepcopy(weights)
+    plain.set_attn_implementation("eager")
+    return al.load_model(weights, tokenizer=tokenizer), plain
+
+
+def alone(plain: Any, *batches: al.PromptBatch) -> Tensor:
+    """The logits at the target of each prompt without padding, in plain transformers."""
+    found = []
+    for batch in batches:
+        for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True):
+            with torch.no_grad():
+                found.append(plain(tokens[mask][None]).logits[0, -1])
+    return torch.stack(found)

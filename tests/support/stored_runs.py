@@ -69,19 +69,17 @@ def run(model: Any, metric: Logits, folder: Path | None, **options: Any) -> dict
 
 def same(results: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Whether all values and intervals are equal bit for bit."""
-    return (
-        results.keys() == expected.keys()
-        and all(
-            torch.equal(value.nan_to_num(-1), getattr(expected[name], field).nan_to_num(-1))
-            and results[name].intervals.keys() == expected[name].intervals.keys()
-            for name, record in results.items()
-            for field, value in record.tensors().items()
+
+    def equal(ours: Any, theirs: Any) -> bool:
+        return ours.keys() == theirs.keys() and all(
+            torch.equal(value.nan_to_num(-1), theirs[name].nan_to_num(-1))
+            for name, value in ours.items()
         )
-        and all(
-            torch.equal(bound.nan_to_num(-1), expected[name].intervals[field].nan_to_num(-1))
-            for name, record in results.items()
-            for field, bound in record.intervals.items()
-        )
+
+    return results.keys() == expected.keys() and all(
+        equal(record.tensors(), expected[name].tensors())
+        and equal(record.intervals, expected[name].intervals)
+        for name, record in results.items()
     )
 
 

@@ -90,6 +90,17 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> tor
     return model.eval()
 
 
+def with_dropout(model: Any, share: float) -> Any:
+    """The model with dropout wherever it or its configuration has one, as in training."""
+    for part in (model.config, *model.modules()):
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, share)
+        if isinstance(part, torch.nn.Dropout):
+            part.p = share
+    return model
+
+
 def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2LMHeadModel:
     """A model with learned positions and value biases."""
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 24, "n_positions": 512} | changes

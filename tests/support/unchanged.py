@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from anchorlens.models.hooked import verified_operands
+from anchorlens.models.kinds import config_of, modules_of
 
 HOOKS = (
     "_forward_hooks",
@@ -22,6 +23,10 @@ HOOKS = (
     "_backward_pre_hooks",
     "fwd_hooks",  # what TransformerLens adds at its hook points
     "bwd_hooks",
+)
+VALUES = (
+    *("training", "forward", "calculate_z_scores", "context_level", "is_caching"),
+    "_is_full_backward_hook",
 )
 
 
@@ -106,6 +111,26 @@ def global_state(with_python: bool) -> dict[str, Any]:
         "the default type of torch": torch.get_default_dtype(),
         "the number of torch's function modes": len(_get_current_function_mode_stack()),
     }
+
+
+def everything_of(model: Any) -> dict[str, Any]:
+    """Everything that an interrupt could leave, to be compared by ==."""
+    state: dict[str, Any] = dict(global_state(with_python=True))
+    state["hooks of saved tensors"] = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    state["attention"] = getattr(config_of(model), "_attn_implementation", None)
+    state["interface"] = sorted(AttentionInterface._global_mapping)
+    for number, module in enumerate(modules_of(model)):
+        attributes = vars(module)
+        for name in HOOKS:
+            table = attributes.get(name) or ()
+            kept = table.values() if isinstance(table, dict) else table
+            state[f"{number} {name}"] = [id(hook) for hook in kept]
+        state[f"{number}"] = [attributes.get(name) for name in VALUES]
+        state[f"{number} _pattern"] = id(attributes.get("_pattern"))
+        state[f"{number} frozen"] = [
+            parameter.requires_grad for parameter in module.parameters(recurse=False)
+        ]
+    return state
 
 
 @contextmanager

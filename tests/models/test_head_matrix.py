@@ -1,0 +1,222 @@
+"""What each head gives out and how gradients go through it, in every architecture.
+
+- ``sum_h sum_j A_h,ij f_h(x_j) + b_O`` is what the attention gives out at i, also with sinks.
+- ``sum_j A_ij dL/dA_ij = z_i . dL/dz_i`` for each row, the diagonal included, also with sinks; and
+  ``dL/dA_ij = (dL/dz)_i . v_j``.
+- No gradient goes through a head that is detached, and its output stays as it is.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from comparison import batch_of, tokenizer, weights_of
+from measures import difference, hooks_on
+from test_matrix import KINDS, cases, hooked
+from tiny_models import questions
+from torch import Tensor
+
+import anchorlens as al
+from anchorlens.errors import HookError, ModelError
+from anchorlens.models import heads
+from anchorlens.models.acting_hooks import acting_hooks
+from anchorlens.models.heads import (
+    require_separate_heads,
+    require_transformed_values,
+    transformed_values,
+)
+from anchorlens.models.hooked import Hook, hooks_by_layer, pattern_name, values_name, z_name
+from anchorlens.models.model_state import frozen_in_eval_mode
+from anchorlens.models.tiny_pass import LEAF
+from anchorlens.passes.step_gradients import step_gradients
+
+pytestmark = pytest.mark.without_jaxtyping
+# What the attention weighs is not what hook_v holds, or W_O is not all that comes after it. Then
+# gradients of steps come from patterns.
+REFUSED = {
+    "Gemma 4": "in layer 0, their sum differs",  # a norm of the values
+    "BitNet": "in layer 0, their sum differs",  # a norm of all heads before W_O
+    "DeepSeek V2": "in layer 0, values and W_O do not fit",  # latent attention
+    "DeepSeek V3": "in layer 0, values and W_O do not fit",
+    "JetMoe": r"in layer 0, blocks.0.attn.hook_v does not exist",  # experts of heads
+}
+MIXED = ("BitNet", "JetMoe")  # a norm over all heads before the projection; no output of each head
+# Norms before and after the attention, a residual stream inside it, grouped keys; of others a
+# bridge suffices.
+VALUES_OF_KINDS = cases("bridge", every_kind=("GPT-2", "Gemma 2", "Bloom", "Llama"))
+DETACHED_OF_KINDS = cases("bridge", every_kind=("GPT-2", "GPT-J", "Llama", "Gemma 3"))
+
+
+@pytest.mark.parametrize(("name", "kind"), VALUES_OF_KINDS)
+def test_the_sum_over_keys_and_heads_is_the_output_of_the_attention(name: str, kind: str) -> None:
+    model, prompt = hooked(name, torch.float32, kind), batch_of("right").prompt(1)
+    metric = al.SegmentFlows(weight=al.weights.value_norm)
+    if name in REFUSED:
+        with pytest.raises(ModelError, match=REFUSED[name]):
+            metric.check(model, [prompt], changed=False)
+        with pytest.raises(ModelError, match=REFUSED[name]):
+            metric.observe(model, prompt)
+        return
+    metric.check(model, [prompt], changed=False)
+    patterns: dict[int, Any] = {}
+    values: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
+    hooks = [
+        *hooks_by_layer(model, pattern_name, patterns.__setitem__),
+        *hooks_by_layer(model, values_name, values.__setitem__),
+    ]
+    if name == "Bloom":  # its attention adds the residual stream
+        out = "blocks.{}.hook_attn_out".format
+        hooks += hooks_by_layer(model, out, outputs.__setitem__)
+
+    def store(attention: Any, inputs: Any, output: Any) -> None:
+        layer = [block.attn for block in model.blocks].index(attention)
+        outputs.setdefault(layer, output[0] if isinstance(output, tuple) else output)
+
+    of_modules = [(block.attn, store) for block in model.blocks]
+    with torch.no_grad(), acting_hooks(model, hooks, of_modules=of_modules):
+        model(prompt.tokens, attention_mask=prompt.attention_mask.long())
+    for layer, block in enumerate(model.blocks):
+        vectors = transformed_values(model, layer, values[layer])
+        total = torch.einsum("bhqk,bhkm->bqm", patterns[layer], vectors)
+        bias = getattr(block.attn, "b_O", None)
+        total = total if bias is None else total + bias
+        assert difference(total.detach(), outputs[layer]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("trial", "requires"),
+    [
+        ("_layers_with_other_outputs", require_transformed_values),
+        ("_layers_that_mix", lambda model: require_separate_heads(model, [0])),
+    ],
+    ids=["values", "outputs"],
+)
+def test_a_trial_leaves_no_trace_and_runs_once(
+    trial: str, requires: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = al.load_model(deepcopy(weights_of("Llama", torch.float32)), tokenizer=tokenizer())
+    calls: list[int] = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    counted = Mock(wraps=getattr(heads, trial))
+    monkeypatch.setattr(heads, trial, counted)
+    before, state = hooks_on(model), torch.get_rng_state()
+    with torch.inference_mode():
+        requires(model)
+    requires(model)
+    counted.assert_called_once_with(model)
+    assert not calls and hooks_on(model) == before  # hooks of users do not act
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def gradients(
+    model: Any,
+    batch: al.PromptBatch,
+    name: Callable[[int], str],
+    hooks: list[Hook],
+    loss: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Logits, a hook point's tensor in each layer, and its gradient."""
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor, hook: Any) -> Tensor:
+        tensors.append(tensor.view_as(tensor))  # the model goes on with this very tensor
+        return tensors[-1]
+
+    # The tensors are stored before the hooks that detach a part of them.
+    stored = [(name(layer), keep) for layer in range(model.cfg.n_layers)]
+    with frozen_in_eval_mode(model), model.hooks(fwd_hooks=[LEAF, *stored, *hooks]):
+        logits = model(batch.tokens, attention_mask=batch.attention_mask.long())
+        at_target = logits[torch.arange(len(batch)), batch.target_positions]
+        of_words = at_target[:, :16].log_softmax(-1)[:, 0].sum() if loss is None else loss(logits)
+        found = torch.autograd.grad(of_words, tensors)
+    return at_target.detach(), tensors, list(found)
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("bridge", every_kind=()))
+def test_gradients_of_a_step_equal_those_of_its_loss(name: str, kind: str) -> None:
+    model, prompt = hooked(name, torch.float32, kind), batch_of("right").prompt(1)
+    limit = KINDS["bridge"].limits[torch.float32]
+    positions = torch.zeros_like(prompt.attention_mask)
+    positions[0, [20, 40]] = True
+    products: dict[tuple[int, int], Any] = {}
+
+    def store(step: int, layer: int, pattern: Any, gradient: Any) -> None:
+        products[step, layer] = (pattern * gradient)[0]
+
+    _, route = step_gradients(model, prompt, positions, store, chunk=2)
+    assert ("patterns" in route) == (name in REFUSED)
+    for step, position in enumerate((20, 40)):
+        at_step = torch.arange(positions.shape[1])[None] == position
+        loss = al.losses.next_token_cross_entropy(lambda _, at_step=at_step: at_step)  # type: ignore[misc]
+        expected = al.saliency(model, prompt, loss=loss, weight=al.weights.signed, per_head=True)[0]
+        for layer in range(model.cfg.n_layers):
+            assert difference(products[step, layer], expected[layer]) <= limit
+            assert not products[step, layer][:, position + 1 :].any()
+    if "patterns" in route:
+        return
+
+    def of_token(logits: Tensor) -> Tensor:
+        return -logits[0, 40].log_softmax(-1)[prompt.tokens[0, 41]]
+
+    _, outputs, slopes = gradients(model, prompt, z_name, [], of_token)
+    for layer, (z, slope) in enumerate(zip(outputs, slopes, strict=True)):
+        expected = (z * slope).sum(-1)[0].T.detach()
+        assert difference(products[1, layer].sum(-1), expected) <= 10 * limit
+
+
+@pytest.mark.parametrize(("name", "kind"), DETACHED_OF_KINDS)
+def test_logits_are_equal_and_detached_heads_have_no_gradient(name: str, kind: str) -> None:
+    model, batch = hooked(name, torch.float32, kind), batch_of("right")
+    layer, heads = max(0, model.cfg.n_layers - 2), [1, 3]
+    if name in MIXED:
+        with pytest.raises(ModelError, match=r"single head cannot be stopped in layers \[\d\] of"):
+            al.detach_heads(model, al.Site(layer, heads=heads))
+        return
+    hooks = al.detach_heads(model, al.Site(layer, heads=heads))
+    for point in (pattern_name, z_name):
+        logits, _, clean = gradients(model, batch, point, [])
+        same, _, ours = gradients(model, batch, point, hooks)
+        assert torch.equal(same, logits)
+        axis = 1 if point is pattern_name else 2
+        if model.cfg.n_heads != clean[0].shape[axis]:  # latent attention of a bridge
+            clean, ours = ([z.flatten(2).unflatten(2, (4, -1)) for z in zs] for zs in (clean, ours))
+        detached = torch.tensor(heads)
+        others = torch.tensor([0, 2])
+        assert not ours[layer].index_select(axis, detached).any()
+        assert clean[layer].index_select(axis, detached).any()
+        expected = clean[layer].index_select(axis, others)
+        assert torch.equal(ours[layer].index_select(axis, others), expected) and expected.any()
+        # Nothing after these heads was changed, and everything before them was.
+        assert all(map(torch.equal, ours[layer + 1 :], clean[layer + 1 :]))
+        assert not any(map(torch.equal, ours[:layer], clean[:layer]))
+
+
+def test_all_heads_are_detached_by_default_and_layers_count_from_the_end(gpt2: Any) -> None:
+    batches = questions(gpt2, 3)
+    logits, *_ = gradients(gpt2, batches[0], pattern_name, [])
+    hooks = al.detach_heads(gpt2, [-1, 1])
+    assert [name for name, _ in hooks] == [z_name(1), z_name(2)]
+    same, _, ours = gradients(gpt2, batches[0], pattern_name, hooks)
+    assert torch.equal(same, logits)
+    assert not ours[1].any() and not ours[2].any() and ours[0].any()
+    # A run has no saliency in detached heads.
+    one = al.detach_heads(gpt2, al.Site(1, heads=0))
+    options: dict[str, Any] = {"hooks": lambda batch: one, "resamples": 0, "progress": False}
+    maps = al.run(gpt2, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
+    assert not maps.per_head[1, 0].any() and maps.per_head[1, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "message"),
+    [(9, 0, r"layers must be numbers .*got \[9\]"), (0, 9, r"heads must .*got \[9\]")],
+)
+def test_layers_and_heads_that_do_not_exist_are_errors(
+    gpt2: Any, layers: int, heads: int, message: str
+) -> None:
+    with pytest.raises(HookError, match=message):
+        al.detach_heads(gpt2, al.Site(layers, heads=heads))
