@@ -1,6 +1,8 @@
 """The code of the README and of the documentation runs as printed, on a tiny model."""
 
 import ast
+import doctest
+import importlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ import pytest
 import torch
 import typer
 from accelerate import PartialState
-from printed_code import FENCE, ROOT, blocks_of, run_page
+from printed_code import FENCE, MODULES, ROOT, blocks_of, run_page
 from transformers import AutoModelForCausalLM
 
 import anchorlens as al
@@ -209,3 +211,16 @@ def test_docstrings_have_no_roles_of_another_tool() -> None:
     files = sorted((ROOT / "anchorlens").rglob("*.py"))
     roles = [path.name for path in files if re.search(r":\w+:`", path.read_text())]
     assert files and not roles
+
+
+def test_docstrings_have_many_examples_and_skip_none() -> None:
+    """tests/devices runs them on a simulated device."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    examples = [
+        example
+        for name in MODULES
+        for test in finder.find(importlib.import_module(name))
+        for example in test.examples
+    ]
+    assert len(examples) > 40
+    assert not any(doctest.SKIP in example.options for example in examples)

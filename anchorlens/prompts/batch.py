@@ -166,16 +166,6 @@ class PromptBatch:
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
     @property
-    def shared_prefix(self) -> int:
-        """Number of leading tokens that all prompts of the batch have in common."""
-        on_cpu = self.on_cpu
-        pairs = zip(on_cpu.tokens, on_cpu.attention_mask, strict=True)
-        rows = [row[mask] for row, mask in pairs]
-        shortest = min(len(row) for row in rows)
-        same = torch.stack([row[:shortest] == rows[0][:shortest] for row in rows]).all(0)
-        return int(same.long().cumprod(0).sum())
-
-    @property
     def positions(self) -> Int[Tensor, " position"]:
         """The number of each column, from 0."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device)

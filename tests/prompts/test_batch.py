@@ -64,7 +64,6 @@ def test_padding_may_be_on_either_side(side: str) -> None:
     short = [0, 2, 0, 2, 5]
     padded = [PADDING] * shift + short + [PADDING] * (2 - shift)
     assert rows(batch.segments) == [padded, [0, 2, 0, 2, 4, 4, 5]]
-    assert batch.shared_prefix == 5
     assert ((batch.segments == PADDING) == ~batch.attention_mask).all()
 
 
@@ -85,12 +84,6 @@ def test_a_batch_says_where_its_prompts_and_queries_begin(side: str) -> None:
     assert rows(batch.target_positions) == [4, 5]
     assert rows(batch.segments)[1] == [0, 2, 0, 2, 4, 5, 4]
     assert batch.gold is not None and rows(batch.gold) == [1, 0]
-
-
-def test_the_shared_prefix_ends_where_prompts_differ() -> None:
-    left = torch.tensor([[0, 0, 11, 21, 9, 22, 13], LEFT[1]])
-    assert make_batch("left", tokens=left).shared_prefix == 2
-    assert make_batch(tokens=torch.tensor([RIGHT[0], [9, *RIGHT[1][1:]]])).shared_prefix == 0
 
 
 def test_tensors_lists_and_integer_masks_give_the_same_batch() -> None:
@@ -157,7 +150,6 @@ def test_build_prompts_gives_the_same_ids_and_positions(byte_level: Any) -> None
         )
         assert torch.equal(batch.demonstrations_id, built.demonstrations_id)
         assert torch.equal(batch.target_positions, built.target_positions)
-        assert batch.shared_prefix == built.shared_prefix
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

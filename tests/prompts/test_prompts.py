@@ -134,17 +134,6 @@ def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size
             assert batch.labels == case.task.labels
 
 
-@few_examples
-@given(case=prompts(), side=st.sampled_from(["left", "right"]))
-def test_the_shared_prefix_is_as_long_as_possible(tokenizer: Any, case: Prompts, side: str) -> None:
-    (batch,) = build(tokenizer, case, padding_side=side)
-    tokens = [row.tokens for row in rows([batch])]
-    count = 0
-    while count < min(map(len, tokens)) and len({row[count] for row in tokens}) == 1:
-        count += 1
-    assert batch.shared_prefix == count
-
-
 def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
     byte_level: Any, sentencepiece_like: Any
 ) -> None:
