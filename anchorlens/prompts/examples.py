@@ -126,7 +126,13 @@ def load_examples(
     if not isinstance(source, Path) and name in BUNDLED:
         with as_file(files("anchorlens") / "data" / f"{name}.jsonl") as path:
             examples = _examples(read_columns(path, label), name, text, label, classes)
-        return _half(examples, name, split)
+        if split is None:
+            return examples
+        if split not in ("train", "test"):
+            raise DataError(f"bundled {name!r} has the splits 'train' and 'test'; got {split!r}")
+        # Every second example of each class, so that both halves have all classes.
+        in_train: dict[int | None, Iterator[bool]] = defaultdict(lambda: cycle([True, False]))
+        return [each for each in examples if next(in_train[each.label]) == (split == "train")]
     if _is_file(source):
         if split is not None:
             raise DataError(
@@ -222,16 +228,6 @@ def sample_queries(
             "demonstrations; ask for fewer queries or give more examples"
         )
     return random.Random(seed).sample(pool, count)
-
-
-def _half(examples: list[Example], name: str, split: str | None) -> list[Example]:
-    if split is None:
-        return examples
-    if split not in ("train", "test"):
-        raise DataError(f"bundled {name!r} has the splits 'train' and 'test'; got {split!r}")
-    # Every second example of each class, so that both halves have all classes.
-    in_train: dict[int | None, Iterator[bool]] = defaultdict(lambda: cycle([True, False]))
-    return [each for each in examples if next(in_train[each.label]) == (split == "train")]
 
 
 def _is_file(source: str | Path) -> bool:

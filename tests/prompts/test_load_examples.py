@@ -131,6 +131,10 @@ def test_json_lines_may_have_blank_lines_any_line_end_and_a_byte_order_mark(tmp_
     # json allows this line separator inside a text.
     (tmp_path / "file.jsonl").write_text('{"text": "a\u2028b", "label": 0}')
     assert al.load_examples(tmp_path / "file.jsonl") == [al.Example("a\u2028b", 0)]
+    # An array of objects.
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    (tmp_path / "file.json").write_text(f" \n{json.dumps(rows, indent=1)}\n")
+    assert al.load_examples(tmp_path / "file.json") == EXAMPLES
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
@@ -143,12 +147,6 @@ def test_marks_and_header_tell_the_encoding_and_separator(
     (tmp_path / "file.csv").write_bytes(text.encode(encoding))
     expected = [al.Example("né, un; deux", 0), al.Example("b", 1)]
     assert al.load_examples(tmp_path / "file.csv") == expected
-
-
-def test_a_json_file_may_be_an_array_of_objects(tmp_path: Path) -> None:
-    rows = [{"text": text, "label": label} for text, label in ROWS]
-    (tmp_path / "file.json").write_text(f" \n{json.dumps(rows, indent=1)}\n")
-    assert al.load_examples(tmp_path / "file.json") == EXAMPLES
 
 
 def test_csv_may_have_a_byte_order_mark_and_line_breaks_within_texts(tmp_path: Path) -> None:

@@ -137,9 +137,13 @@ def test_padding_and_batching_change_nothing(tokenizer: Any, case: Prompts, size
 def test_prompts_begin_with_a_bos_if_the_tokenizer_adds_it(
     byte_level: Any, sentencepiece_like: Any
 ) -> None:
+    demos, queries = [GOOD, BAD], ["", "so so"]
     for tokenizer, count in ((byte_level, 0), (sentencepiece_like, 1)):
-        (batch,) = al.build_prompts(tokenizer, SST2, [GOOD, BAD], ["", "so so"])
-        assert batch.begins_with_bos == bool(count)
+        before = tokenizer.backend_tokenizer.to_str()
+        (batch,) = al.build_prompts(tokenizer, SST2, demos, queries)
+        assert (demos, queries) == ([GOOD, BAD], ["", "so so"])
+        assert tokenizer.backend_tokenizer.to_str() == before
+        assert batch.begins_with_bos == bool(count) and batch.gold is None
         for row in rows([batch]):
             assert row.tokens.count(tokenizer.bos_token_id) == count
             assert row.segments[0] == ("other" if count else "format")
@@ -158,15 +162,6 @@ def test_every_query_may_have_its_own_demonstrations(tokenizer: Any) -> None:
         indices = [0, 2] if sets is first else [1, 3]
         assert [ours[index] for index in indices] == [alone[index] for index in indices]
     assert len({row.demonstrations for row in ours}) == 2
-
-
-def test_build_prompts_does_not_change_its_inputs(byte_level: Any) -> None:
-    before = byte_level.backend_tokenizer.to_str()
-    demos, queries = [GOOD, BAD], ["x", "y z"]
-    (batch,) = al.build_prompts(byte_level, SST2, demos, queries)
-    assert (demos, queries) == ([GOOD, BAD], ["x", "y z"])
-    assert batch.gold is None
-    assert byte_level.backend_tokenizer.to_str() == before
 
 
 @pytest.fixture
