@@ -146,7 +146,7 @@ class TableOf:
         self.dataframe = dataframe
 
 
-def test_circuitsvis_gets_the_heads_of_a_layer_and_texts(page: Any) -> None:
+def test_circuitsvis_gets_the_heads_of_a_layer_and_bertviz_every_layer(page: Any) -> None:
     names, calls, folder, _ = page
     model, count = names["model"], int(names["prompt"].attention_mask.sum())
     views = [*calls["attention_heads"], *calls["attention_patterns"]]
@@ -156,11 +156,6 @@ def test_circuitsvis_gets_the_heads_of_a_layer_and_texts(page: Any) -> None:
         assert len(call["tokens"]) == count
         assert all(isinstance(token, str) for token in call["tokens"])
     assert "attention_heads" in (folder / "saliency.html").read_text()
-
-
-def test_bertviz_gets_a_tensor_with_a_batch_for_each_layer(page: Any) -> None:
-    names, calls, _, _ = page
-    model, count = names["model"], int(names["prompt"].attention_mask.sum())
     for call in (*calls["head_view"], *calls["model_view"]):
         assert isinstance(call["attention"], tuple)
         assert len(call["attention"]) == model.cfg.n_layers

@@ -554,8 +554,6 @@ def as_batch(
         }
     )
     check_prompts(batch)
-    if "demonstrations_id" in known:
-        return batch
     return replace(batch, demonstrations_id=demonstrations_ids(batch))
 
 

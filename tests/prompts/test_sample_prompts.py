@@ -1,5 +1,6 @@
 """``sample_prompts``: the draws of each seed, built into prompts in one call."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import anchorlens as al
 from anchorlens.errors import DataError, PromptError
 
 TASK = al.Task("In: {text}\nOut:{label}", [" Table", " Window"])
+NO_TOKENIZER = SimpleNamespace(tokenizer=None)
 OWN = [al.Example(f"text {number}", number % 2) for number in range(12)]
 
 
@@ -59,18 +61,11 @@ def test_the_tokenizer_of_a_model_is_taken(gpt2: Any) -> None:
         ("questions", {"seeds": [1, 1]}, DataError, r"seeds are different .*; got \[1, 1\]"),
         ("questions", {"seeds": []}, DataError, r"at least one; got \[\]"),
         ("questions", {"queries": 0}, DataError, "count must be a whole number from 1; got 0"),
+        ("questions", {"model": NO_TOKENIZER}, PromptError, "the model has no tokenizer"),
     ],
 )
 def test_wrong_values_are_errors(
     task: Any, options: dict[str, Any], error: type[Exception], message: str, byte_level: Any
 ) -> None:
     with pytest.raises(error, match=message):
-        al.sample_prompts(byte_level, task, **options)
-
-
-def test_a_model_without_a_tokenizer_is_refused() -> None:
-    class Model:
-        tokenizer = None
-
-    with pytest.raises(PromptError, match="the model has no tokenizer"):
-        al.sample_prompts(Model(), "questions")
+        al.sample_prompts(**{"model": byte_level, "task": task, **options})
