@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import plotly.graph_objects as go
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
@@ -26,10 +25,10 @@ from ..results.bootstrap import MANY_PROMPTS, interval_of_alike_sets
 from ..results.contributions import Contributions
 from ..results.record import IntervalOfMean, Record
 from ..system.arguments import checked
-from ..system.devices import beside, on_one_device, wide
+from ..system.devices import beside, wide
 from ..system.warn import warn_user
 from .auc import auc
-from .metric import Metric, Observation
+from .metric import Metric, Observation, by_layer, of_one_width
 from .predictions import predicted_class, require_gold
 
 
@@ -85,20 +84,16 @@ class AnchorDistancesRecord(Record):
         layer = int(self.default_layer)
         names = self.axis_names("class") or [f"class {k}" for k in range(len(self.pair_auc))]
         correlation = float(self.correlation[layer])
-        agreement = (
-            "too few pairs of classes for a rank correlation"
-            if isnan(correlation)
-            else f"rank correlation {correlation:.2f}"
-        )
+        agreement = f"rank correlation {correlation:.2f}"
+        if isnan(correlation):
+            agreement = "too few pairs of classes for a rank correlation"
+        title = "Which classes are confused, with their numbers of queries "
+        counted = zip(names, self.queries_per_class.tolist(), strict=True)
         return confusions(
             self.anchor_distance[layer],
             self.pair_auc,
-            [
-                f"{name.strip()} ({count})"
-                for name, count in zip(names, self.queries_per_class.tolist(), strict=True)
-            ],
-            f"Which classes are confused, with their numbers of queries (layer {layer}, "
-            f"{agreement})",
+            [f"{name.strip()} ({count})" for name, count in counted],
+            f"{title}(layer {layer}, {agreement})",
         )
 
 
@@ -178,9 +173,8 @@ class AnchorDistances(Metric):
         queries: dict[int, Tensor] = {}
 
         def store_query(layer: int, query: Float[Tensor, "batch _ _ d_head"]) -> None:
-            by_position = _positions_first(query.detach(), operands[layer])
             number, row = beside(query, prompts, batch.target_rows)
-            at_target = by_position[number, row]
+            at_target = _positions_first(query.detach(), operands[layer])[number, row]
             queries[layer] = wide(at_target.flatten(1))
 
         keys = self.observe_prefix(model, batch) if batch.is_whole else None
@@ -204,17 +198,14 @@ class AnchorDistances(Metric):
         keys: dict[int, Tensor] = {}
 
         def store_keys(layer: int, key: Float[Tensor, "batch _ _ d_head"]) -> None:
-            by_position = _positions_first(key.detach(), operands[layer])
             number, at_label = beside(key, prompts[:, None], batch.label_positions)
-            at_anchors = by_position[number, at_label]
-            n_shared = model.cfg.n_heads // at_anchors.shape[2]
-            by_query_head = at_anchors.repeat_interleave(n_shared, dim=2)
-            keys[layer] = wide(by_query_head.flatten(2))
+            at_anchors = _positions_first(key.detach(), operands[layer])[number, at_label]
+            n_shared = model.cfg.n_heads // at_anchors.shape[2]  # query heads with one key head
+            keys[layer] = wide(at_anchors.repeat_interleave(n_shared, dim=2).flatten(2))
 
         def contributions(logits: Tensor, clean_logits: Tensor | None) -> dict[str, Tensor]:
-            on_cpu = batch.on_cpu
-            starts = on_cpu.starts[:, None]
-            positions = (on_cpu.label_positions - starts).double()
+            starts = batch.on_cpu.starts[:, None]
+            positions = (batch.on_cpu.label_positions - starts).double()
             of_anchors = _by_layer(keys)  # [batch, layer, anchor, channel]
             means = torch.einsum("bac,blad->blcd", shares, of_anchors.double())
             return {
@@ -229,12 +220,11 @@ class AnchorDistances(Metric):
     def result(self, contributions: Contributions) -> AnchorDistancesRecord:
         """Distances of each set, their mean, and its correlation with the confusions."""
         sets = contributions.of_sets()
-        distance = torch.stack(
-            [
-                key_distances(of_set["queries"], of_set["keys"].mean(0), self.directions)
-                for of_set in sets
-            ]
-        ).mean(0)
+        of_sets = [
+            key_distances(of_set["queries"], of_set["keys"].mean(0), self.directions)
+            for of_set in sets
+        ]
+        distance = torch.stack(of_sets).mean(0)
         flat = distance.isnan().any((1, 2)).nonzero().flatten().tolist()
         if flat:
             warn_user(
@@ -244,7 +234,8 @@ class AnchorDistances(Metric):
             )
         gaps = torch.stack([of_set["positions"].mean(0) for of_set in sets])
         gap = (gaps[:, :, None] - gaps[:, None, :]).abs().mean(0)
-        confusion = pair_auc(contributions["label_logits"], contributions["gold"])
+        label_logits, gold = contributions["label_logits"], contributions["gold"]
+        confusion = pair_auc(label_logits, gold)
         upper = torch.ones_like(confusion).triu(1).bool()
         if confusion[upper].isnan().any():
             warn_user(
@@ -256,10 +247,8 @@ class AnchorDistances(Metric):
             pair_auc=confusion,
             correlation=rank_correlation(distance[:, upper], confusion[upper]),
             position_correlation=rank_correlation(distance[:, upper], gap[upper]),
-            accuracy=(predicted_class(contributions["label_logits"]) == contributions["gold"])
-            .double()
-            .mean(),
-            queries_per_class=contributions["gold"].bincount(minlength=len(confusion)),
+            accuracy=(predicted_class(label_logits) == gold).double().mean(),
+            queries_per_class=gold.bincount(minlength=len(confusion)),
             default_layer=torch.tensor(2 * len(distance) // 3, device="cpu"),
         )
 
@@ -275,15 +264,12 @@ def key_distances(
     X X^T, and neither V nor a division by a singular value is needed. NaN in a layer where all
     queries are equal up to rounding: only noise has a direction there.
     """
-    to_layers = "prompt layer channel -> layer prompt channel"
-    centred = rearrange((queries - queries.mean(0)).double(), to_layers)
+    centred = (queries - queries.mean(0)).double().transpose(0, 1)
     _, vectors = torch.linalg.eigh(centred @ centred.mT)  # in ascending order of s squared
     main = vectors[..., -directions:]
     projected = keys.double() @ centred.mT @ main  # [layer, class, direction]
     distances = torch.linalg.vector_norm(projected[:, :, None] - projected[:, None], dim=-1)
-    sizes = rearrange(queries.double(), "prompt layer channel -> layer (prompt channel)").norm(
-        dim=1
-    )
+    sizes = queries.double().transpose(0, 1).flatten(1).norm(dim=1)
     same = centred.flatten(1).norm(dim=1) <= 1e-5 * sizes
     distances = distances / distances.amax((1, 2), keepdim=True)
     return distances.masked_fill(same[:, None, None], torch.nan)
@@ -333,25 +319,20 @@ def _class_shares(batch: PromptBatch) -> Float[Tensor, "batch anchor class"]:
 
 def _operands_of(model: HookedModel) -> list[Operands]:
     require_prepared(model)
-    by_layer = verified_operands[model]
-    missing = [layer for layer, operands in enumerate(by_layer) if operands is None]
+    of_layers = verified_operands[model]
+    missing = [layer for layer, operands in enumerate(of_layers) if operands is None]
     if missing:
         raise MetricError(
             f"in layers {missing} of {model.cfg.model_name} the queries and keys that attention "
             "multiplies stand at no hook point, or a soft cap is saturated, so that this cannot be "
             "verified: distances of keys might be those of other vectors; leave AnchorDistances out"
         )
-    return [operands for operands in by_layer if operands is not None]
+    return [operands for operands in of_layers if operands is not None]
 
 
-def _by_layer(of_layer: dict[int, Tensor]) -> Tensor:
-    """Layers as axis 1, on the CPU. Narrower heads get zeros, which change no product."""
-    widest = max(values.shape[-1] for values in of_layer.values())
-    filled = [
-        torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
-        for _, values in sorted(of_layer.items())
-    ]
-    return torch.stack(on_one_device(filled), dim=1).cpu()  # a GPU waits once, not in each layer
+def _by_layer(of_layers: dict[int, Tensor]) -> Tensor:
+    """Layers as axis 1, on the CPU."""
+    return by_layer(dict(enumerate(of_one_width(of_layers[k] for k in sorted(of_layers))))).cpu()
 
 
 def _positions_first(

@@ -55,13 +55,8 @@ class EdgeFlows(Metric):
         return Observation(contributions, *product_hooks(model, sums.add), sums.add_rows)
 
     def observe_prefix(self, model: HookedModel, batch: PromptBatch) -> Observation:
-        """Observe the edges between shared tokens, with the gradient of each prompt.
-
-        Raises:
-            MetricError: The weight needs values, and prompts that continue shared tokens do not
-                compute those of these tokens again.
-        """
-        if isinstance(self.weight, WithValues):
+        """Observe the edges between shared tokens, with the gradient of each prompt."""
+        if isinstance(self.weight, WithValues):  # of shared tokens these are not computed again
             raise MetricError(f"{self.name} needs the values of all tokens of each prompt")
         sums = EdgeSums(self.sets_of(batch), self.weight, 0)
         return Observation(sums.contributions, *product_hooks(model, sums.add, keep=True))

@@ -24,18 +24,8 @@ from ..prompts.edge_set import EdgeSet
 from ..system import row_pieces as pieces
 from ..system.arguments import checked
 from ..system.texts import described, name_of
-from .weights import (
-    Edges as EdgeWeights,
-)
-from .weights import (
-    Pattern,
-    Values,
-    Weight,
-    WithValues,
-    refuse_values,
-    saliency,
-    saliency_of_heads,
-)
+from .weights import Edges as EdgeWeights
+from .weights import Pattern, Values, Weight, WithValues, refuse_values, saliency, saliency_of_heads
 
 _SMALL = 16  # pieces, in bytes of tables of edges
 
@@ -212,8 +202,7 @@ class EdgeSums:
     ) -> None:
         """Sum the weights of a layer, in place of those of the batch before.
 
-        A weight that needs values gets them here. The tokens that prompts share have one pattern
-        for the gradients of all prompts.
+        The tokens that prompts share have one pattern for the gradients of all prompts.
         """
         self._of_layers[layer] = []
         for rows, a, slope in row_pieces(pattern.expand_as(gradient), gradient):
@@ -239,9 +228,7 @@ class EdgeSums:
     def contributions(self, *logits: Tensor | None) -> dict[str, Tensor]:
         """Sums over edges, and those of each head: [batch, layer, (head,) *sets], on the CPU.
 
-        Raises:
-            NotFiniteError: The gradient is NaN or infinite.
-            MetricError: The weight is; a sum that is NaN would stand for "no edge".
+        An error for a NaN, which would stand for "no edge", names the gradient or the weight.
         """
         pieces = [of_layer for _, of_layer in sorted(self._of_layers.items())]
         layers = [torch.stack([sums for sums, _ in of_layer]).sum(0) for of_layer in pieces]
@@ -300,12 +287,9 @@ def edge_weights(
 
 
 def try_weight(weight: Weight | WithValues, heads: int, batch: PromptBatch) -> None:
-    """Raise an error, before the model runs, if a weight gives no number for each edge.
-
-    A weight that needs values is not tried, because they come from the model.
-    """
+    """Raise an error, before the model runs, if a weight gives no number for each edge."""
     if isinstance(weight, WithValues):
-        return
+        return  # values come from the model
     length = batch.tokens.shape[1]
     shape = (len(batch), heads, length - batch.first_query, length)
     pattern = torch.full((1, 1, 1, 1), 1 / length, device=batch.tokens.device).expand(shape)

@@ -180,12 +180,13 @@ class LabelHeads(Metric):
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error for prompts without true labels, or without tokens to compare with."""
         for batch in batches:
-            self._gold_of(batch)
+            require_gold(batch.gold, f"{self.name} (its score 'correct')")
             self._positions_of(batch)
 
     def observe(self, model: HookedModel, batch: PromptBatch) -> Observation:
         """Observe the target's row, and for whole prompts also the rows of label words."""
-        gold, positions = self._gold_of(batch), self._positions_of(batch)
+        gold = require_gold(batch.gold, f"{self.name} (its score 'correct')")
+        positions = self._positions_of(batch)
         prompts = torch.arange(len(batch), device=batch.tokens.device)[:, None]
         attention: dict[int, Tensor] = {}
 
@@ -256,9 +257,6 @@ class LabelHeads(Metric):
             gap=heads - random_heads,
             info={"times": self.times, "draws": self.draws},
         )
-
-    def _gold_of(self, batch: PromptBatch) -> Int[Tensor, " batch"]:
-        return require_gold(batch.gold, f"{self.name} (its score 'correct')")
 
     def _positions_of(self, batch: PromptBatch) -> Int[Tensor, "batch choice anchor"]:
         """The label words, then the positions of each random draw, in order of appearance."""

@@ -225,7 +225,10 @@ def loyalty_contributions(
             f"{tuple(reference.logits.shape)} and {tuple(changed.logits.shape)}"
         )
     common = (reference.top[:, :, None] == changed.top[:, None, :]).sum((1, 2))
-    kl = _expected_difference(reference, changed) - reference.log_total + changed.log_total
+    # Row by row: float64 copies of a batch with 262,144 tokens take longer than the sum.
+    rows = zip(reference.probs, reference.logits, changed.logits, strict=True)
+    differences = [p @ (before.double() - after.double()) for p, before, after in rows]
+    kl = torch.stack(differences) - reference.log_total + changed.log_total
     values = (reference.label == changed.label, common, kl)
     # One copy to the CPU, because Python waits for a GPU at each.
     together = torch.stack([of_prompts.to(kl.device).to(kl.dtype) for of_prompts in values]).cpu()
@@ -235,15 +238,6 @@ def loyalty_contributions(
         "word_overlap": common / (2 * changed.top.shape[1] - common),
         "kl": kl,
     }
-
-
-def _expected_difference(reference: NextTokens, changed: NextTokens) -> Float[Tensor, " batch"]:
-    """``sum p (logit_p - logit_q)`` under the reference.
-
-    Computed row by row: float64 copies of a batch with 262,144 tokens take longer than the sum.
-    """
-    rows = zip(reference.probs, reference.logits, changed.logits, strict=True)
-    return torch.stack([p @ (before.double() - after.double()) for p, before, after in rows])
 
 
 def _record(contributions: Mapping[str, Tensor]) -> LoyaltyRecord:

@@ -1,7 +1,7 @@
 """What a metric is: what each prompt contributes, and a pure function of all contributions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,13 @@ class Observation:
 def by_layer(of_layers: Mapping[int, Tensor], dim: int = 1) -> Tensor:
     """The numbers of all layers in one tensor, so that a GPU waits for one copy."""
     return torch.stack(on_one_device([of_layers[layer] for layer in sorted(of_layers)]), dim)
+
+
+def of_one_width(of_layers: Iterable[Tensor]) -> list[Tensor]:
+    """Layers may have heads of different widths. Zeros change neither products nor lengths."""
+    layers = list(of_layers)
+    widest = max(values.shape[-1] for values in layers)
+    return [torch.nn.functional.pad(values, (0, widest - values.shape[-1])) for values in layers]
 
 
 def observes_nothing() -> Observation:

@@ -19,9 +19,9 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.texts import name_of
-from .metric import Metric, Observation, observes_nothing
-from .positions import checked_positions
+from .metric import Metric, Observation, observes_nothing, of_one_width
 from .prefix_terms import LayerTerms, prefix_runs
+from .segment_flows import checked_positions
 
 # The most positions of a prefix whose weights are stored, to bound the size of a contribution.
 POSITIONS = 256
@@ -104,9 +104,7 @@ class PrefixEffectRecord(Record):
         ("stolen", "stolen_by_segment", "bos"), (0.0, 1.0)
     )
     without_intervals: ClassVar[Sequence[str]] = (
-        "concentration",
-        "effective_rank",
-        "spread",
+        *("concentration", "effective_rank", "spread"),
         "invariance",
     )
 
@@ -238,11 +236,9 @@ class PrefixEffect(Metric):
     @checked
     def segments_of(self, batch: PromptBatch) -> Bool[Tensor, "batch segment key"]:
         """The positions of each segment, checked."""
-        before = batch.attention_mask & ~_from_query(batch)
-        sets = [
-            checked_positions(batch, self.name, name, function)
-            for name, function in self.keys.items()
-        ]
+        before = batch.attention_mask & (batch.positions < batch.query_start[:, None])
+        given = self.keys.items()
+        sets = [checked_positions(batch, self.name, name, function) for name, function in given]
         segments = torch.stack(sets, dim=1)
         for wrong, reason in (
             (segments.any(1) & ~before, "lies in the query or in padding; take tokens before it"),
@@ -279,14 +275,9 @@ def effect_contributions(
     prefix: KeyValues | None = None,
     hooks: Sequence[Hook] = (),
 ) -> dict[str, Tensor]:
-    """What each prompt contributes to a ``PrefixEffectRecord``, on the CPU.
-
-    ``rows`` are the positions of the query that count. ``prefix`` has the keys and values of the
-    tokens before ``batch.query_rows``. ``hooks`` belong to the prefix.
-    """
-    runs = prefix_runs(
-        model, batch, segments.any(1), edges.query(batch), prefix=prefix, hooks=hooks
-    )
+    """What each prompt contributes, on the CPU; ``rows`` count, and ``hooks`` are the prefix's."""
+    query = edges.query(batch)
+    runs = prefix_runs(model, batch, segments.any(1), query, prefix=prefix, hooks=hooks)
     selected = rows[:, runs.rows].cpu()
     positions = torch.arange(selected.shape[1], device="cpu")
     last = torch.where(selected, positions, 0).amax(1)
@@ -296,7 +287,10 @@ def effect_contributions(
         _rows_of_layer(terms, segments.cpu(), outside, selected, last, sampled)
         for terms in runs.layers()
     ]
-    by_layer = {name: _stacked([layer[name] for layer in of_layers]) for name in of_layers[0]}
+    by_layer = {
+        name: torch.stack(of_one_width(layer[name] for layer in of_layers), dim=1)
+        for name in of_layers[0]
+    }
     # The second moments of m b are what is needed, but these would be d_head times as many numbers.
     wide = torch.promote_types(runs.with_prefix.values[0].dtype, torch.float32)
     by_layer["taken"] = by_layer["taken"].to(wide)
@@ -364,21 +358,6 @@ def _rows_of_layer(
     }
 
 
-def _stacked(of_layers: Sequence[Tensor]) -> Tensor:
-    """The rows of all layers in one tensor [batch, layer, ...].
-
-    Layers may have heads of different widths. Zeros change neither directions nor lengths.
-    """
-    width = max(values.shape[-1] for values in of_layers)
-    same = [
-        torch.nn.functional.pad(values, (0, width - values.shape[-1]))
-        if values.ndim > 1
-        else values
-        for values in of_layers
-    ]
-    return torch.stack(same, dim=1)
-
-
 def _length(outputs: Float[Tensor, "batch head query d_head"]) -> Float[Tensor, "batch query"]:
     """The length of the outputs of all heads, side by side in one vector."""
     return outputs.square().sum((1, 3)).sqrt()
@@ -408,9 +387,8 @@ def _shares_of_directions(
 ) -> Float[Tensor, "layer head direction"]:
     """s^2 / sum s^2 of the singular values s of each head's vectors; NaN where all are zero."""
     of_heads = vectors.movedim(0, 2)
-    products = (
-        of_heads @ of_heads.mT if of_heads.shape[2] < of_heads.shape[3] else of_heads.mT @ of_heads
-    )
+    is_wide = of_heads.shape[2] < of_heads.shape[3]
+    products = of_heads @ of_heads.mT if is_wide else of_heads.mT @ of_heads
     squares = torch.linalg.eigvalsh(products).clamp(min=0)
     return squares / squares.sum(-1, keepdim=True)
 
@@ -423,8 +401,3 @@ def _spread(within: Float[Tensor, "prompt layer sample"]) -> Float[Tensor, " lay
         torch.tensor([0.01, 0.99], dtype=torch.double, device="cpu"), dim=0
     )
     return (high - low).nanmean(-1)
-
-
-def _from_query(batch: PromptBatch) -> edges.Positions:
-    """Positions from the first token of the query to the end, padding included."""
-    return batch.positions >= batch.query_start[:, None]

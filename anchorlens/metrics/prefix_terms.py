@@ -48,23 +48,14 @@ class AttentionRun:
 
 @dataclass(frozen=True, eq=False)
 class PrefixRuns:
-    """The attention of the same query rows in three passes.
-
-    Attributes:
-        with_prefix: The pass as it is.
-        without: The pass in which no layer has the edges from the queries to the prefix.
-        alone: The pattern of each layer if this layer alone lacks these edges.
-        rows: The columns of the batch to which the query rows of the patterns belong.
-        in_prefix: True for the keys of the prefix.
-        has_sinks: Whether rows of the patterns sum to less than 1, because of attention sinks.
-    """
+    """The attention of the same query rows in three passes."""
 
     with_prefix: AttentionRun
-    without: AttentionRun
-    alone: Sequence[Pattern]
-    rows: slice
+    without: AttentionRun  # no layer has the edges from the queries to the prefix
+    alone: Sequence[Pattern]  # of each layer, if this layer alone lacks these edges
+    rows: slice  # the columns of the batch to which the query rows of the patterns belong
     in_prefix: Bool[Tensor, "batch key"]
-    has_sinks: bool
+    has_sinks: bool  # rows of the patterns sum to less than 1
 
     def layers(self) -> Iterator["LayerTerms"]:
         """The terms of each layer."""
@@ -109,21 +100,11 @@ def prefix_runs(
     prefix: KeyValues | None = None,
     hooks: Sequence[Hook] = (),
 ) -> PrefixRuns:
-    """Run a batch with a prefix and without it.
+    """Run a batch with the keys ``in_prefix`` for ``queries`` after them, and without these.
 
     The tokens are the same in all passes, and edges are cut before the softmax. So all tokens stay
-    at their positions, whatever kind of positions the model has.
-
-    Args:
-        model: A prepared model.
-        batch: Prompts on the model's device.
-        in_prefix: The keys of the prefix.
-        queries: The positions that lose the prefix, all of them after it.
-        prefix: Keys and values of the tokens before ``batch.query_rows``.
-        hooks: Interventions of all passes.
-
-    Raises:
-        ModelError: The model takes no key-value cache, which holds the values.
+    at their positions, whatever kind of positions the model has. ``prefix`` has the tokens before
+    ``batch.query_rows``, and ``hooks`` act in all passes.
     """
     columns = queries.any(0).nonzero().flatten()
     first, last = int(columns[0]), int(columns[-1])
@@ -152,10 +133,7 @@ def prefix_runs(
     alone: dict[int, Tensor] = {}
 
     def restore(layer: int) -> Hook:
-        """Store the pattern without the edges, and continue with the pattern that has them.
-
-        So every layer gets the input that it has with the prefix.
-        """
+        """Store a pattern and go on with that of the prefix, so that later inputs have it."""
 
         def store_and_restore(pattern: Tensor, hook: object) -> Tensor:
             alone[layer] = pattern[:, :, rows].detach().clone()
@@ -183,10 +161,7 @@ def terms_of_layer(
     in_prefix: Bool[Tensor, "batch key"],
     has_sinks: bool,
 ) -> LayerTerms:
-    """The terms of a layer from the patterns and values of the passes with and without a prefix.
-
-    Tensors are of float64 on the CPU, with values for every head.
-    """
+    """The terms of a layer; tensors are of float64 on the CPU, with values for every head."""
     (pattern, values), (pattern_0, values_0) = with_prefix, without
     inside = in_prefix[:, None, None]
     to_prefix, to_content = pattern * inside, pattern * ~inside

@@ -81,11 +81,7 @@ def saliency(
 
 
 def one_batch(batch: PromptBatch) -> PromptBatch:
-    """The batch, if it is one whose positions are valid.
-
-    Raises:
-        PromptError: It is a list of batches or something else, or a position is invalid.
-    """
+    """The batch; a PromptError if it is no batch, or a position in it is invalid."""
     if not isinstance(batch, PromptBatch):
         raise PromptError(f"expected one PromptBatch; got {type(batch).__name__}; try batches[0]")
     check_prompts(batch)
@@ -100,11 +96,7 @@ def observe_products(
     loss: Loss,
     gradient_checkpointing: bool,
 ) -> Float[Tensor, "batch vocab"]:
-    """Run one batch forward and backward; ``use`` gets the number, A and dL/dA of each layer.
-
-    Returns:
-        The logits at the target positions.
-    """
+    """The target's logits; ``use`` gets the number, A and dL/dA of each layer."""
     check_fits(model, batch)  # before the loss reads logits of its label words
     check_loss(loss, [batch], model)
     check_gradient_of_loss(loss, [batch], model)

@@ -1,11 +1,11 @@
 """The information flows S_wp, S_pq, S_ww by layer, or those along other sets of edges."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import MetricError, PromptError
@@ -161,8 +161,6 @@ class SaliencyFlows(EdgeFlows):
     def begins_as(self, batch: PromptBatch, shared: PromptBatch) -> bool:
         """Whether the first tokens of every prompt have the edges that these have alone."""
         functions = [function for _, function in self._own()]
-        if not functions:
-            return True
         pairs = zip(edge_sets(batch, functions), edge_sets(shared, functions), strict=True)
         return all(edges.begins_as(leading) for edges, leading in pairs)
 
@@ -175,7 +173,12 @@ class SaliencyFlows(EdgeFlows):
         of_prompts, of_heads = mean_weights(contributions)
         flows = contributions.means_of_sets(of_prompts)
         count, functions = len(self.edges), self._functions()
-        _warn_of_flows_without_edges(self.edges, contributions["counts"])
+        found = (contributions["counts"] > 0).any(0).tolist()
+        if empty := [name for name, is_found in zip(self.edges, found) if not is_found]:  # noqa: B905
+            warn_user(
+                f"no prompt has an edge of the flows {empty}, so that these flows and all shares "
+                "are NaN; leave them out of the edges"
+            )
         asked = flows[..., :count]
         pq, tq = (flows[..., functions.index(function)] for function in _READ_BY_TARGET)
         share = (asked / asked.sum(-1, keepdim=True)).nanmean(0)
@@ -211,12 +214,3 @@ class SaliencyFlows(EdgeFlows):
             return Edges(edge_sets(batch, self._functions()))
         except PromptError as error:
             raise MetricError(f"the edges of {self.name}: {error}") from error
-
-
-def _warn_of_flows_without_edges(names: Iterable[str], counts: Int[Tensor, "prompt flow"]) -> None:
-    found = (counts > 0).any(0).tolist()
-    if empty := [name for name, is_found in zip(names, found, strict=False) if not is_found]:
-        warn_user(
-            f"no prompt has an edge of the flows {empty}, so that these flows and all shares are "
-            "NaN; leave them out of the edges"
-        )

@@ -18,6 +18,7 @@ from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
 from ..system.devices import wide
+from .edge_flows import in_short
 from .metric import Metric, Observation, by_layer
 from .segment_flows import SegmentFlows
 
@@ -103,10 +104,8 @@ class SegmentAttention(Metric):
 
     def __repr__(self) -> str:
         """One line: the segments by the names of functions."""
-        return (
-            f"SegmentAttention(segments={self._of_flows.segments_in_short()}, apart={self.apart}, "
-            f"name={self.name!r})"
-        )
+        segments = in_short(self._of_flows.segments_by_name())
+        return f"SegmentAttention(segments={segments}, apart={self.apart}, name={self.name!r})"
 
     def check(self, model: HookedModel, batches: Sequence[PromptBatch], *, changed: bool) -> None:
         """Raise an error where segments are wrong or too few."""
@@ -138,9 +137,8 @@ class SegmentAttention(Metric):
 
     def result(self, contributions: Contributions) -> SegmentAttentionRecord:
         """The kurtosis of each prompt; means over prompts, then over sets; scores of the mean."""
-        of_prompts = (
-            contributions["sums"].double() / contributions["counts"].double()[:, None, None]
-        )
+        counts = contributions["counts"].double()
+        of_prompts = contributions["sums"].double() / counts[:, None, None]
         kurtosis = kurtosis_of_heads(vertical_scores(of_prompts, self.apart))
         attention = contributions.mean(of_prompts)
         names = () if self.segments is None else tuple(self.segments)

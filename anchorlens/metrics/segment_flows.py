@@ -17,10 +17,9 @@ from ..results import figures
 from ..results.contributions import Contributions
 from ..results.record import Record
 from ..system.arguments import checked
-from ..system.texts import name_of
+from ..system.texts import described, name_of
 from .edge_flows import EdgeFlows, in_short, mean_weights
 from .edge_sums import Segments
-from .positions import checked_positions
 from .weights import Weight, WithValues, saliency
 
 
@@ -68,7 +67,7 @@ class SegmentFlowsRecord(Record):
 @checked
 @dataclass(frozen=True, repr=False)
 class SegmentFlows(EdgeFlows):
-    """flows between any segments, such as question, steps and answer.
+    """Flows between any segments, such as question, steps and answer.
 
     For each pair of segments a and b, over the edges E = {(i, j): i in a, j in b, j < i}:
 
@@ -118,13 +117,9 @@ class SegmentFlows(EdgeFlows):
     def __repr__(self) -> str:
         """One line: the segments and the weight, by the names of functions."""
         return (
-            f"SegmentFlows(segments={self.segments_in_short()}, weight={name_of(self.weight)}, "
-            f"name={self.name!r})"
+            f"SegmentFlows(segments={in_short(self.segments_by_name())}, "
+            f"weight={name_of(self.weight)}, name={self.name!r})"
         )
-
-    def segments_in_short(self) -> str:
-        """The segments in one line, functions by their names."""
-        return in_short(self.segments_by_name())
 
     def segments_by_name(self) -> Any:
         """The segments as they were given, functions by their names."""
@@ -177,3 +172,22 @@ class SegmentFlows(EdgeFlows):
             return self.segments
         names = batch.segment_names if self.segments is None else self.segments
         return {name: partial(edges.segment, name=name) for name in names}
+
+
+def checked_positions(
+    batch: PromptBatch, owner: str, name: str, function: edges.PositionsOfBatch
+) -> edges.Positions:
+    """The positions that a function gives for a batch, without padding.
+
+    A MetricError names them as ``name`` of ``owner`` if they are not True and False for each token.
+    """
+    positions: Any = function(batch)
+    is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
+    if not is_mask or positions.shape != batch.tokens.shape:
+        raise MetricError(
+            f"{name!r} of {owner} must give a tensor of True and False with the shape "
+            f"(batch, position) = {tuple(batch.tokens.shape)}, as al.edges.anchors does; got "
+            f"{described(positions)}"
+        )
+    # A function of one's own may also be true under padding, as ~al.edges.anchors(batch) is.
+    return positions & batch.attention_mask

@@ -151,6 +151,7 @@ def step_flows(
         of_steps[step, layer] = numbers
 
     losses, route = step_gradients(model, prompt, positions, add, chunk=chunk)
+    tokenizer, ids = getattr(model, "tokenizer", None), prompt.tokens[0].tolist()
     return StepFlowsRecord(
         loss=losses,
         read=_table(of_steps, "read"),
@@ -162,7 +163,7 @@ def step_flows(
         info={
             "model": str(model.cfg.model_name),
             "segment_names": metric.names_of(prompt),
-            "tokens": _texts(model, prompt),
+            "tokens": None if tokenizer is None else tuple(token_texts(tokenizer, ids)),
             "weight": name_of(weight),
             "computed from": route,
         },
@@ -212,9 +213,3 @@ def _table(
     steps, layers = (1 + max(index) for index in zip(*of_steps, strict=True))
     of_step = [[of_steps[step, layer][name] for layer in range(layers)] for step in range(steps)]
     return torch.stack([torch.stack(on_one_device(values)) for values in of_step]).cpu()
-
-
-def _texts(model: HookedModel, prompt: PromptBatch) -> tuple[str, ...] | None:
-    """The text of each token, if the model has its tokenizer."""
-    tokenizer = getattr(model, "tokenizer", None)
-    return None if tokenizer is None else tuple(token_texts(tokenizer, prompt.tokens[0].tolist()))

@@ -28,21 +28,13 @@ FEW_UNITS = 20
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The population from which a run's prompts are a sample (docs/definitions.md, "Intervals").
+    """The population from which a run's prompts are a sample (docs/definitions.md, "Intervals")."""
 
-    Attributes:
-        sets: The set of demonstrations of each prompt for the result; all 0 if sets are pooled.
-        unit: The unit with which each prompt is drawn: the prompt itself, or its set.
-        strata: Groups of units; a resample draws each unit from the units of its own group.
-        name: What is drawn, in words.
-        scope: Of what an interval speaks, in words.
-    """
-
-    sets: Int[Tensor, " prompt"]
-    unit: Int[Tensor, " prompt"]
-    strata: Sequence[Int[Tensor, " _"]]
-    name: str
-    scope: str = ""
+    sets: Int[Tensor, " prompt"]  # of demonstrations for the result; all 0 if sets are pooled
+    unit: Int[Tensor, " prompt"]  # with which each prompt is drawn: itself, or its set
+    strata: Sequence[Int[Tensor, " _"]]  # a resample draws each unit from its own stratum
+    name: str  # what is drawn
+    scope: str = ""  # of what an interval speaks
 
     @property
     def units(self) -> int:
@@ -150,23 +142,9 @@ def with_intervals(
     ``differences``, those of ``_of_bounded_mean`` for its ``ranges``, and expanded percentiles for
     other fields. For the record's ``means_over_sets`` its own function computes them from the
     intervals of the given sets. Intervals of its ``means_over_draws`` are wider by what another
-    choice of random draws would change.
-
-    Args:
-        result: Function from contributions, Tensor["prompt ..."] each, to a record.
-        contributions: The numbers that each prompt contributes.
-        resamples: Number of resamples; 0 gives no intervals.
-        info: Where the numbers come from; see ``Record``.
-        sets: The set of demonstrations of each prompt; by default all have the same.
-        seed: Seed of a separate generator; the global random state is not touched.
-
-    Returns:
-        The record with an interval for every tensor field without a prompt axis, but for those in
-        its ``without_intervals``. ``info`` also
-        tells what is ``drawn`` and the number of ``units``, and has the numbers of each given set
-        of the fields ``stored_by_set``. An interval is NaN if no resample has a number, for a
-        single unit in all but ``proportions``, ``differences`` and ``ranges``, and for a mean over
-        a single random draw.
+    choice of random draws would change. They are NaN if no resample has a number, for a single
+    unit in all but ``proportions``, ``differences`` and ``ranges``, and for a mean over a single
+    random draw. The global random state is not touched.
     """
     demonstrations = Contributions(contributions, sets).sets
     population = population_of(demonstrations)
@@ -181,12 +159,11 @@ def with_intervals(
     if not resamples:
         return record
     generator = torch.Generator().manual_seed(seed)
-    averaged = [
-        name
+    drawn: dict[str, list[Tensor]] = {
+        name: []
         for name, axes in record.axes().items()
         if "prompt" not in axes and name not in record.without_intervals
-    ]
-    drawn: dict[str, list[Tensor]] = {name: [] for name in averaged}
+    }
     records_of_sets: list[_R] = []
     with warnings.catch_warnings():
         # The result of all contributions has already warned.
@@ -194,8 +171,8 @@ def with_intervals(
         for _ in range(resamples):
             chosen = population.draw(generator)
             resampled = result(everything.prompts(chosen))
-            for name in averaged:
-                drawn[name].append(getattr(resampled, name))
+            for name, of_field in drawn.items():
+                of_field.append(getattr(resampled, name))
         if len(population.strata) > 1 and (record.means_over_sets or record.stored_by_set):
             for prompts in population.strata:
                 of_set = everything.prompts(prompts)

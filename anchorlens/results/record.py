@@ -77,9 +77,10 @@ class Record:
 
     def __repr__(self) -> str:
         """One line: the class, fields with their axes, the number of prompts and the model."""
-        fields = [
-            _field_repr(name, getattr(self, name), axes) for name, axes in self.axes().items()
-        ]
+        fields = []
+        for name, axes in self.axes().items():
+            sizes, values = _in_short(getattr(self, name), axes)
+            fields.append(f"{name} [{sizes}]" if sizes else f"{name} {values}")
         for count in range(len(fields), -1, -1):
             rest = [f"{len(fields) - count} more"] if count < len(fields) else []
             parts = [", ".join(fields[:count] + rest), self._source()]
@@ -90,10 +91,10 @@ class Record:
 
     def _repr_html_(self) -> str:
         """Each field in short, with its interval, and where the numbers come from."""
-        rows = [
-            _field_row(name, getattr(self, name), axes, self.intervals.get(name))
-            for name, axes in self.axes().items()
-        ]
+        rows = []
+        for name, axes in self.axes().items():
+            bounds = interval_in_short(self.intervals.get(name))
+            rows.append((name, *_in_short(getattr(self, name), axes), bounds))
         source = self._source()
         return titled(
             f"{type(self).__name__}: {source}" if source else type(self).__name__,
@@ -191,21 +192,20 @@ class Record:
             the same word is ``class_2``), ``value``, and ``low`` and ``high`` where there is an
             interval.
         """
-        return pd.concat(
-            [self._frame_of(name, axes) for name, axes in self.axes().items()], ignore_index=True
-        )
-
-    def _frame_of(self, name: str, axes: tuple[str, ...]) -> pd.DataFrame:
-        values = getattr(self, name)
-        columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
-        entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
-        frame = pd.DataFrame(list(product(*entries)), columns=columns)
-        frame.insert(0, "quantity", name)
-        frame["value"] = values.flatten().double().tolist()
-        if name in self.intervals:
-            for column, bound in zip(("low", "high"), self.intervals[name], strict=True):
-                frame[column] = bound.flatten().double().tolist()
-        return frame
+        frames = []
+        for name, axes in self.axes().items():
+            values = getattr(self, name)
+            columns = [f"{axis}_2" if axis in axes[:k] else axis for k, axis in enumerate(axes)]
+            entries = [self.axis_names(axis) or range(n) for axis, n in zip(axes, values.shape)]  # noqa: B905
+            frame = pd.DataFrame(list(product(*entries)), columns=columns)
+            frame.insert(0, "quantity", name)
+            numbers = {"value": values}
+            if name in self.intervals:
+                numbers |= dict(zip(("low", "high"), self.intervals[name], strict=True))
+            for column, of_column in numbers.items():
+                frame[column] = of_column.flatten().double().tolist()
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
 
     def plot(self) -> go.Figure:
         """The record as a figure; every record of this package has one.
@@ -266,9 +266,8 @@ class Record:
 
     @classmethod
     def _restored(cls: type[_R], path: str | Path, info: Any, stored: Mapping[str, Tensor]) -> _R:
-        cut = len(_BOUNDS)
-        bounds = {name[cut:]: value for name, value in stored.items() if name[:cut] == _BOUNDS}
-        values = {name: value for name, value in stored.items() if name[:cut] != _BOUNDS}
+        values = {name: value for name, value in stored.items() if not name.startswith(_BOUNDS)}
+        bounds = {name[len(_BOUNDS) :]: stored[name] for name in stored if name not in values}
         if not isinstance(info, dict):
             reason = f"its info is a {type(info).__name__}, not a dict"
         elif not isinstance(info.get("labels", []), list):
@@ -363,18 +362,11 @@ def _record_classes(kind: type[Record]) -> Iterator[type[Record]]:
         yield from _record_classes(subclass)
 
 
-def _field_repr(name: str, value: Any, axes: Sequence[str]) -> str:
+def _in_short(value: Any, axes: Sequence[str]) -> tuple[str, str]:
+    """The axes and the values of a field; no axes for what does not fit the annotation."""
     if not isinstance(value, Tensor) or value.ndim != len(axes):
-        return f"{name} {shape_in_short(value)}"
-    return f"{name} [{axes_in_short(value, axes)}]" if axes else f"{name} {values_in_short(value)}"
-
-
-def _field_row(
-    name: str, value: Any, axes: Sequence[str], bounds: Tensor | None
-) -> tuple[str, str, str, str]:
-    if not isinstance(value, Tensor) or value.ndim != len(axes):
-        return name, "", shape_in_short(value), ""
-    return name, axes_in_short(value, axes), values_in_short(value), interval_in_short(bounds)
+        return "", shape_in_short(value)
+    return axes_in_short(value, axes), values_in_short(value)
 
 
 def meaning_of(kind: type[Record]) -> str:

@@ -1,7 +1,6 @@
 """Tests of key distances against the published steps, of confusions, and of errors."""
 
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measures import does_not_run
 from scipy.spatial.distance import pdist, squareform
 from scipy.stats import spearmanr
 from sklearn.decomposition import PCA
@@ -21,11 +21,7 @@ from anchorlens.errors import MetricError
 from anchorlens.metrics.distances import confusions, key_distances, pair_auc, rank_correlation
 from anchorlens.passes.forward import run_pass
 
-MAKE: dict[str, Callable[[int], Any]] = {
-    "gpt2": tiny_gpt2,
-    "llama": tiny_llama,
-    "gemma3": tiny_gemma3,
-}
+MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
 FEW = pytest.mark.filterwarnings("ignore:some pairs of classes have no prompts")
 
 
@@ -40,25 +36,22 @@ def published(queries: Tensor, keys: Tensor, directions: int) -> np.ndarray:
     return squareform(distances / distances.max())
 
 
-def test_key_distances_equal_the_published_steps() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "channels", "mean", "directions"),
+    [(40, 24, 100, 1), (40, 24, 100, 10), (40, 24, 100, 24), (12, 64, 0, 10)],
+    ids=["one", "as published", "all", "more channels than prompts"],
+)
+def test_key_distances_equal_the_published_steps(
+    prompts: int, channels: int, mean: float, directions: int
+) -> None:
+    """Large biases shift queries as the mean does."""
     generator = torch.Generator().manual_seed(0)
-    queries = (
-        torch.randn(40, 3, 24, generator=generator) + 100.0
-    )  # large biases shift queries like this
-    keys = torch.randn(3, 6, 24, generator=generator)
-    for directions in (1, 10, 24):
-        ours = key_distances(queries, keys, directions)
-        for layer in range(3):
-            theirs = published(queries[:, layer], keys[layer], directions)
-            np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
-
-
-def test_key_distances_allow_more_channels_than_prompts() -> None:
-    generator = torch.Generator().manual_seed(1)
-    queries = torch.randn(12, 1, 64, generator=generator)
-    keys = torch.randn(1, 4, 64, generator=generator)
-    theirs = published(queries[:, 0], keys[0], 10)
-    np.testing.assert_allclose(key_distances(queries, keys, 10)[0], theirs, atol=1e-10)
+    queries = torch.randn(prompts, 3, channels, generator=generator) + mean
+    keys = torch.randn(3, 6, channels, generator=generator)
+    ours = key_distances(queries, keys, directions)
+    for layer in range(3):
+        theirs = published(queries[:, layer], keys[layer], directions)
+        np.testing.assert_allclose(ours[layer], theirs, atol=1e-10)
 
 
 def test_key_distances_of_four_points_equal_values_by_hand() -> None:
@@ -135,6 +128,11 @@ def keys_and_queries(
     return torch.stack([pair[0] for pair in seen]), torch.stack([pair[1] for pair in seen])
 
 
+def observed(model: Any, batch: al.PromptBatch) -> dict[str, Tensor]:
+    observation = al.AnchorDistances().observe(model, batch)
+    return observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
+
+
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_observed_keys_and_queries_equal_those_of_attention(
@@ -142,8 +140,7 @@ def test_observed_keys_and_queries_equal_those_of_attention(
 ) -> None:
     model = request.getfixturevalue(name)
     batch = questions(model, 3, padding_side=side)[0]
-    observation = al.AnchorDistances().observe(model, batch)
-    rows = observation.contributions(run_pass(model, batch, observers=observation.hooks), None)
+    rows = observed(model, batch)
     for n, mask in enumerate(batch.attention_mask):
         tokens = batch.tokens[n][mask][None]
         query, key = keys_and_queries(name, model, tokens, monkeypatch)
@@ -151,9 +148,8 @@ def test_observed_keys_and_queries_equal_those_of_attention(
         positions[batch.label_classes[n]] = batch.label_positions[n] - mask.long().argmax()
         expected = key[:, :, positions].transpose(1, 2).flatten(2)  # [layer, class, channel]
         torch.testing.assert_close(rows["keys"][n], expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            rows["queries"][n], query[:, :, -1].flatten(1), rtol=1e-4, atol=1e-5
-        )
+        queries = query[:, :, -1].flatten(1)
+        torch.testing.assert_close(rows["queries"][n], queries, rtol=1e-4, atol=1e-5)
         assert rows["positions"][n].tolist() == positions.tolist()
 
 
@@ -244,11 +240,7 @@ def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
     examples = al.load_examples("sentiment")
     demos = al.sample_demonstrations(examples, shots=2)
     batch = al.build_prompts(gpt2.tokenizer, al.TASKS["sst2"], demos, examples[:2])[0]
-    observation = al.AnchorDistances().observe(gpt2, batch)
-    keys = observation.contributions(run_pass(gpt2, batch, observers=observation.hooks), None)[
-        "keys"
-    ]
-    singles = []
+    keys, singles = observed(gpt2, batch)["keys"], []
     for anchor in range(4):
         column = slice(anchor, anchor + 1)
         single = replace(
@@ -258,59 +250,33 @@ def test_several_anchors_of_a_class_give_their_mean_key(gpt2: Any) -> None:
             label_classes=batch.label_classes[:, column] * 0,
             verbalizer=al.Verbalizer([batch.label_token_ids[:1].tolist()]),
         )
-        single_observation = al.AnchorDistances().observe(gpt2, single)
-        logits = run_pass(gpt2, single, observers=single_observation.hooks)
-        singles.append(single_observation.contributions(logits, None)["keys"][:, :, 0])
+        singles.append(observed(gpt2, single)["keys"][:, :, 0])
     for label in range(2):
-        of_class = [
-            singles[anchor] for anchor in range(4) if int(batch.label_classes[0, anchor]) == label
-        ]
+        of_class = [singles[int(anchor)] for anchor in (batch.label_classes[0] == label).nonzero()]
         torch.testing.assert_close(keys[:, :, label], (of_class[0] + of_class[1]) / 2)
 
 
-def refuse_to_run(*_: Any, **__: Any) -> None:
-    raise AssertionError("the model ran")
-
-
-def test_several_small_sets_raise_an_error_before_any_pass(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("count", "change", "options", "message"),
+    [
+        # A mean key of several small sets would describe none of them.
+        (
+            9,
+            {"demonstrations_id": torch.arange(9) % 3},
+            {"directions": 2},
+            r"at least 10 as there are several sets, but one has 3",
+        ),
+        (10, {}, {}, r"\(10\).* has 10; .*AnchorDistances\(directions=9\)"),
+        (12, {"gold": None}, {}, "confusion of classes needs the true label"),
+        (12, {"label_classes": torch.arange(6).clamp(max=4).expand(12, -1)}, {}, r"one: \[5\]"),
+    ],
+)
+def test_prompts_without_distances_raise_an_error_before_any_pass(
+    count: int, change: Any, options: Any, message: str, gpt2: Any
 ) -> None:
-    """Small sets would be pooled, but a mean key of several sets describes none of them."""
-    batches = [
-        replace(batch, demonstrations_id=torch.arange(9) % 3)
-        for batch in questions(gpt2, 9, batch_size=9)
-    ]
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(MetricError, match=r"at least 10 as there are several sets, but one has 3"):
-        al.run(gpt2, batches, [al.AnchorDistances(directions=2)], progress=False)
-
-
-def test_too_few_prompts_raise_an_error_before_any_pass(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = questions(gpt2, 10)
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(MetricError, match=r"\(10\).* has 10; .*AnchorDistances\(directions=9\)"):
-        al.run(gpt2, batches, [al.AnchorDistances()])
-
-
-def test_prompts_without_gold_raise_an_error_before_any_pass(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = [replace(batch, gold=None) for batch in questions(gpt2, 12)]
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(MetricError, match="confusion of classes needs the true label"):
-        al.run(gpt2, batches, [al.AnchorDistances()])
-
-
-def test_a_class_without_anchor_raises_an_error_before_any_pass(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = questions(gpt2, 12, batch_size=12)[0]
-    without_anchor = replace(batch, label_classes=batch.label_classes.clamp(max=4))
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(MetricError, match=r"classes without one: \[5\]"):
-        al.run(gpt2, [without_anchor], [al.AnchorDistances()])
+    batches = [replace(batch, **change) for batch in questions(gpt2, count, batch_size=count)]
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.run(gpt2, batches, [al.AnchorDistances(**options)], progress=False)
 
 
 def test_pairs_of_classes_without_prompts_give_nan_and_a_warning() -> None:

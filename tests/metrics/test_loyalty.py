@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from measures import does_not_run
 from tiny_models import questions
 from torch import Tensor
 
@@ -25,9 +26,7 @@ def test_loyalty_equals_slow_python_sets(top: int) -> None:
     record = al.loyalty(clean, changed, torch.tensor(ids), top=top)
     equal, overlap = [], []
     for a, b in zip(clean.tolist(), changed.tolist(), strict=True):
-        equal.append(
-            max(range(3), key=lambda k: a[ids[k]]) == max(range(3), key=lambda k: b[ids[k]])
-        )
+        equal.append(max(ids, key=a.__getitem__) == max(ids, key=b.__getitem__))
         best_a = set(sorted(range(30), key=lambda word: -a[word])[:top])
         best_b = set(sorted(range(30), key=lambda word: -b[word])[:top])
         overlap.append(len(best_a & best_b) / len(best_a | best_b))
@@ -79,50 +78,40 @@ def test_low_precision_logits_give_the_same_as_float32() -> None:
 
 
 @pytest.mark.without_jaxtyping
-def test_logits_of_two_shapes_raise_an_error() -> None:
-    ids = torch.tensor([0, 1])
-    with pytest.raises(MetricError, match=r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"):
-        al.loyalty(torch.rand(2, 9), torch.rand(3, 9), ids)
-
-
-def test_logits_of_no_prompts_raise_an_error() -> None:
-    with pytest.raises(MetricError, match=r"one row a prompt; got .*0, 9"):
-        al.loyalty(torch.rand(0, 9), torch.rand(0, 9), torch.tensor([0, 1]))
-
-
-@pytest.mark.parametrize("top", [0, 10])
-def test_a_top_outside_the_vocabulary_raises_an_error(top: int) -> None:
-    with pytest.raises(MetricError, match=rf"`top` is from 1 to the 9 tokens.*got {top}"):
-        al.loyalty(torch.rand(2, 9), torch.rand(2, 9), torch.tensor([0, 1]), top=top)
-
-
-def test_a_run_without_hooks_raises_an_error_before_any_pass(
-    gpt2: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shapes", "top", "message"),
+    [
+        (((2, 9), (3, 9)), 5, r"\(batch, vocab\).*got \(2, 9\) and \(3, 9\)"),
+        (((0, 9), (0, 9)), 5, r"one row a prompt; got .*0, 9"),
+        (((2, 9), (2, 9)), 0, r"`top` is from 1 to the 9 tokens.*got 0"),
+        (((2, 9), (2, 9)), 10, r"`top` is from 1 to the 9 tokens.*got 10"),
+    ],
+)
+def test_logits_and_tops_without_a_loyalty_raise_an_error(
+    shapes: Any, top: int, message: str
 ) -> None:
-    def refuse_to_run(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model ran")
+    with pytest.raises(MetricError, match=message):
+        al.loyalty(*map(torch.rand, shapes), torch.tensor([0, 1]), top=top)
 
-    batches = questions(gpt2, 2)
-    monkeypatch.setattr(type(gpt2), "forward", refuse_to_run)
-    with pytest.raises(MetricError, match=r"nothing changes this run; give run\(\.\.\., hooks="):
-        al.run(gpt2, batches, [al.Loyalty()])
+
+def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:
+    message = r"nothing changes this run; give run\(\.\.\., hooks="
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        al.run(gpt2, questions(gpt2, 2), [al.Loyalty()])
 
 
 def test_loyalty_of_a_run_equals_loyalty_of_its_logits(gpt2: Any) -> None:
     batches = questions(gpt2, 9, batch_size=4)
-    results = al.run(
-        gpt2,
-        batches,
-        [al.Loyalty(top=3)],
-        hooks=lambda batch: al.isolate_labels(gpt2, batch, range(2)),
-        resamples=20,
-        progress=False,
-    )
-    clean, changed = torch.empty(9, gpt2.W_E.shape[0]), torch.empty(9, gpt2.W_E.shape[0])
+
+    def hooks(batch: al.PromptBatch) -> Any:
+        return al.isolate_labels(gpt2, batch, range(2))
+
+    options: dict[str, Any] = {"hooks": hooks, "resamples": 20, "progress": False}
+    results = al.run(gpt2, batches, [al.Loyalty(top=3)], **options)
+    clean, changed = torch.empty(2, 9, gpt2.W_E.shape[0])
     for batch in batches:
         clean[batch.index] = run_pass(gpt2, batch)
-        hooks = al.isolate_labels(gpt2, batch, range(2))
-        changed[batch.index] = run_pass(gpt2, batch, hooks=hooks)
+        changed[batch.index] = run_pass(gpt2, batch, hooks=hooks(batch))
     expected = al.loyalty(clean, changed, batches[0].label_token_ids, top=3)
     for name, values in results["loyalty"].tensors().items():
         torch.testing.assert_close(values, getattr(expected, name))
