@@ -188,6 +188,7 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     }
     draws: dict[str, Any] = {"draws": RANDOM_CONTEXTS, "seed": setting.seed}
     record = compare_contexts(setting.model, batches, contexts, repeats=0, **draws, **QUIET)
+    yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
     textless = text_anchor_prompts(
         setting.tokenizer, setting.task, setting.demonstrations, setting.queries
     )
@@ -201,7 +202,6 @@ def table_2(setting: PaperSetting) -> Iterator[PaperNumber]:
     accuracy = (predicted_class(words.scores(without)) == gold).double().mean()
     random = record.random_label_loyalty, record.random_word_loyalty, record.random_accuracy
     top = record.top_label_loyalty, record.top_word_loyalty, record.top_accuracy
-    yield from _row_2("ICL", 1.0, 1.0, record.whole_accuracy, cached=1.0)
     yield from _row_2("Text_anchor", text_anchor.label_loyalty, text_anchor.word_loyalty, accuracy)
     yield from _row_2("Hidden_random", *(of_draws.mean() for of_draws in random))
     yield from _row_2("Hidden_random-top", *top)
