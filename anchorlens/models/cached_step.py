@@ -9,13 +9,7 @@ from ..errors import ModelError
 from ..system.put_back import put_back
 from .hooked import HookedModel, dtype_of
 from .kinds import name_of_cache
-from .kv_cache import (
-    cache_of,
-    inputs_after,
-    keys_and_values,
-    prefix_of,
-    without_cache,
-)
+from .kv_cache import cache_of, inputs_after, keys_and_values, prefix_of, without_cache
 from .native_attention import rename_cache
 from .tiny_pass import relative_difference, rounding_of, tiny_tokens, trial_of
 

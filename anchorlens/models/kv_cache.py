@@ -18,11 +18,14 @@ from .rotary import refuse_another_rotation, rotates_by_length
 without_cache: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
+Layers = tuple[Float[Tensor, "batch _ position _"], ...]  # of keys or values
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The graph that computed a prefix, for gradients of prompts that continue it."""
 
-    outputs: tuple[Float[Tensor, "batch _ position _"], ...]  # keys, then values, of each layer
+    outputs: Layers  # keys, then values, of each layer
     points: tuple[tuple[Tensor, HookFunction], ...]  # each with what receives its gradient
 
     def pass_gradients_on(self, leaves: Sequence[Float[Tensor, "batch _ position _"]]) -> None:
@@ -48,8 +51,8 @@ class KeyValues:
     The batch axis has one row for all prompts, or one row for each prompt.
     """
 
-    keys: tuple[Float[Tensor, "batch _ position _"], ...]  # of each layer, as the model caches them
-    values: tuple[Float[Tensor, "batch _ position _"], ...]
+    keys: Layers  # of each layer, as the model caches them
+    values: Layers
     attention_mask: Bool[Tensor, "batch position"]  # False where a column is padding
     next_position: Int[Tensor, " batch"]  # as the model counts positions
     text_length: int  # of the longest text in whose pass the keys were rotated; see rotary.py
@@ -184,11 +187,7 @@ def _text_length(mask: Bool[Tensor, "batch query"], before: KeyValues | None) ->
     return int((mask.sum(1) + start).max())
 
 
-def keys_and_values(
-    cache: Any, length: int
-) -> tuple[
-    tuple[Float[Tensor, "batch _ position _"], ...], tuple[Float[Tensor, "batch _ position _"], ...]
-]:
+def keys_and_values(cache: Any, length: int) -> tuple[Layers, Layers]:
     """Keys and values of each layer, with their graph; a ModelError if some are missing."""
     pairs = pairs_in(cache)
     if not pairs or any(key is None or key.shape[2] != length for key, _ in pairs):

@@ -20,34 +20,36 @@ from transformers import PreTrainedTokenizerFast
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 # Words in the languages of the attack; without them every such word would be unknown.
-OTHER_LANGUAGES = [
-    "naïve café Ünïcode ﬁne ½ Å",
-    "привет мир",
-    "שלום עולם",
-    "مرحبا",
-    "日本語 テスト",
-    "한국어",
-]
+OTHER_LANGUAGES = ["naïve café Ünïcode ﬁne ½ Å", "привет мир", "שלום עולם", "مرحبا"]
+OTHER_LANGUAGES += ["日本語 テスト", "한국어"]
 
 
-def _trained(core: Tokenizer, trainer: Any) -> Tokenizer:
+_UNK = {"unk_token": "<unk>", "pad_token": "<unk>"}
+_PAD = {"bos_token": "<s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def _made(
+    model: Any,
+    trainer: Any,
+    tokens: dict[str, str],
+    finish: Callable[[Tokenizer], None] = lambda core: None,
+    **parts: Any,
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of these parts, of which some may be None, and finish it."""
+    core = Tokenizer(model)
+    for name, part in parts.items():
+        if part is not None:
+            setattr(core, name, part)
+    trainer.show_progress = False
     core.train_from_iterator([*TEXTS, *OTHER_LANGUAGES * 5], trainer)
-    return core
+    finish(core)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **tokens)
 
 
-def _bpe(size: int, special: list[str], alphabet: list[str] | None = None) -> Any:
-    return trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=alphabet or [],
-        show_progress=False,
-    )
-
-
-def _with_bos(core: Tokenizer, bos: str) -> None:
-    core.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
-    )
+def _framed(core: Tokenizer, form: str = "<s> $A", *names: str) -> None:
+    """Special tokens around each text."""
+    known = [(name, core.token_to_id(name)) for name in names or ("<s>",)]
+    core.post_processor = processors.TemplateProcessing(single=form, special_tokens=known)
 
 
 def _byte_level(
@@ -59,112 +61,95 @@ def _byte_level(
     split: str | None = None,
     size: int = 700,
 ) -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE())
-    if normalizer is not None:
-        core.normalizer = normalizer
+    def finish(core: Tokenizer) -> None:
+        if bos:
+            _framed(core)
+        else:
+            core.post_processor = processors.ByteLevel(trim_offsets=trim)
+
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=split is None)
-    if split is None:
-        core.pre_tokenizer = level
-    else:
+    if split is not None:
         splitter = pre_tokenizers.Split(Regex(split), "isolated")
-        core.pre_tokenizer = pre_tokenizers.Sequence([splitter, level])
-    core.decoder = decoders.ByteLevel()
-    core = _trained(core, _bpe(size, ["<s>"], BYTES))
-    if bos:
-        _with_bos(core, "<s>")
-    else:
-        core.post_processor = processors.ByteLevel(trim_offsets=trim)
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<s>")
+        level = pre_tokenizers.Sequence([splitter, level])
+    return _made(
+        models.BPE(),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=["<s>"], initial_alphabet=BYTES),
+        {"bos_token": "<s>", "eos_token": "<s>"},
+        finish,
+        normalizer=normalizer,
+        pre_tokenizer=level,
+        decoder=decoders.ByteLevel(),
+    )
 
 
 def _metaspace(scheme: str, kind: str, normalizer: Any = None) -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<s>", "<unk>"]
-    if kind == "unigram":
-        core = Tokenizer(models.Unigram())
-        trainer: Any = trainers.UnigramTrainer(
-            vocab_size=900, special_tokens=special, unk_token="<unk>", show_progress=False
-        )
-    else:
-        core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-        trainer = _bpe(900, special)
-    if normalizer is not None:
-        core.normalizer = normalizer
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    core = _trained(core, trainer)
-    _with_bos(core, "<s>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", pad_token="<pad>", unk_token="<unk>"
+    options: dict[str, Any] = {"vocab_size": 900, "special_tokens": ["<pad>", "<s>", "<unk>"]}
+    is_unigram = kind == "unigram"
+    return _made(
+        models.Unigram() if is_unigram else models.BPE(unk_token="<unk>", fuse_unk=True),
+        trainers.UnigramTrainer(**options, unk_token="<unk>")
+        if is_unigram
+        else trainers.BpeTrainer(**options),
+        _PAD,
+        _framed,
+        normalizer=normalizer,
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme),
+        decoder=decoders.Metaspace(prepend_scheme=scheme),
     )
 
 
 def _llama_legacy() -> PreTrainedTokenizerFast:
     """Puts a space before the text, and writes spaces as symbols."""
-    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    fallback = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     special = ["<pad>", "<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    core.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    core = _trained(core, _bpe(900, special))
-    core.pre_tokenizer = pre_tokenizers.Sequence([])
-    _with_bos(core, "<s>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", pad_token="<pad>", unk_token="<unk>"
+
+    def finish(core: Tokenizer) -> None:
+        core.pre_tokenizer = pre_tokenizers.Sequence([])
+        _framed(core)
+
+    return _made(
+        models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True),
+        trainers.BpeTrainer(vocab_size=900, special_tokens=special),
+        _PAD,
+        finish,
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        decoder=decoders.Sequence([decoders.Replace("▁", " "), *fallback]),
+        pre_tokenizer=pre_tokenizers.Split("▁", "merged_with_next"),
     )
 
 
 def _wordpiece(lowercase: bool, sep: bool = False) -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=900, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"], show_progress=False
-    )
-    core = _trained(core, trainer)
-    core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]" if sep else "[CLS] $A",
-        special_tokens=[(name, core.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="[CLS]", pad_token="[PAD]", unk_token="[UNK]"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    form = "[CLS] $A [SEP]" if sep else "[CLS] $A"
+    return _made(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=900, special_tokens=special),
+        {"bos_token": "[CLS]", "pad_token": "[PAD]", "unk_token": "[UNK]"},
+        lambda core: _framed(core, form, "[CLS]", "[SEP]"),
+        normalizer=normalizers.BertNormalizer(lowercase=lowercase),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        decoder=decoders.WordPiece(),
     )
 
 
 def _word_level() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
-    core = _trained(core, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<unk>")
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"])
+    words = pre_tokenizers.Whitespace()
+    return _made(models.WordLevel(unk_token="<unk>"), trainer, _UNK, pre_tokenizer=words)
 
 
 def _end_of_word() -> PreTrainedTokenizerFast:
     """Like CLIP's tokenizer: lower case, with a mark at the end of each word."""
-    core = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    core.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
-    )
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.decoder = decoders.BPEDecoder(suffix="</w>")
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=["<unk>", "<s>"],
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    core = _trained(core, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", unk_token="<unk>", pad_token="<unk>"
+    spaces = normalizers.Replace(Regex(r"\s+"), " ")
+    return _made(
+        models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
+        trainers.BpeTrainer(
+            vocab_size=900, special_tokens=["<unk>", "<s>"], end_of_word_suffix="</w>"
+        ),
+        _UNK | {"bos_token": "<s>"},
+        normalizer=normalizers.Sequence([normalizers.NFC(), spaces, normalizers.Lowercase()]),
+        pre_tokenizer=pre_tokenizers.Whitespace(),
+        decoder=decoders.BPEDecoder(suffix="</w>"),
     )
 
 

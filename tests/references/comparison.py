@@ -75,6 +75,10 @@ def cut_layers(n_layers: int) -> tuple[range, int]:
     return range(min(2, n_layers)), max(n_layers - 2, 0)
 
 
+def cut_heads(n_heads: int) -> list[int]:
+    return [head for head in CUT_HEADS if head < n_heads]
+
+
 def beta_of(n_layers: int, n_heads: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     shape = (n_layers, n_heads, len(DEMONSTRATIONS))
@@ -90,8 +94,13 @@ def weights_of(name: str, dtype: torch.dtype) -> Any:
 
 @lru_cache(maxsize=2)
 def reference(name: str, dtype: torch.dtype) -> Reference:
-    model = weights_of(name, dtype)
-    prompts = plain.prompts_of(batch_of("right"))
+    expected = reference_of(weights_of(name, dtype), batch_of("right"), dtype)
+    check_informative(expected)
+    return expected
+
+
+def reference_of(model: Any, batch: al.PromptBatch, dtype: torch.dtype) -> Reference:
+    prompts = plain.prompts_of(batch)
     with precise(dtype):
         observed = [plain.observe(model, prompt) for prompt in prompts]
         n_layers, n_heads = observed[0].attention.shape[:2]
@@ -104,7 +113,7 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
             layers, layer = cut_layers(n_layers)
             zeroed[list(layers)] *= (~edges).to(dtype)
             by_head = torch.zeros_like(ones, dtype=torch.bool)
-            by_head[layer, list(CUT_HEADS)] = edges
+            by_head[layer, cut_heads(n_heads)] = edges
             scaled[:, :, prompt.target, prompt.anchors] = beta.exp()
             cut.append(
                 [
@@ -119,9 +128,7 @@ def reference(name: str, dtype: torch.dtype) -> Reference:
         for prompt, observation in zip(prompts, observed, strict=True)
     ]
     flows_of_all = torch.tensor(flows, dtype=torch.float64)
-    expected = Reference(prompts, observed, flows_of_all, cut, reweighted)
-    check_informative(expected)
-    return expected
+    return Reference(prompts, observed, flows_of_all, cut, reweighted)
 
 
 def check_informative(expected: Reference) -> None:
@@ -192,7 +199,7 @@ def ours(model: Any, batch: al.PromptBatch) -> dict[str, Any]:
             model,
             batch,
             al.edges.between(al.edges.at(batch, positions), batch.attention_mask),
-            al.Site(layer, heads=CUT_HEADS),
+            al.Site(layer, heads=cut_heads(model.cfg.n_heads)),
         ),
     ]
     return {

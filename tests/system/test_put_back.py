@@ -55,40 +55,31 @@ def test_a_context_gives_what_its_generator_yields_and_can_be_closed_before_its_
     assert steps == ["inside one", "end of one", "end of two", "closed"]
 
 
-def changing(settings: list[str], decorator: Callable[..., Any]) -> Callable[[], None]:
-    """A function that changes settings in a context, which is made by a decorator."""
+@pytest.mark.parametrize(
+    ("decorator", "interrupts"),
+    [(safe_context, 1), (safe_context, 2), (contextlib.contextmanager, 1)],
+)
+def test_interrupts_at_every_moment_leave_something_only_in_contextlib(
+    decorator: Callable[..., Any], interrupts: int
+) -> None:
+    """There it is an interrupt at the start of ``__exit__``."""
+    settings: list[str] = []
 
+    @decorator
     def changed() -> Iterator[None]:
         with put_back(settings.clear):
             settings.append("changed")
             yield
 
-    context = decorator(changed)
-
     def change() -> None:
-        with context():
+        with changed():
             settings.append("inside")
 
-    return change
-
-
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_nothing_is_left_by_interrupts_at_every_moment(interrupts: int) -> None:
-    settings: list[str] = []
-    moments = at_every_moment([module, contextlib], interrupts, changing(settings, safe_context))
-    left = [moment for moment in moments if settings]
-    assert not left
-
-
-def test_the_moments_find_the_gap_of_contextlib() -> None:
-    """An interrupt at the start of ``__exit__`` of ``contextlib`` leaves the change."""
-    settings: list[str] = []
-    moments = at_every_moment([contextlib], 1, changing(settings, contextlib.contextmanager))
     left = []
-    for moment in moments:
+    for moment in at_every_moment([module, contextlib], interrupts, change):
         left += [moment] if settings else []
         settings.clear()
-    assert left
+    assert bool(left) == (decorator is contextlib.contextmanager)
 
 
 def test_the_random_state_of_every_device_of_a_kind_is_put_back(
