@@ -7,14 +7,13 @@ from typing import Any
 import plain
 import pytest
 import torch
-from measures import assert_same
+from measures import assert_same, does_not_run
 from tiny_models import questions, tiny_gemma3, tiny_gpt2, tiny_llama
 from torch import Tensor
 
 import anchorlens as al
 from anchorlens.errors import MetricError
 from anchorlens.metrics.label_heads import SCORES
-from anchorlens.passes.forward import run_pass
 from anchorlens.prompts.segment_names import SEGMENTS
 
 QUIET: dict[str, Any] = {"progress": False, "resamples": 0}
@@ -115,12 +114,11 @@ def test_shared_demonstrations_give_the_record_of_whole_prompts(
     model = request.getfixturevalue(name)
     batches = questions(model, 7, batch_size=4, padding_side="left") + questions(model, 5, seed=7)
 
-    def isolated(batch: al.PromptBatch) -> Any:
-        return al.isolate_labels(model, batch, range(1))
-
-    hooks = isolated if changed else None
-    shared = heads_of(model, batches, hooks=hooks)
-    whole = heads_of(model, batches, hooks=hooks, share_prefix=False)
+    options: dict[str, Any] = {}
+    if changed:
+        options = {"hooks": lambda batch: al.isolate_labels(model, batch, range(1))}
+    shared = heads_of(model, batches, **options)
+    whole = heads_of(model, batches, share_prefix=False, **options)
     assert "run once" in shared.info["shared_prefix"]
     assert whole.info["shared_prefix"].startswith("off")
     assert_same(shared, whole)
@@ -130,16 +128,13 @@ def test_shared_demonstrations_give_the_record_of_whole_prompts(
 
 def bare_batch() -> al.PromptBatch:
     """Two prompts of 12 and 10 tokens with three label words each, of two classes."""
-    tokens = torch.arange(24).view(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, 10:] = 0
     return al.PromptBatch.from_positions(
-        tokens,
-        label_positions=[[1, 3, 7], [1, 3, 7]],
-        label_classes=[[0, 1, 1], [0, 1, 1]],
+        torch.arange(24).view(2, 12),
+        label_positions=[[1, 3, 7]] * 2,
+        label_classes=[[0, 1, 1]] * 2,
         label_token_ids=[30, 31],
         gold=[1, 0],
-        attention_mask=mask,
+        attention_mask=torch.arange(12) < torch.tensor([[12], [10]]),
     )
 
 
@@ -169,10 +164,8 @@ def test_a_pattern_by_hand(gpt2: Any) -> None:
     first = record.scores[0] * 2  # sums over the two prompts
     assert first[0].tolist() == [0.875, 0.625, -0.625, 1.0]
     assert first[1].tolist() == [0.625, 0.375, 0.375, 0.0]
-    assert (record.random_scores[1] * 2).tolist() == [
-        [0.0625, -0.0625, 0.0625, 0.0],
-        [0.0, 0.0, 0.0, 0.5],
-    ]
+    first, second = (record.random_scores[1] * 2).tolist()
+    assert first == [0.0625, -0.0625, 0.0625, 0.0] and second == [0.0, 0.0, 0.0, 0.5]
     # The thresholds are 0.1 and 0.12 (read, copy), and half of it.
     assert record.share[2].tolist() == [[0.5, 0.5, 0.0, 1.0], [0.5, 0.5, 0.5, 0.0]]
     assert record.random_share[2].tolist() == [[0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]]
@@ -324,38 +317,25 @@ def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
         al.LabelHeads(**options)
 
 
-def no_gold(batch: al.PromptBatch) -> al.PromptBatch:
-    return replace(batch, gold=None)
-
-
-def at(*positions: int) -> Any:
-    """A function that gives a batch other label words."""
-
-    def change(batch: al.PromptBatch) -> al.PromptBatch:
-        moved = torch.tensor([positions, (1, 3, 7)])
-        return replace(batch, label_positions=moved, label_ends=moved)
-
-    return change
+def at(*positions: int) -> dict[str, Tensor]:
+    """Other label words of the first prompt."""
+    return dict.fromkeys(("label_positions", "label_ends"), torch.tensor([positions, (1, 3, 7)]))
 
 
 @pytest.mark.without_jaxtyping
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (no_gold, "label_heads .* needs the true label of each query"),
+        ({"gold": None}, "label_heads .* needs the true label of each query"),
         (at(0, 3, 7), "label word of prompt 0 is its first token; put a token before it"),
         (at(4, 5, 7), "after the first label word, but .* have 1 tokens .* too few for a random"),
     ],
 )
 def test_prompts_without_a_result_are_refused_before_any_pass(
-    change: Any, message: str, gpt2: Any, monkeypatch: pytest.MonkeyPatch
+    change: Any, message: str, gpt2: Any
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise AssertionError("a pass was made")
-
-    monkeypatch.setattr(run_pass.__module__ + "._run", fail)
-    with pytest.raises(MetricError, match=message):
-        heads_of(gpt2, [bare_batch(), change(bare_batch())])
+    with pytest.raises(MetricError, match=message), does_not_run(gpt2):
+        heads_of(gpt2, [bare_batch(), replace(bare_batch(), **change)])
 
 
 def test_a_stored_run_gives_the_same_record(gpt2: Any, tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_logits_and_tops_without_a_loyalty_raise_an_error(
     shapes: Any, top: int, message: str
 ) -> None:
     with pytest.raises(MetricError, match=message):
-        al.loyalty(*map(torch.rand, shapes), torch.tensor([0, 1]), top=top)
+        clean, changed = map(torch.rand, shapes)
+        al.loyalty(clean, changed, torch.tensor([0, 1]), top=top)
 
 
 def test_a_run_without_hooks_raises_an_error_before_any_pass(gpt2: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measures import assert_same
+from measures import assert_same, patterns_of
 from tiny_models import questions, tiny_gpt2
 from torch import Tensor
 
@@ -93,14 +93,8 @@ def test_shares_of_attention_sum_to_one(llama: Any) -> None:
     means: list[Tensor] = []
     for batch in batches:
         query = al.edges.query(batch)
-        seen: dict[int, Tensor] = {}
-
-        def see(pattern: Tensor, hook: Any, seen: Any = seen) -> None:
-            seen[len(seen)] = pattern
-
-        names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]
-        run_pass(llama, batch, observers=[(name, see) for name in names])
-        to_query = torch.stack([(a * query[:, None, None]).sum(-1) for a in seen.values()], 1)
+        patterns = patterns_of(llama, batch, [])
+        to_query = (patterns * query[:, None, None, None]).sum(-1)
         for number, rows in enumerate(query):
             means.append(to_query[number][..., rows].mean(-1))
     total = effect.stolen + effect.bos + torch.stack(means).mean(0)
@@ -216,12 +210,9 @@ def test_rows_of_different_attention_are_averaged_over_the_query(gpt2: Any) -> N
 def test_results_do_not_depend_on_padding_and_batches(gemma3: Any) -> None:
     batches = questions(gemma3, 5, batch_size=5)
     expected = effect_of(gemma3, batches)
-    others = [
-        questions(gemma3, 5, batch_size=1),
-        questions(gemma3, 5, batch_size=2, padding_side="left"),
-    ]
-    for given in others:
-        effect = effect_of(gemma3, given)
+    others: list[dict[str, Any]] = [{"batch_size": 1}, {"batch_size": 2, "padding_side": "left"}]
+    for options in others:
+        effect = effect_of(gemma3, questions(gemma3, 5, **options))
         rounding = {"invariance": torch.zeros(3).double()}
         assert_same(replace(effect, **rounding), replace(expected, **rounding), 1e-4)
         assert effect.indirect[0] == 0 and effect.invariance.max() < 1e-5
@@ -311,9 +302,8 @@ def test_a_run_that_continues_from_a_prefix_gives_the_whole_cache(gemma3: Any) -
     assert torch.equal(continued.attention_mask, whole.attention_mask)
     assert torch.equal(continued.next_position, whole.next_position)
     inside = batch.attention_mask
-    for ours, theirs in zip(
-        (*continued.keys, *continued.values), (*whole.keys, *whole.values), strict=True
-    ):
+    pairs = zip((*continued.keys, *continued.values), (*whole.keys, *whole.values), strict=True)
+    for ours, theirs in pairs:
         assert ours.mT.movedim(-1, 1)[inside].allclose(theirs.mT.movedim(-1, 1)[inside], atol=1e-5)
 
 
@@ -348,8 +338,7 @@ def test_what_one_token_moves_lies_on_a_line_in_the_figure(llama: Any) -> None:
     assert max(map(abs, dots.y)) > 1e-2 * max(map(abs, dots.x))
 
 
-def float_positions(batch: al.PromptBatch) -> Tensor:
-    return batch.attention_mask.float()
+OVERLAPPING = {"a": al.edges.anchors, "b": al.edges.demonstrations}
 
 
 def nothing(batch: al.PromptBatch) -> Tensor:
@@ -360,12 +349,12 @@ def nothing(batch: al.PromptBatch) -> Tensor:
     ("options", "message"),
     [
         ({"keys": {"query": al.edges.query}}, "lies in the query"),
-        (
-            {"keys": {"a": al.edges.anchors, "b": al.edges.demonstrations}},
-            "is in two segments; every token can be in one",
-        ),
+        ({"keys": OVERLAPPING}, "is in two segments; every token can be in one"),
         ({"keys": {"a": nothing}}, "hold no token of some prompt"),
-        ({"keys": {"a": float_positions}}, "'a' of prefix_effect must give a tensor of True"),
+        (
+            {"keys": {"a": lambda b: b.attention_mask.float()}},
+            "'a' of prefix_effect must give a",
+        ),
         ({"rows": al.edges.demonstrations}, "positions of every query"),
         ({"rows": nothing}, "none in some prompt"),
         ({"rows": lambda batch: None}, "'rows' of prefix_effect must give .* got a NoneType"),
@@ -382,14 +371,9 @@ def test_wrong_options_and_changed_runs_are_refused(gpt2: Any) -> None:
     with pytest.raises(MetricError, match="keys are functions of the batch by name"):
         al.PrefixEffect(keys={})
     batches = questions(gpt2, 3)
+    options: dict[str, Any] = {"hooks": lambda batch: al.isolate_labels(gpt2, batch, 0), **QUIET}
     with pytest.raises(MetricError, match="passes of its own"):
-        al.run(
-            gpt2,
-            batches,
-            [al.PrefixEffect()],
-            hooks=lambda batch: al.isolate_labels(gpt2, batch, 0),
-            **QUIET,
-        )
+        al.run(gpt2, batches, [al.PrefixEffect()], **options)
     with pytest.raises(HookError, match="heads must be numbers from 0 to 1"):
         al.plot_prefix_pattern(gpt2, batches[0], 0, 7)
     with pytest.raises(PromptError, match="the batch has the prompts 0 to 2"):

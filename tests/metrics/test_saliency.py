@@ -1,6 +1,5 @@
 """Tests of saliency against finite differences and plain transformers, of flows against loops."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,8 @@ from anchorlens.prompts import edges
 
 pytestmark = pytest.mark.without_jaxtyping
 
-MAKE: dict[str, Callable[[int], Any]] = {
-    "gpt2": tiny_gpt2,
-    "llama": tiny_llama,
-    "gemma3": tiny_gemma3,
-}
+MAKE: dict[str, Any] = {"gpt2": tiny_gpt2, "llama": tiny_llama, "gemma3": tiny_gemma3}
+QUIET: dict[str, Any] = {"resamples": 0, "progress": False}
 SHORT = al.Task("{text} ->{label}", labels=(" Positive", " Negative"))
 
 
@@ -52,10 +48,8 @@ def test_saliency_and_flows_equal_plain_transformers(
     assert len(set(batch.attention_mask.sum(1).tolist())) > 1
     maps = al.saliency(model, batch)
     of_heads = al.saliency(model, batch, weight=al.weights.signed, per_head=True)
-    metrics = [al.SaliencyFlows()]
-    record = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
-    metrics = [al.SaliencyFlows(weight=al.weights.saliency_of_heads)]
-    variant = al.run(model, [batch], metrics, resamples=0, progress=False)["saliency_flows"]
+    other = al.SaliencyFlows(weight=al.weights.saliency_of_heads, name="of heads")
+    record, variant = al.run(model, [batch], [al.SaliencyFlows(), other], **QUIET).values()
     per_head, prompts = [], prompts_of(batch)
     for n, start in enumerate(starts):
         products = plain_products(name, model, batch, n)
@@ -130,12 +124,9 @@ def test_flows_of_custom_edges_equal_plain_transformers(gpt2: Any, share_prefix:
     assert [trace.name for trace in record.plot().data if trace.name][:2] == ["first", "into texts"]
 
 
-def test_flows_without_edges_raise_an_error() -> None:
+def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
     with pytest.raises(MetricError, match="edges are functions of the batch by name"):
         al.SaliencyFlows(edges={})
-
-
-def test_functions_that_return_no_edges_raise_an_error(gpt2: Any) -> None:
     functions: list[tuple[Any, str]] = [
         (lambda batch: None, "a NoneType"),
         (lambda batch: edges.pq(batch).float(), "torch.float32"),
@@ -208,10 +199,9 @@ def test_a_flow_without_any_edge_is_nan_with_a_warning(gpt2: Any) -> None:
 
     batches = questions(gpt2, 3)
     metric = al.SaliencyFlows(edges={"pq": edges.pq, "nowhere": nowhere})
-    options: dict[str, Any] = {"resamples": 0, "progress": False}
     with pytest.warns(UserWarning, match=r"no prompt has an edge of the flows \['nowhere'\]"):
-        record = al.run(gpt2, batches, [metric], **options)["saliency_flows"]
-    expected = al.run(gpt2, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
+        [record] = al.run(gpt2, batches, [metric], **QUIET).values()
+    [expected] = al.run(gpt2, batches, [al.SaliencyFlows()], **QUIET).values()
     assert difference(record.flows[:, 0], expected.flows[:, 1]) <= 1e-6
     assert record.flows[:, 1].isnan().all() and record.share.isnan().all()
     for name in ("tq", "pq_over_tq", "deep_pq_over_tq"):
@@ -288,27 +278,18 @@ def test_batching_padding_and_order_change_nothing(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(name)
-    plans: list[dict[str, Any]] = [
-        {"batch_size": 1},
-        {"batch_size": 5},
-        {"batch_size": 12},
-        {"batch_size": 5, "padding_side": "left"},
-    ]
-    records = [
-        al.run(model, questions(model, **plan), [al.SaliencyFlows()], resamples=5, progress=False)[
-            "saliency_flows"
-        ]
-        for plan in plans
-    ]
-    shuffled = questions(model, batch_size=5)[::-1]
-    records.append(
-        al.run(model, shuffled, [al.SaliencyFlows()], resamples=5, progress=False)["saliency_flows"]
+    runs = [questions(model, batch_size=size) for size in (1, 5, 12)]
+    runs += [questions(model, batch_size=5, padding_side="left"), runs[1][::-1]]
+    options: dict[str, Any] = {"resamples": 5, "progress": False}
+    first, *others = (
+        al.run(model, batches, [al.SaliencyFlows()], **options)["saliency_flows"]
+        for batches in runs
     )
-    for record in records[1:]:
+    for record in others:
         for field, values in record.tensors().items():
-            assert difference(values, getattr(records[0], field)) <= 1e-5
+            assert difference(values, getattr(first, field)) <= 1e-5
             if field in record.intervals:
-                assert difference(record.intervals[field], records[0].intervals[field]) <= 1e-5
+                assert difference(record.intervals[field], first.intervals[field]) <= 1e-5
 
 
 def test_shares_of_flows_are_averaged_over_sets_of_demonstrations(gpt2: Any) -> None:
@@ -338,11 +319,7 @@ def test_change_of_share_and_deep_ratio_by_hand() -> None:
     sums = torch.tensor(
         [[1.0, 3, 0, 1], [2, 2, 0, 1], *[[1, 1, 1, 1]] * 3, [0, 6, 2, 2], [0, 9, 3, 1]]
     )
-    rows = {
-        "sums": sums[None],
-        "head_sums": sums[None, :, None],
-        "counts": torch.ones(1, 4),
-    }
+    rows = {"sums": sums[None], "head_sums": sums[None, :, None], "counts": torch.ones(1, 4)}
     record = al.SaliencyFlows().result(al.Contributions(rows))
     # Shares of wp, pq, ww: (1/4, 3/4, 0) and (1/2, 1/2, 0) if shallow, (0, 3/4, 1/4) if deep.
     torch.testing.assert_close(record.share_change.tolist(), [-0.375, 0.125, 0.25])

@@ -151,5 +151,3 @@ def test_wrong_segments_and_distances_are_refused(gpt2: Any) -> None:
         al.run(gpt2, batches, [al.SegmentAttention(["text", "label"])], **QUIET)
     with pytest.raises(MetricError, match="apart is a number of segments from 1; got 0"):
         al.SegmentAttention(apart=0)
-    with pytest.raises(MetricError, match="segments are different names"):
-        al.SegmentAttention(["text", "text"])

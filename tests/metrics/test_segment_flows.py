@@ -39,6 +39,15 @@ def precise(hooked: Any, byte_level: Any) -> Any:
     return hooked(tiny_gpt2(len(byte_level)).double(), byte_level)
 
 
+def flows_in(
+    model: Any, batches: list[al.PromptBatch], segments: Any = None, **options: Any
+) -> Any:
+    """The record of ``SegmentFlows`` with the loss of the answer, or with another one."""
+    options = {"loss": al.losses.span_cross_entropy("answer"), **QUIET} | options
+    metric = al.SegmentFlows(segments, weight=options.pop("weight", al.weights.saliency))
+    return al.run(model, batches, [metric], **options)["segment_flows"]
+
+
 def plain_products(name: str, model: Any, batch: al.PromptBatch, n: int, segment: int) -> Tensor:
     """A * dL/dA of one prompt, [layer, head, query, key], by autograd in plain transformers."""
     plain = MAKE[name](model.W_E.shape[0])
@@ -197,8 +206,7 @@ def test_the_signed_total_of_a_cell_is_a_central_difference(
 ) -> None:
     """If the edges of a cell are scaled by 1 +- e, the loss changes by e times the signed total."""
     prompt, step, loss = batch.prompt(1), 1e-4, al.losses.span_cross_entropy("answer")
-    metric = al.SegmentFlows(weight=al.weights.signed)
-    record = al.run(precise, [prompt], [metric], loss=loss, **QUIET)["segment_flows"]
+    record = flows_in(precise, [prompt], weight=al.weights.signed)
     losses: list[float] = []
 
     def recorded(logits: Tensor, batch: al.PromptBatch) -> Tensor:
@@ -238,15 +246,12 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
     def segment(*names: str) -> Callable[[al.PromptBatch], Tensor]:
         return lambda batch: torch.stack([al.edges.segment(batch, name) for name in names]).any(0)
 
-    def total(segments: Any) -> Tensor:
-        results = al.run(precise, [prompt], [al.SegmentFlows(segments)], loss=loss, **QUIET)
-        return results["segment_flows"].total
-
-    apart = total(None)
-    merged = total({"both": segment("question", "step"), "answer": segment("answer")})
+    apart = flows_in(precise, [prompt]).total
+    parts = {"both": segment("question", "step"), "answer": segment("answer")}
+    merged = flows_in(precise, [prompt], parts).total
     assert difference(merged[:, 0, 0], apart[:, :2, :2].sum((1, 2))) <= 1e-12
     assert difference(merged[:, 1, 0], apart[:, 2, :2].sum(1)) <= 1e-12
-    everything = total({"all": lambda batch: batch.attention_mask})
+    everything = flows_in(precise, [prompt], {"all": lambda batch: batch.attention_mask}).total
     edges = al.saliency(precise, prompt, loss=loss)[0].tril(-1)
     assert difference(everything[:, 0, 0], edges.sum((1, 2))) <= 1e-12
 
@@ -254,18 +259,11 @@ def test_totals_of_merged_segments_add_up_to_every_edge(
 @pytest.mark.every_kind
 @pytest.mark.usefixtures("kind_of_model")
 def test_results_do_not_depend_on_batches_and_checkpoints(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss, metrics = (
-        al.losses.span_cross_entropy("answer"),
-        [al.SegmentFlows(["question", "answer"])],
-    )
-    together = al.run(gpt2, [batch], metrics, loss=loss, **QUIET)["segment_flows"]
+    names = ["question", "answer"]
+    together = flows_in(gpt2, [batch], names)
     split = [replace(batch.prompt(row), index=torch.tensor([row])) for row in range(2)]
-    alone = al.run(gpt2, split, metrics, loss=loss, **QUIET)["segment_flows"]
-    assert_same(alone, together)
-    checkpointed = al.run(gpt2, [batch], metrics, loss=loss, gradient_checkpointing=True, **QUIET)[
-        "segment_flows"
-    ]
-    assert_same(checkpointed, together)
+    assert_same(flows_in(gpt2, split, names), together)
+    assert_same(flows_in(gpt2, [batch], names, gradient_checkpointing=True), together)
 
 
 @pytest.mark.every_kind
@@ -290,10 +288,8 @@ def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> N
     mean = al.losses.next_token_cross_entropy(
         lambda batch: span.positions(batch) / span.positions(batch).sum(1, keepdim=True).double()
     )
-    metrics = [al.SegmentFlows()]
     total, averaged = (
-        al.run(precise, [batch], metrics, loss=loss, **QUIET)["segment_flows"].flow_of_prompts
-        for loss in (span, mean)
+        flows_in(precise, [batch], loss=loss).flow_of_prompts for loss in (span, mean)
     )
     counts = span.positions(batch).sum(1)[:, None, None, None]
     assert counts.flatten().tolist() == [2, 3]
@@ -301,32 +297,23 @@ def test_weights_of_a_loss_are_factors(precise: Any, batch: al.PromptBatch) -> N
 
 
 def test_a_record_names_its_segments(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss = al.losses.span_cross_entropy("answer")
-    record = al.run(gpt2, [batch], [al.SegmentFlows()], loss=loss, **QUIET)["segment_flows"]
+    record = flows_in(gpt2, [batch])
     assert record.axis_names("segment") == tuple(NAMES)
-    some = al.run(gpt2, [batch], [al.SegmentFlows(["answer", "question"])], loss=loss, **QUIET)[
-        "segment_flows"
-    ]
+    some = flows_in(gpt2, [batch], ["answer", "question"])
     assert some.axis_names("segment") == ("answer", "question")
     assert difference(some.flow[:, 0, 1], record.flow[:, 2, 0]) <= 1e-6
     rows = [row.replace("<br>", " ") for row in record.plot().layout.yaxis.ticktext]
     assert rows[0] == "question ← question"
-    assert "answer ← step" in rows
-    assert "question ← answer" not in rows
+    assert "answer ← step" in rows and "question ← answer" not in rows
     own = al.run(gpt2, questions(gpt2, 2), [al.SegmentFlows()], **QUIET)["segment_flows"]
     assert own.axis_names("segment") == segment_names.SEGMENTS
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: al.SegmentFlows([]), "segments are different names"),
-        (lambda: al.SegmentFlows(["a", "a"]), "segments are different names"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(MetricError, match=message):
-        make()
+@pytest.mark.parametrize("names", [[], ["a", "a"]])
+def test_names_that_are_none_or_equal_raise_an_error(names: list[str]) -> None:
+    for of in (al.SegmentFlows, al.SegmentAttention):
+        with pytest.raises(MetricError, match="segments are different names"):
+            of(names)
 
 
 OVERLAPPING = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mask)
@@ -337,11 +324,7 @@ OVERLAPPING = dict.fromkeys(("all", "answer"), lambda batch: batch.attention_mas
     [
         (al.SegmentFlows(["reply"]), "answer", "there is no segment 'reply'; the segments are qu"),
         (al.SegmentFlows(), "reply", "there is no segment 'reply'"),
-        (
-            al.SegmentFlows({"a": lambda b: b.tokens}),
-            "answer",
-            "must give a tensor of True and False",
-        ),
+        (al.SegmentFlows({"a": lambda b: b.tokens}), "answer", "a tensor of True and False"),
         (
             al.SegmentFlows(OVERLAPPING),
             "answer",
@@ -411,9 +394,8 @@ def test_a_gradient_that_is_not_finite_raises_an_error(share: bool, gpt2: Any) -
 
 
 def test_a_weight_may_count_heads(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss, prompt = al.losses.span_cross_entropy("answer"), [batch.prompt(0)]
     counts, signs = (
-        al.run(gpt2, prompt, [al.SegmentFlows(weight=weight)], loss=loss, **QUIET)["segment_flows"]
+        flows_in(gpt2, [batch.prompt(0)], weight=weight)
         for weight in (lambda a, g: (a > 0).sum(1), lambda a, g: (a > 0).all(1))
     )
     assert torch.equal(counts.total, 2 * counts.edges.expand(3, -1, -1))
@@ -421,12 +403,8 @@ def test_a_weight_may_count_heads(gpt2: Any, batch: al.PromptBatch) -> None:
 
 
 def test_padding_is_in_no_segment_of_a_function(gpt2: Any, batch: al.PromptBatch) -> None:
-    loss = al.losses.span_cross_entropy("answer")
     functions = (lambda batch: batch.tokens >= 0, lambda batch: batch.attention_mask)
-    every, tokens = (
-        al.run(gpt2, [batch], [al.SegmentFlows({"all": of})], loss=loss, **QUIET)["segment_flows"]
-        for of in functions
-    )
+    every, tokens = (flows_in(gpt2, [batch], {"all": of}) for of in functions)
     assert_same(every, tokens, 0)
 
 
@@ -508,13 +486,10 @@ def test_a_batch_of_segments_shows_them(batch: al.PromptBatch, gpt2: Any) -> Non
 
 def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_path: Any) -> None:
     """Functions are stored by name: their addresses differ in every process."""
-    loss = al.losses.span_cross_entropy("answer")
 
     def record() -> al.Record:
         parts = {name: partial(al.edges.segment, name=name) for name in NAMES}
-        metrics = [al.SegmentFlows(parts)]
-        results = al.run(gpt2, [batch], metrics, loss=loss, folder=tmp_path, **QUIET)
-        return results["segment_flows"]
+        return flows_in(gpt2, [batch], parts, folder=tmp_path)
 
     assert_same(record(), record(), 0)
 
@@ -522,14 +497,7 @@ def test_a_stored_run_of_segments_goes_on(gpt2: Any, batch: al.PromptBatch, tmp_
 def test_weights_of_an_edge_on_a_pattern_by_hand() -> None:
     pattern = torch.tensor([0.5, 0.25])[None, :, None, None]  # two heads, one edge
     gradient = torch.tensor([-2.0, 8.0])[None, :, None, None]
-    values = {
-        name: float(getattr(al.weights, name)(pattern, gradient))
-        for name in ("saliency", "saliency_of_heads", "signed", "positive", "attention")
-    }
-    assert values == {
-        "saliency": 1.0,
-        "saliency_of_heads": 3.0,
-        "signed": 1.0,
-        "positive": 0.5,  # the first head lowers the loss by 1, of two heads
-        "attention": 0.375,
-    }
+    expected = {"saliency": 1.0, "saliency_of_heads": 3.0, "signed": 1.0, "attention": 0.375}
+    expected["positive"] = 0.5  # the first head lowers the loss by 1, of two heads
+    for name, value in expected.items():
+        assert float(getattr(al.weights, name)(pattern, gradient)) == value, name

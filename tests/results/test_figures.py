@@ -36,26 +36,13 @@ def test_lines_show_values_intervals_and_gaps() -> None:
     assert first_band.x == (0, 0, None, None, 2, 2, None)
 
 
-def test_lines_without_intervals_have_no_bands() -> None:
-    figure = lines_by_layer(torch.zeros(2, 3), ["a", "b"], **TITLES)
-    assert len(figure.data) == 2
-    assert "customdata" not in figure.data[0].hovertemplate
-
-
-def test_lines_differ_in_marker_symbol_and_dash() -> None:
+def test_lines_differ_in_marker_symbol_and_dash_and_may_have_a_reference() -> None:
     figure = lines_by_layer(torch.zeros(8, 3), list("abcdefgh"), dashed=["b"], **TITLES)
-    assert len({line.marker.symbol for line in figure.data}) == 8
+    assert len(figure.data) == 8 == len({line.marker.symbol for line in figure.data})
     assert [line.line.dash for line in figure.data] == ["solid", "dash", *["solid"] * 6]
-
-
-def test_lines_show_the_reference_at_its_value() -> None:
-    figure = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES)
-    assert (figure.layout.shapes[0].y0, figure.layout.shapes[0].y1) == (0.5, 0.5)
-    assert (figure.layout.shapes[0].name, figure.layout.shapes[0].showlegend) == (
-        "reference 0.5",
-        True,
-    )
-    assert not lines_by_layer(torch.ones(1, 3), ["a"], **TITLES).layout.shapes
+    assert "customdata" not in figure.data[0].hovertemplate and not figure.layout.shapes
+    (line,) = lines_by_layer(torch.ones(1, 3), ["a"], reference=0.5, **TITLES).layout.shapes
+    assert (line.y0, line.y1, line.name, line.showlegend) == (0.5, 0.5, "reference 0.5", True)
 
 
 def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
@@ -69,23 +56,16 @@ def test_bands_far_beyond_the_lines_do_not_flatten_them() -> None:
     assert flat.layout.yaxis.range is None
 
 
-def test_axes_of_names_have_no_lines_between_the_names() -> None:
+def test_axes_have_names_without_lines_or_whole_numbers() -> None:
     columns = bars(torch.ones(1, 2, 1), ["y"], ["a", "b"], ["x"], title="")
     matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
     for axis in (*columns.select_xaxes(), *matrices.select_xaxes(), *matrices.select_yaxes()):
         assert (axis.showgrid, axis.zeroline) == (False, False)
-
-
-def test_two_matrices_have_room_for_their_titles() -> None:
-    matrices = heat_map(torch.ones(2, 2, 2), ["a", "b"], ["a", "b"], **MAPS)
-    assert matrices.layout.meta["min_width"] >= 600
-
-
-def test_ticks_of_layers_are_whole_numbers() -> None:
-    assert lines_by_layer(torch.ones(1, 2), ["a"], **TITLES).layout.xaxis.dtick == 1
-    assert lines_by_layer(torch.ones(1, 48), ["a"], **TITLES).layout.xaxis.dtick == 4
-    heads = heat_map(torch.ones(1, 12, 48), None, None, title="", bar_title="").layout
-    assert (heads.yaxis.dtick, heads.xaxis.dtick) == (1, 4)
+    assert matrices.layout.meta["min_width"] >= 600  # room for two titles
+    for layers, step in ((2, 1), (48, 4)):
+        lines = lines_by_layer(torch.ones(1, layers), ["a"], **TITLES)
+        heads = heat_map(torch.ones(1, 12, layers), None, None, title="", bar_title="").layout
+        assert (lines.layout.xaxis.dtick, heads.xaxis.dtick, heads.yaxis.dtick) == (step, step, 1)
 
 
 def test_bars_show_values_and_asymmetric_errors() -> None:
@@ -196,14 +176,12 @@ def test_names_and_titles_are_escaped() -> None:
 
 def test_figures_do_not_change_their_inputs() -> None:
     values = torch.tensor([[0.5, math.nan], [0.1, 0.2]])
-    given = [values.clone(), values.clone(), values.clone()]
-    copies = [tensor.clone() for tensor in given]
-    lines_by_layer(given[0], ["a", "b"], low=given[1], high=given[2], **TITLES)
+    given, names = [values.clone() for _ in range(3)], ["a", "b"]
     panel = [tensor[None] for tensor in given]
-    bars(panel[0], ["y"], ["a", "b"], ["a", "b"], title="", low=panel[1], high=panel[2])
-    heat_map(torch.stack(given[:2]), ["a", "b"], None, **MAPS)
-    for now, before in zip(given, copies, strict=True):
-        assert torch.equal(now.nan_to_num(-1.0), before.nan_to_num(-1.0))
+    lines_by_layer(given[0], names, low=given[1], high=given[2], **TITLES)
+    bars(panel[0], ["y"], names, names, title="", low=panel[1], high=panel[2])
+    heat_map(panel[0].expand(2, -1, -1), names, None, **MAPS)
+    assert all(torch.equal(now.nan_to_num(-1.0), values.nan_to_num(-1.0)) for now in given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -227,17 +205,13 @@ def test_any_float_type_and_gradients_are_accepted(dtype: torch.dtype) -> None:
 
 ONES = torch.ones(2, 3)
 THREE: list[Any] = [["y"], ["a", "b"], [*"cde"]]
-Cases = list[tuple[Callable[[], go.Figure], str]]
-# These shapes contradict the annotations: the jaxtyping hook would raise its own error first.
-WRONG_SHAPES: Cases = [
+WRONG: list[tuple[Callable[[], go.Figure], str]] = [
     (lambda: lines_by_layer(torch.ones(2), ["a", "b"], **TITLES), r"got shape \(2,\)"),
     (lambda: lines_by_layer(torch.ones(()), [], **TITLES), r"got shape \(\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, high=ONES.T, **TITLES), "one interval"),
     (lambda: bars(ONES[None], *THREE, title="", low=ONES.T, high=ONES), "one interval per value"),
     (lambda: bars(ONES, *THREE, title=""), r"expected shape \(1, 2, 3\), got shape \(2, 3\)"),
     (lambda: heat_map(ONES, ["a", "b"], None, **MAPS), r"got shape \(2, 3\); pass one name"),
-]
-WRONG_VALUES: Cases = [
     (lambda: lines_by_layer(ONES, ["a"], **TITLES), r"expected shape \(1, 3\), got shape \(2, 3\)"),
     (lambda: lines_by_layer(ONES, ["a", "b"], dashed=["c"], **TITLES), "expected dashed among"),
     (lambda: lines_by_layer(ONES, ["a", "b"], low=ONES, **TITLES), "both low and high"),
@@ -248,15 +222,9 @@ WRONG_VALUES: Cases = [
 ]
 
 
-@pytest.mark.without_jaxtyping
-@pytest.mark.parametrize(("draw", "message"), WRONG_SHAPES)
-def test_wrong_shapes_raise_an_error(draw: Callable[[], go.Figure], message: str) -> None:
-    with pytest.raises(AnchorlensError, match=message):
-        draw()
-
-
-@pytest.mark.parametrize(("draw", "message"), WRONG_VALUES)
-def test_wrong_values_raise_an_error_that_says_what_was_expected(
+@pytest.mark.without_jaxtyping  # which would raise its own error for shapes
+@pytest.mark.parametrize(("draw", "message"), WRONG)
+def test_wrong_arguments_raise_an_error_that_says_what_was_expected(
     draw: Callable[[], go.Figure], message: str
 ) -> None:
     with pytest.raises(AnchorlensError, match=message):

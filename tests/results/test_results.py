@@ -55,13 +55,8 @@ def make_record(**changes: Any) -> Means:
 
 
 def test_axes_have_the_names_in_the_annotations() -> None:
-    axes = {
-        "mean": (),
-        "flows": ("layer", "flow"),
-        "confusion": ("class", "class"),
-        "best": (),
-        "each": ("prompt",),
-    }
+    axes = {"mean": (), "flows": ("layer", "flow"), "confusion": ("class", "class"), "best": ()}
+    axes |= {"each": ("prompt",)}
     assert Means.axes() == make_record().axes() == axes
     assert Other.axes() == {"mean": ()}
     assert al.SaliencyFlowsRecord.axes()["per_head"] == ("layer", "head", "flow")
@@ -98,26 +93,29 @@ def test_classes_without_names_are_numbered() -> None:
     assert "low" not in frame
 
 
-def test_a_loaded_record_equals_the_saved_one(tmp_path: Path) -> None:
-    record = make_record(flows=torch.arange(6.0).reshape(2, 3).T)  # not contiguous
-    loaded = Means.load(record.save(tmp_path / "means.safetensors"))
-    assert loaded.info == record.info
-    for after, before in (
-        (loaded.tensors(), record.tensors()),
-        (loaded.intervals, record.intervals),
-    ):
-        assert after.keys() == before.keys()
-        for name, value in before.items():
-            assert after[name].dtype == value.dtype
-            torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
-    assert loaded.to_frame().equals(record.to_frame())
+VALUES = torch.tensor([1.0, 2.0])
 
 
-def test_fields_that_share_memory_can_be_saved(tmp_path: Path) -> None:
-    values = torch.tensor([1.0, 2.0])
-    record = make_record(each=values, mean=values[0], flows=values.expand(3, 2))
-    loaded = Means.load(record.save(tmp_path / "means.safetensors"))
-    assert loaded.flows.tolist() == [[1.0, 2.0]] * 3
+@pytest.mark.parametrize(
+    "record",
+    [
+        make_record(),
+        make_record(flows=torch.arange(6.0).reshape(2, 3).T),  # not contiguous
+        make_record(each=VALUES, mean=VALUES[0], flows=VALUES.expand(3, 2)),  # shared memory
+        al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0])),
+    ],
+)
+def test_a_loaded_record_equals_the_saved_one(record: al.Record, tmp_path: Path) -> None:
+    path = record.save(tmp_path / "record.safetensors")
+    for loaded in (type(record).load(path), al.load_record(path)):
+        assert type(loaded) is type(record) and loaded.info == record.info
+        assert loaded.intervals.keys() == record.intervals.keys()
+        for name, bounds in record.intervals.items():
+            torch.testing.assert_close(loaded.intervals[name], bounds, rtol=0, atol=0)
+        for name, value in record.tensors().items():
+            after = getattr(loaded, name)
+            torch.testing.assert_close(after, value, rtol=0, atol=0, equal_nan=True)
+        assert loaded.to_frame().equals(record.to_frame())
 
 
 def test_a_file_of_another_kind_raises_an_error(tmp_path: Path) -> None:
@@ -169,36 +167,13 @@ def test_a_repr_that_a_class_defines_is_used() -> None:
     assert repr(Named(mean=torch.tensor(1.0))) == repr(Heir(mean=torch.tensor(1.0))) == "named"
 
 
-def public_records() -> list[type[al.Record]]:
-    kinds = [value for name in dir(al) if isinstance(value := getattr(al, name), type)]
-    return [kind for kind in kinds if issubclass(kind, al.Record) and kind is not al.Record]
-
-
-def test_load_record_loads_records_of_any_class(tmp_path: Path) -> None:
-    accuracy = al.AccuracyRecord(accuracy=torch.tensor(0.5), correct=torch.tensor([0.0, 1.0]))
-    for record in (make_record(), accuracy):
-        loaded = al.load_record(record.save(tmp_path / "record.safetensors"))
-        assert type(loaded) is type(record)
-        assert loaded.info == record.info
-        for after, before in (
-            (loaded.tensors(), record.tensors()),
-            (loaded.intervals, record.intervals),
-        ):
-            assert after.keys() == before.keys()
-            for name, value in before.items():
-                torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
-
-
 def test_load_record_raises_an_error_for_a_file_without_a_known_record(tmp_path: Path) -> None:
     path = tmp_path / "record.safetensors"
-    path.write_bytes(
-        to_bytes_with_digest({"record": "Unheard", "info": {}}, {"mean": torch.tensor(1.0)})
-    )
+    one = torch.tensor(1.0)
+    path.write_bytes(to_bytes_with_digest({"record": "Unheard", "info": {}}, {"mean": one}))
     with pytest.raises(StoreError, match=r"record\.safetensors holds a Unheard.*import the module"):
         al.load_record(path)
-    path.write_bytes(
-        to_bytes_with_digest({"record": "Other", "info": {}}, {"median": torch.tensor(1.0)})
-    )
+    path.write_bytes(to_bytes_with_digest({"record": "Other", "info": {}}, {"median": one}))
     with pytest.raises(StoreError, match=r"what a Other of this version holds: .*\['median'\]"):
         al.load_record(path)
     path.write_bytes(to_bytes_with_digest({"context": {}}, {"tokens": torch.tensor([1])}))
@@ -224,12 +199,6 @@ def test_a_class_that_is_defined_again_replaces_the_first(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match=r"several classes Twice, in another_notebook, notebook"):
         al.load_record(path)
     assert type(third.load(path)) is third
-
-
-def test_every_public_record_has_a_plot() -> None:
-    assert len(public_records()) == 18
-    for kind in public_records():
-        assert kind.plot is not al.Record.plot, kind
 
 
 def test_single_numbers_are_drawn_as_bars() -> None:
@@ -367,6 +336,6 @@ RECORDS = [
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
 def test_each_figure_of_a_record_has_its_own_caption(kind: type[al.Record]) -> None:
-    assert kind.plot is not al.Record.plot
+    assert kind.plot is not al.Record.plot and len(RECORDS) == 18
     assert kind.caption.endswith(".") and 80 < len(kind.caption) < 600
     assert sum(other.caption == kind.caption for other in RECORDS) == 1

@@ -86,10 +86,14 @@ def test_every_damage_of_a_context_raises_an_error(gpt2: Any, tmp_path: Path) ->
         assert is_store_error(path, damaged, al.CompressedContext.load)
 
 
+def metadata_of(data: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header["__metadata__"]
+
+
 def with_header(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     """The file with a changed entry of anchorlens and the old digest."""
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    entry = json.loads(header["__metadata__"]["anchorlens"])
+    entry = json.loads(metadata_of(data)["anchorlens"])
     change(entry)
     return save(load(data), metadata={"anchorlens": json.dumps(entry, sort_keys=True)})
 
@@ -117,13 +121,10 @@ def test_an_edited_header_raises_an_error(
 def test_a_header_without_an_entry_of_anchorlens_raises_an_error(
     entry: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "small.safetensors"
+    path, tensors = tmp_path / "small.safetensors", make_small().tensors()
     for load_file in (Small.load, al.CompressedContext.load):
-        data = save(dict(make_small().tensors()), metadata={"anchorlens": entry})
-        assert is_store_error(path, data, load_file)
-        assert is_store_error(
-            path, save(dict(make_small().tensors()), metadata={"x": "y"}), load_file
-        )
+        for metadata in ({"anchorlens": entry}, {"x": "y"}):
+            assert is_store_error(path, save(tensors, metadata=metadata), load_file)
 
 
 def test_changed_tensors_raise_an_error(tmp_path: Path) -> None:
@@ -131,8 +132,7 @@ def test_changed_tensors_raise_an_error(tmp_path: Path) -> None:
     data = path.read_bytes()
     tensors = load(data)
     tensors["mean"] = tensors["mean"].flip(0)
-    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    assert is_store_error(path, save(tensors, metadata=metadata), Small.load)
+    assert is_store_error(path, save(tensors, metadata=metadata_of(data)), Small.load)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,7 @@ def test_wrong_contents_of_a_context_raise_an_error(
 ) -> None:
     path = al.compress(gpt2, questions(gpt2, 1)[0]).save(tmp_path / "context.safetensors")
     data = path.read_bytes()
-    outer = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    header = json.loads(outer["anchorlens"])
+    header = json.loads(metadata_of(data)["anchorlens"])
     tensors = load(data)
     change(header["context"], tensors)
     path.write_bytes(to_bytes_with_digest({"context": header["context"]}, tensors))
