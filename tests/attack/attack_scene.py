@@ -72,35 +72,20 @@ def scene() -> Scene:
 def odd_batches(batch: al.PromptBatch) -> list[al.PromptBatch]:
     """Invalid batches: of another vocabulary, shape or type, or out of range."""
 
-    def changed(**changes: Any) -> al.PromptBatch:
-        return replace(batch, **changes)
-
-    tokens, positions = batch.tokens, batch.label_positions
-    return [
-        changed(tokens=tokens + 100_000),
-        changed(tokens=tokens - 1000),
-        changed(tokens=tokens[:, :-1]),
-        changed(tokens=tokens.float()),
-        changed(tokens=tokens[:0]),
-        changed(tokens=tokens[0]),
-        changed(attention_mask=torch.zeros_like(batch.attention_mask)),
-        changed(attention_mask=batch.attention_mask[:1]),
-        changed(label_positions=positions + 10_000),
-        changed(label_positions=positions - 10_000),
-        changed(label_positions=positions[:, :0]),
-        changed(label_positions=positions.float()),
-        changed(label_positions=positions[:1]),
-        changed(label_classes=batch.label_classes + 100),
-        changed(label_classes=batch.label_classes[:, :1]),
-        changed(target_positions=batch.target_positions + 1000),
-        changed(target_positions=torch.zeros_like(batch.target_positions)),
-        changed(target_positions=batch.target_positions[:1]),
-        changed(verbalizer=al.Verbalizer((batch.label_token_ids[:, None] + 100_000).tolist())),
-        changed(verbalizer=None),
-        changed(verbalizer=batch.label_token_ids),
-        changed(first_query=7),
-        changed(first_query=-1),
-    ]
+    tokens, positions, targets = batch.tokens, batch.label_positions, batch.target_positions
+    unknown = al.Verbalizer((batch.label_token_ids[:, None] + 100_000).tolist())
+    wrong: dict[str, list[Any]] = {
+        "tokens": [tokens + 100_000, tokens - 1000, tokens[:, :-1], tokens.float(), tokens[:0]],
+        "attention_mask": [torch.zeros_like(batch.attention_mask), batch.attention_mask[:1]],
+        "label_positions": [positions + 10_000, positions - 10_000, positions[:, :0]],
+        "label_classes": [batch.label_classes + 100, batch.label_classes[:, :1]],
+        "target_positions": [targets + 1000, torch.zeros_like(targets), targets[:1]],
+        "verbalizer": [unknown, None, batch.label_token_ids],
+        "first_query": [7, -1],
+    }
+    wrong["tokens"].append(tokens[0])
+    wrong["label_positions"] += [positions.float(), positions[:1]]
+    return [replace(batch, **{name: value}) for name in wrong for value in wrong[name]]
 
 
 def odd_models() -> list[Any]:

@@ -67,7 +67,7 @@ def _byte_level(
         else:
             core.post_processor = processors.ByteLevel(trim_offsets=trim)
 
-    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=split is None)
+    level: Any = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=split is None)
     if split is not None:
         splitter = pre_tokenizers.Split(Regex(split), "isolated")
         level = pre_tokenizers.Sequence([splitter, level])

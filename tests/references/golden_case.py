@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_gpt2
-from transformers import (
-    GPT2LMHeadModel,
-)
+from transformers import GPT2LMHeadModel
 
 import anchorlens as al
 
