@@ -23,7 +23,7 @@ from attack_scene import Scene, scene
 
 import anchorlens as al
 from anchorlens.errors import ArgumentError
-from anchorlens.system.arguments import as_hint
+from anchorlens.system.arguments import as_hint, checked
 
 pytestmark = pytest.mark.without_jaxtyping
 
@@ -356,3 +356,19 @@ def test_models_and_tokenizers_of_another_type_are_refused(
     for call in calls:
         with pytest.raises(al.AnchorlensError):
             call()
+
+
+class Called(Protocol):
+    """Something that is called."""
+
+    def __call__(self) -> int: ...
+
+
+def test_a_protocol_of_a_function_needs_a_function() -> None:
+    @checked
+    def use(call: Called) -> int:
+        return call()
+
+    assert use(lambda: 3) == 3
+    with pytest.raises(ArgumentError, match="which has no __call__: Something that is called"):
+        use(3)  # type: ignore[arg-type]
